@@ -16,12 +16,11 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.checkpoint.config_files import CONFIG
-from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISATION_FILES, dequantise_checkpoint
+from shardctl.checkpoint.dequantising import DEQUANTISED, dequantise_checkpoint
+from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import (
     add_optimizer_states,
-    build_settings_file,
     build_specs,
     build_state_fusions,
     filter_states,
@@ -37,16 +36,13 @@ from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS, choose_form
 from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
-from shardctl.manifest import OpaqueObject
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.record import DERIVED
 from shardctl.storage import read_bytes
-from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.storage.byte_names import name_to_bytes
-from shardctl.training import SETTINGS
 from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.libraries.arrays.form import ArrayForm
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.manifest import Manifest, OpaqueObject, Tensor
     from shardctl.models import Model
     from shardctl.models.fusion import TensorFusion
 
@@ -183,9 +179,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
             beside=checkpoint.source.held_bytes,
         ),
         carried=tuple(
-            side
-            for side in _list_carried_files(checkpoint, reshard_options, have, dtypes, layout)
-            if side.name not in want.files
+            side for side in list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
         ),
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
@@ -355,54 +349,6 @@ def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
-
-
-def _list_carried_files(
-    checkpoint: OpenedCheckpoint,
-    reshard_options: ReshardOptions,
-    have: Manifest,
-    dtypes: Mapping[str, DType],
-    layout: Layout,
-) -> list[OpaqueObject]:
-    """List the side files that travel along; after a cast, `config.json` says the new dtype."""
-    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
-    carried = []
-    for side in have.objects:
-        if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
-            continue
-        if side.name == CONFIG and checkpoint.encoded:
-            content = _set_config_dtype(json.dumps(checkpoint.config).encode(), _get_cast_type(reshard_options).torch)
-            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
-        elif side.name == CONFIG and cast:
-            content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
-            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
-        elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
-            carried.append(side)
-    carried += build_settings_file(have, layout)
-    if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
-        dtype = "" if find_quantisation_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
-        content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
-        carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
-    return carried
-
-
-def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
-    """Find the type of most elements of weights that are floats, as transformers would write it into a config."""
-    sizes: dict[str, int] = {}
-    states = get_states(have)
-    for name, tensor in have.tensors.items():
-        if dtypes[name].name in CASTABLE and name not in states:
-            sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
-    return max(sizes, key=lambda dtype: sizes[dtype], default="")
-
-
-def _set_config_dtype(config: bytes, dtype: str) -> bytes:
-    """Return a config that says `dtype`, unless that is empty."""
-    parsed = parse_json(config, CONFIG, CONFIG_TEXT)
-    keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
-    return (
-        json.dumps(parsed | (dict.fromkeys(keys, dtype) if dtype else {}), indent=2, ensure_ascii=False) + "\n"
-    ).encode()
 
 
 def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:

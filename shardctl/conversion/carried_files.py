@@ -1,0 +1,69 @@
+"""Says which side files travel along with a conversion, and what its `config.json` must say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl.checkpoint.config_files import CONFIG
+from shardctl.checkpoint.dequantising import QUANTISATION_FILES
+from shardctl.conversion.optimizer_states import build_settings_file, get_states
+from shardctl.dtype import CASTABLE
+from shardctl.manifest import OpaqueObject
+from shardctl.models import find_quantisation_config
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.training import SETTINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.dtype import DType
+    from shardctl.libraries.writer import Layout
+    from shardctl.manifest import Manifest
+
+
+def list_carried_files(
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
+) -> list[OpaqueObject]:
+    """List the side files that travel along; after a cast, `config.json` says the new dtype, and no quantisation."""
+    worked_out = next((tensor.dtype.torch for tensor in have.tensors.values() if tensor.encoded_bytes), "")
+    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    carried = []
+    for side in have.objects:
+        if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
+            continue
+        if side.name == CONFIG and checkpoint.encoded:
+            content = _set_config_dtype(json.dumps(checkpoint.config).encode(), worked_out)
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        elif side.name == CONFIG and cast:
+            content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
+            carried.append(side)
+    carried += build_settings_file(have, layout)
+    if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
+        dtype = "" if find_quantisation_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
+        content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
+        carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
+    return carried
+
+
+def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
+    """Find the type of most elements of weights that are floats, as transformers would write it into a config."""
+    sizes: dict[str, int] = {}
+    states = get_states(have)
+    for name, tensor in have.tensors.items():
+        if dtypes[name].name in CASTABLE and name not in states:
+            sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
+
+
+def _set_config_dtype(config: bytes, dtype: str) -> bytes:
+    """Return a config that says `dtype`, unless that is empty."""
+    parsed = parse_json(config, CONFIG, CONFIG_TEXT)
+    keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
+    return (
+        json.dumps(parsed | (dict.fromkeys(keys, dtype) if dtype else {}), indent=2, ensure_ascii=False) + "\n"
+    ).encode()
