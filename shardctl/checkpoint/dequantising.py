@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
-from shardctl.checkpoint.dequantised_source import DequantisedSource
 from shardctl.dtype import FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
-from shardctl.models.dequantisation.tile import LocatedArray
-from shardctl.models.dequantisation.weight import QuantisedWeight
 from shardctl.models.quantisation.storage import QuantisedArray
 
 if TYPE_CHECKING:
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.dtype import DType
+    from shardctl.models.dequantisation.weight import QuantisedWeight
     from shardctl.models.model import ModelTensor
     from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
 
@@ -45,6 +43,8 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out,
     SourceError for a weight of which some arrays are missing.
     """
+    from shardctl.checkpoint.dequantised_source import DequantisedSource
+
     model, config = checkpoint.model, checkpoint.config
     if model is None or config is None or model.plain is None:
         raise UsageError("only of a known model can quantised weights be taken back to numbers", hint=_KEEP)
@@ -105,6 +105,9 @@ def _build_weights(
     tensor: ModelTensor, encoding: WeightEncoding, stored: Mapping[str, Tensor], dtype: DType
 ) -> list[QuantisedWeight]:
     """Build the matrix, or those of a stack of experts in order."""
+    from shardctl.models.dequantisation.tile import LocatedArray
+    from shardctl.models.dequantisation.weight import QuantisedWeight
+
     missing = [encoding.name(a) for a in encoding.arrays if not a.optional and encoding.name(a) not in stored]
     if missing:
         raise SourceError(

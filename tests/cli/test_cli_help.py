@@ -78,6 +78,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--hash",
         "--worker",
         "--engine",
+        "--prove",
     }
     own = {
         "--detail",

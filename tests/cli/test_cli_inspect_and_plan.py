@@ -71,7 +71,7 @@ def test_inspect_as_json(say, tied):
     assert document["schema"] == "shardctl.inspect/1"
     assert document["ties"] == {"model.embed_tokens.weight": ["lm_head.weight"]}
     longer = json.loads(say("inspect", tied, "--json", "--tensors", "--show-rules").out)
-    assert set(longer) - set(document) == {"tensors", "rules"}
+    assert set(longer) - set(document) == {"tensors", "rules", "derivation"}
     assert set(longer["tensors"][0]) == {
         *("name", "dtype", "shape", "tensor_bytes", "ties", "stored", "chunks", "files")
     }

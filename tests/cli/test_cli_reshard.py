@@ -37,7 +37,7 @@ def test_json_lines_end_with_the_result(say, source, tmp_path):
     assert list(last) == [
         *("schema", "status", "exit_code", "dry_run", "destination", "layout", "architecture", "mesh", "stages"),
         *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "kept_bytes", "projected_memory_bytes"),
-        *("seconds", "digest", "source_digest", "source_hashes", "notes", "warnings"),
+        *("seconds", "digest", "source_digest", "source_hashes", "rules", "proof", "notes", "warnings"),
     ]
     assert (last["schema"], last["status"], last["exit_code"]) == ("shardctl.reshard/1", "ok", 0)
     assert (tmp_path / "out" / "SHA256SUMS").exists()

@@ -20,6 +20,7 @@ def run(folder: Path, jobs: list[tuple[str, dict[str, object]]], timeout: float 
     """Carry out `jobs` on all ranks; for each what went wrong on any rank, or an empty text."""
     folder.mkdir()
     (folder / "jobs.json").write_text(json.dumps(jobs))
+    shared = {"PYTHONPATH": str(Path(__file__).parents[1])}
     quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = []
     for rank in range(WORLD):
@@ -27,7 +28,7 @@ def run(folder: Path, jobs: list[tuple[str, dict[str, object]]], timeout: float 
         with (folder / f"log-{rank}.txt").open("wb") as log:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, folder], env=os.environ | told | quiet, stdout=log, stderr=log
+                    [sys.executable, __file__, folder], env=os.environ | told | quiet | shared, stdout=log, stderr=log
                 )
             )
     end = time.monotonic() + timeout
