@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import find_quantisation_config
-from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.storage.bounded_text import TextLimits
 
 _PREDICTING: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 """How configs call the number of layers that predict further tokens."""
@@ -35,7 +36,7 @@ _TOKENIZER: Final = "tokenizer.json"
 
 
 def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
-    """What `config.json` and `generation_config.json` say that the headers contradict; reads no weights."""
+    """Say what `config.json` and `generation_config.json` claim and headers contradict; reads no weights."""
     if checkpoint.config is None or checkpoint.hypothetical:
         return
     config = _find_text_config(checkpoint.config)
@@ -49,13 +50,13 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
 
 
 def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
-    """Tokens of `tokenizer.json` for which the vocabulary has no row; parses the file, which may have many MB."""
+    """Name a token of `tokenizer.json` for which the vocabulary has no row; parses the file, which may have many MB."""
     if checkpoint.config is None or _TOKENIZER not in checkpoint.source.files():
         return
     rows = _get_count(_find_text_config(checkpoint.config), ("vocab_size",))
-    if rows is None or checkpoint.source.files()[_TOKENIZER].size > CONFIG_TEXT.size:
+    if rows is None:
         return
-    tokenizer, problem = _read_table(checkpoint, _TOKENIZER)
+    tokenizer, problem = _read_table(checkpoint, _TOKENIZER, RECORD_TEXT)
     yield from problem
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
@@ -79,10 +80,12 @@ def _get_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-def _read_table(checkpoint: OpenedCheckpoint, path: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """A small file of JSON; an empty table and why, if it is none."""
+def _read_table(
+    checkpoint: OpenedCheckpoint, path: str, limits: TextLimits = CONFIG_TEXT
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Read a file of JSON; gives an empty table, and why, if it is none or is too large."""
     try:
-        content = parse_json(read_text(checkpoint.source, path, CONFIG_TEXT), path, CONFIG_TEXT)
+        content = parse_json(read_text(checkpoint.source, path, limits), path, limits)
     except SourceError as error:
         return {}, (error.message,)
     return (content, ()) if isinstance(content, dict) else ({}, (f"{path} is not a JSON object",))
@@ -104,7 +107,7 @@ def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, A
 
 
 def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
-    """Layers, experts and rows of the vocabulary of a model that no table describes."""
+    """Compare layers, experts and rows of the vocabulary of a model that no table describes."""
     towers: dict[str, int] = {}
     elements: Counter[str] = Counter()
     experts = -1
@@ -140,7 +143,7 @@ def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
 
 
 def _lint_generation(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
-    """Special tokens outside the vocabulary."""
+    """Name special tokens outside the vocabulary."""
     rows = _get_count(config, ("vocab_size",))
     if rows is None:
         return

@@ -5,11 +5,12 @@ What follows, from the plan of a conversion to the comparison of its result, tak
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
+from shardctl.checkpoint.config_files import SIDECAR
 from shardctl.dtype import FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.dtype import DType
     from shardctl.models.dequantisation.weight import QuantisedWeight
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.model import Model, ModelTensor
     from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
 
 DEQUANTISED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
-QUANTISATION_FILES: Final = frozenset({"hf_quant_config.json", "quant_config.json", "quantize_config.json"})
+QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json"})
 """Files beside a config that say how weights are quantised: ModelOpt's, AutoAWQ's, AutoGPTQ's."""
 _PLACE: Final = "{} (dequantised)"
 """What the place of a weight's values is called in messages."""
@@ -48,7 +49,7 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     model, config = checkpoint.model, checkpoint.config
     if model is None or config is None or model.plain is None:
         raise UsageError("only of a known model can quantised weights be taken back to numbers", hint=_KEEP)
-    encodings = model.encodings or models.list_block_encodings(model)
+    encodings = _list_encodings(model)
     unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
     if unknown or not encodings:
         raise UnsupportedError(
@@ -88,15 +89,21 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
         return source
     if models.find_quantisation_config(result.config) is not None:
         return source
-    encodings = source.model.encodings or models.list_block_encodings(source.model)
+    encodings = _list_encodings(source.model)
     found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
 
 
+def _list_encodings(model: Model) -> Mapping[str, WeightEncoding]:
+    """List how each quantised weight is stored, by name, whether the method or the family's own table says so."""
+    return model.encodings or models.list_block_encodings(model)
+
+
 def _list_needed_arrays(encoding: WeightEncoding) -> list[WeightArray]:
     """List the arrays that the values follow from, and that which only repeats their shape."""
-    parts = [getattr(encoding.decoder, name) for name in getattr(encoding.decoder, "__dataclass_fields__", ())]
+    assert encoding.decoder is not None  # noqa: S101 - asked before
+    parts = [getattr(encoding.decoder, each.name) for each in fields(encoding.decoder)]
     needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantisedArray))}
     return [array for array in encoding.arrays if array.usual in needed]
 
