@@ -80,7 +80,7 @@ class ReshardOptions:
     """Which implementation of layers Megatron-LM uses and how it runs them; `MegatronOptions` reads this text."""
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32"],
-        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to."),
+        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to; quantised weights are decoded."),
     ] = "keep"
     keep_fp32: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Keep tensors with a matching name in fp32.", metavar="REGEX")
