@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import find_quantisation_config
+from shardctl.models.predicting import (
+    LAYER_KEYS,
+    PREDICTING_KEYS,
+    get_count,
+    list_predicting_names,
+    merge_text_config,
+)
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -20,15 +27,10 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.storage.bounded_text import TextLimits
 
-_PREDICTING: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-"""How configs call the number of layers that predict further tokens."""
-_PREDICTING_NAME: Final = re.compile(r"(^|\.)(mtp|nextn|mtp_layers|mtp_block)\.")
 _LAYER_NAME: Final = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|layer))\.(\d+)\.")
-_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
-_TEXTS: Final = ("text_config", "llm_config", "language_config")
 _NARROW: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _GENERATION: Final = "generation_config.json"
@@ -39,7 +41,7 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     """Say what `config.json` and `generation_config.json` claim and headers contradict; reads no weights."""
     if checkpoint.config is None or checkpoint.hypothetical:
         return
-    config = _find_text_config(checkpoint.config)
+    config = merge_text_config(checkpoint.config)
     filtered = checkpoint.record is not None and checkpoint.record.filtered
     if not filtered:
         yield from _lint_predicting_layers(checkpoint, config)
@@ -53,7 +55,7 @@ def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     """Name a token of `tokenizer.json` for which the vocabulary has no row; parses the file, which may have many MB."""
     if checkpoint.config is None or _TOKENIZER not in checkpoint.source.files():
         return
-    rows = _get_count(_find_text_config(checkpoint.config), ("vocab_size",))
+    rows = get_count(merge_text_config(checkpoint.config), ("vocab_size",))
     if rows is None:
         return
     tokenizer, problem = _read_table(checkpoint, _TOKENIZER, RECORD_TEXT)
@@ -70,16 +72,6 @@ def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
         )
 
 
-def _find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = next((config[key] for key in _TEXTS if isinstance(config.get(key), dict)), {})
-    return {**config, **inner}
-
-
-def _get_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    found = next((config[key] for key in keys if config.get(key) is not None), None)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
-
-
 def _read_table(
     checkpoint: OpenedCheckpoint, path: str, limits: TextLimits = CONFIG_TEXT
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -92,14 +84,12 @@ def _read_table(
 
 
 def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
-    key = next((key for key in _PREDICTING if config.get(key)), None)
-    layers = _get_count(config, _LAYERS)
+    key = next((key for key in PREDICTING_KEYS if config.get(key)), None)
+    layers = get_count(config, LAYER_KEYS)
     if key is None or layers is None:
         return
-    for name in checkpoint.manifest.tensors:
-        layer = _LAYER_NAME.match(name)
-        if _PREDICTING_NAME.search(name) or (layer and int(layer[2]) >= layers):
-            return
+    if list_predicting_names(config, checkpoint.manifest.tensors):
+        return
     yield (
         f"config.json declares layers that predict further tokens ({key} {config[key]}), and no file holds them: "
         f"engines that speculate with them will fail; set {key} to 0, or take the layers from the original checkpoint"
@@ -117,15 +107,15 @@ def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Ite
             towers[layer[1]] = max(towers.get(layer[1], 0), int(layer[2]) + 1)
             elements[layer[1]] += tensor.size
         experts = max(experts, int(expert[1]) if expert else -1)
-    declared = _get_count(config, _LAYERS)
+    declared = get_count(config, LAYER_KEYS)
     if towers and declared is not None:
         largest = max(towers, key=lambda tower: elements[tower])
-        if not declared <= towers[largest] <= declared + (_get_count(config, _PREDICTING) or 0):
+        if not declared <= towers[largest] <= declared + (get_count(config, PREDICTING_KEYS) or 0):
             yield f"config.json declares {declared} layers, and the files hold {towers[largest]} of {largest}"
-    declared = _get_count(config, _EXPERTS)
+    declared = get_count(config, _EXPERTS)
     if experts >= 0 and declared is not None and experts + 1 != declared:
         yield f"config.json declares {declared} experts, and the files hold {experts + 1}"
-    rows = _get_count(config, ("vocab_size",))
+    rows = get_count(config, ("vocab_size",))
     for name, tensor in checkpoint.manifest.tensors.items():
         if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
             yield f"config.json declares a vocabulary of {rows}, and {name} has {tensor.shape[0]} rows"
@@ -144,7 +134,7 @@ def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
 
 def _lint_generation(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
     """Name special tokens outside the vocabulary."""
-    rows = _get_count(config, ("vocab_size",))
+    rows = get_count(config, ("vocab_size",))
     if rows is None:
         return
     said: dict[str, Mapping[str, Any]] = {"config.json": config}

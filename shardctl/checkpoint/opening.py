@@ -72,6 +72,8 @@ class OpenedCheckpoint:
     """Whether bytes are taken that cannot be compared with the hash that their place promises."""
     encoded: tuple[Tensor, ...] = ()
     """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
+    part: str = ""
+    """Which part of a model this is, as `--only` calls it, if it was split off."""
 
     def prove(self) -> None:
         """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.dequantising import DEQUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import (
@@ -63,7 +64,7 @@ _SPECIAL_OPTIONS: Final = tuple(
 )
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
-_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED)
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED, ONLY)
 
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
@@ -134,13 +135,13 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
+    checkpoint = split_checkpoint(_dequantise_if_cast(checkpoint, reshard_options), reshard_options.only)
     tensors = (
         checkpoint.manifest.tensors.values()
         if reshard_options.include is None and reshard_options.exclude is None
         else ()
     )
     require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), reshard_options.host_memory)
-    checkpoint = _dequantise_if_cast(checkpoint, reshard_options)
     have = add_optimizer_states(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
@@ -184,6 +185,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
+        | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
         | _record_layout_changes(have, want, dtypes)
         | _record_derivation(checkpoint, placed),
     )
@@ -376,6 +378,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "keep_fp32": reshard_options.keep_fp32 if reshard_options.dtype != "keep" else None,
         "names": "keep" if reshard_options.names == "keep" else None,
         "experts": reshard_options.experts if reshard_options.experts != "keep" else None,
+        "only": reshard_options.only,
         "include": reshard_options.include,
         "exclude": reshard_options.exclude,
         "optimizer_states": reshard_options.optimizer_states,

@@ -44,7 +44,7 @@ def open_conversion(
         """Refuse before headers are parsed what could not be planned; every entry is a chunk, perhaps a replica."""
         require_bookkeeping(0, entries, wanted.host_memory)
 
-    whole = wanted.include is None and wanted.exclude is None
+    whole = wanted.include is None and wanted.exclude is None and wanted.only is None
     options = source_options or (plan.source_options if plan else None)
     with open_checkpoint(path, options, count=count if whole else None) as checkpoint:
         _check_apart(checkpoint, destination)

@@ -46,8 +46,8 @@ def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, sh
     Raises UnsupportedError if what is stored as the text half is not what its table has.
     """
     problem: UnsupportedError | None = None
-    for family, inner in _list_text_models(config):
-        half = _TextHalf(family, inner, config, stored, share_kv=share_kv)
+    for family, inner in list_text_models(config):
+        half = TextHalf(family, inner, config, stored, share_kv=share_kv)
         try:
             model = half.model()
         except (SourceError, UnsupportedError) as error:
@@ -63,17 +63,17 @@ def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, sh
 def describe_text_half(config: Mapping[str, object], *, share_kv: bool) -> Model | None:
     """Describe the text model that a config has inside, where there is no checkpoint; None if no table knows any."""
     nothing = Manifest("", {}, {})
-    for family, inner in _list_text_models(config):
-        return _TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
+    for family, inner in list_text_models(config):
+        return TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
     return None
 
 
 def has_text_half(config: Mapping[str, object]) -> bool:
     """Return whether a config has the config of a text model inside that a table knows."""
-    return any(True for _ in _list_text_models(config))
+    return any(True for _ in list_text_models(config))
 
 
-def _list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
+def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
     known = {family.name: family for family in FAMILIES if "lm" in next(iter(family.classes.values())).parts.split()}
     found = []
@@ -93,7 +93,7 @@ def _list_inner_configs(config: Mapping[str, object], depth: int) -> Iterator[tu
             yield from _list_inner_configs(value, depth - 1)
 
 
-class _TextHalf:
+class TextHalf:
     """A text model inside another, and the checkpoint of that."""
 
     def __init__(

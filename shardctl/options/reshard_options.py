@@ -86,6 +86,15 @@ class ReshardOptions:
         str | None, CommandOption(HelpPanel.WRITING, "Keep tensors with a matching name in fp32.", metavar="REGEX")
     ] = None
     """Tensors whose names match this regular expression are not cast."""
+    only: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Split a part off: text or vision, with a config of its own; mtp, experts or a pattern of names.",
+            metavar="PART",
+        ),
+    ] = None
+    """`text` and `vision` are models inside one that sees or hears; a pattern is such as `model.visual.**`."""
     include: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Write only tensors with a matching name.", metavar="REGEX")
     ] = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
 from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import (
     choose_layout,
@@ -155,7 +156,8 @@ def plan(
     source_options = _choose_kv_heads(
         prepare_source_options(source_options, reshard_options), reshard_options, plan_options
     )
-    with open_checkpoint(path, replace(source_options, described=True)) as checkpoint:
+    with open_checkpoint(path, replace(source_options, described=True)) as whole:
+        checkpoint = split_checkpoint(whole, reshard_options.only)
         about = _build_unstored_model(checkpoint, reshard_options, plan_options)
         explored = (
             explore_meshes(

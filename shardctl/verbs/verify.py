@@ -11,6 +11,7 @@ from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
+from shardctl.checkpoint.splitting import split_as
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, format_first_few
@@ -118,7 +119,7 @@ class _VerifyRun:
                 other = None
                 if self.against is not None:
                     other = stack.enter_context(open_checkpoint(self.against, self.source_options))
-                    other = dequantise_as(checkpoint, other, self.effort.threads)
+                    other = split_as(checkpoint, dequantise_as(checkpoint, other, self.effort.threads))
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -250,6 +251,8 @@ def _check_identity(
 ) -> LevelResult:
     level, began = LevelResult("identity", strict=strict), time.monotonic()
     level.add(_list_warnings(other, f"in {against}: "))
+    if other.part:
+        level.notes.append(f"compared with a part of {against}: {other.part}")
     mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
     if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors

@@ -29,6 +29,7 @@ CONVERSIONS = {
     "balanced": ReshardOptions(mesh=Mesh.of(pp=2, fsdp=2)),
     "hf": ReshardOptions(max_shard_size=50_000, dtype="bf16", keep_fp32="norm"),
     "filtered": ReshardOptions(include="layers", exclude="mlp", names="keep", to="ranks"),
+    "part": ReshardOptions(only="**.weight"),
 }
 
 

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from stored_bits import bits
 
+from shardctl.models import describe_model
+from shardctl.models.predicting import list_predicting_names
 from shardctl.verbs.digest import DigestResult, digest
 
 if TYPE_CHECKING:
@@ -85,6 +88,18 @@ def save(path: Path, config: Mapping[str, Any], **options: Any) -> Tiny:
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
     return Tiny(path, model, config)
+
+
+def add_predicting_layers(path: Path) -> None:
+    """Add to a model in one file the layers that predict further tokens, which transformers leaves out."""
+    config = json.loads((path / "config.json").read_text())
+    tensors = stored(path)
+    described = describe_model(config).tensors
+    generator = torch.Generator().manual_seed(7)
+    for name in list_predicting_names(config, described):
+        dtype = getattr(torch, described[name].dtype.torch)
+        tensors[name] = torch.randn(described[name].shape, generator=generator).to(dtype)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,211 @@
+"""Splits a part off an opened checkpoint: its text model, its vision model, or the tensors of some names.
+
+What follows, from the plan of a conversion to the comparison of its result, takes it for any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Final
+
+from shardctl import models
+from shardctl.amounts import format_file_size, format_plural
+from shardctl.box import Box
+from shardctl.errors import UnsupportedError, UsageError, format_first_few
+from shardctl.manifest import Region, Tensor
+from shardctl.models.binding import bind_names, find_canonical_name
+from shardctl.models.halves import find_text_half, find_vision_half, group_left_tensors
+from shardctl.models.name_pattern import PatternList
+from shardctl.models.predicting import list_predicting_names
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.manifest import Manifest
+    from shardctl.models import Model
+    from shardctl.models.halves import ModelHalf
+
+ONLY: Final = "only"
+"""The option of a record that says that its checkpoint is a part of another, and which."""
+_HALVES: Final = ("text", "vision")
+_EXPERT: Final = re.compile(r"(^|\.)experts(\.|$)")
+_SHOWN: Final = 6
+_PICTURES: Final = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
+"""Side files that say how pictures are prepared, which a text model has no use for."""
+
+
+def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCheckpoint:
+    """Return the part of `checkpoint` that `only` names, under the names and with the config that it has by itself.
+
+    `text` and `vision` are models inside a model that sees or hears. `mtp` (layers that predict further tokens),
+    `experts` and a pattern of names leave names and config as they are. A warning says what is left out. Raises
+    UsageError for a part that nothing belongs to, UnsupportedError for a half that is not known by itself.
+    """
+    if only is None or checkpoint.part == only:
+        return checkpoint
+    if only in _HALVES:
+        if checkpoint.config is None:
+            raise UsageError(f"--only {only} needs a config", hint="name it with --config PATH, or give a pattern")
+        config, manifest = checkpoint.config, checkpoint.manifest
+        arrays = checkpoint.model.fusions if checkpoint.model is not None else ()
+        half = find_text_half(config, manifest, arrays) if only == "text" else find_vision_half(config, manifest)
+        return _split_half(checkpoint, only, half)
+    kept = _select_names(checkpoint, only)
+    if not kept:
+        raise UsageError(f"--only {only} leaves no tensor", hint="shardctl inspect SRC --tensors lists the names")
+    manifest = _keep_tensors(checkpoint.manifest, kept)
+    return replace(checkpoint, manifest=manifest, part=only)
+
+
+def split_as(result: OpenedCheckpoint, source: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return the part of `source` that `result` was made of, if its record says that it is a part of another."""
+    only = result.record.options.get(ONLY) if result.record is not None else None
+    if only is None or (source.record is not None and source.record.options.get(ONLY) == only):
+        return source
+    return split_checkpoint(source, only)
+
+
+def is_whole_model(part: str) -> bool:
+    """Return whether a part is a model of its own, and not some tensors of one."""
+    return part in _HALVES
+
+
+def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
+    names = list(checkpoint.manifest.tensors)
+    if only == "mtp":
+        if checkpoint.config is None:
+            raise UsageError("--only mtp needs a config", hint="name it with --config PATH, or give a pattern")
+        return list_predicting_names(checkpoint.config, names)
+    if only == "experts":
+        return [name for name in names if _EXPERT.search(name)]
+    if "." not in only and "*" not in only:
+        raise UsageError(
+            f"--only {only!r} is no part of a model",
+            hint=f"use {', '.join([*_HALVES, 'mtp', 'experts'])}, or a pattern such as 'model.layers.0.**'",
+        )
+    pattern = PatternList([only])
+    return [name for name in names if pattern.first(name) is not None]
+
+
+def _keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
+    """Return the manifest with some of its tensors, and a warning of the others; optimizer states are left behind."""
+    chosen = set(kept)
+    left = [tensor for name, tensor in manifest.tensors.items() if name not in chosen]
+    warnings = manifest.warnings
+    if left:
+        warnings += (f"left out: {_format_left_tensors(left, kept)}",)
+    if manifest.training is not None and manifest.training.states:
+        warnings += ("left out: the optimizer states",)
+    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in chosen}
+    return replace(manifest, tensors=tensors, warnings=warnings, training=None)
+
+
+def _format_left_tensors(left: Collection[Tensor], kept: Collection[str]) -> str:
+    """Format which modules are left out, how many tensors each has, and how large they are."""
+    groups = [
+        f"{pattern} ({format_plural(len(found), 'tensor')}, {format_file_size(sum(t.nbytes for t in found))})"
+        for pattern, found in group_left_tensors(left, kept)
+    ]
+    return format_first_few(groups, _SHOWN)
+
+
+def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> OpenedCheckpoint:
+    """Return a half under its own names, bound to the table of its own family where one knows it."""
+    whole = _keep_tensors(checkpoint.manifest, half.names)
+    fusions = checkpoint.model.fusions if checkpoint.model is not None else {}
+    tensors = {}
+    for name, tensor in whole.tensors.items():
+        fusion = fusions.get(name)
+        turned = only == "text" and fusion is not None and fusion.tensors == (name,) and not fusion.renames
+        held = _swap_last_dims(tensor) if turned else tensor
+        tensors[half.names[name]] = replace(held, name=half.names[name], ties=(), spelling=())
+    objects = tuple(
+        replace(each, policy="drop") if only == "text" and each.name in _PICTURES else each for each in whole.objects
+    )
+    manifest = replace(whole, tensors=tensors, objects=objects)
+    config = _rename_quantised_modules(half.config, half.names)
+    model, problem = _find_model(checkpoint, config, manifest)
+    if model is not None:
+        _check_encodings(checkpoint.model, model, half)
+        manifest = _keep_stacks(checkpoint.model, whole, bind_names(model, manifest), half)
+    return replace(
+        checkpoint,
+        manifest=manifest,
+        model=model,
+        model_error=problem,
+        config=config,
+        untabled=cache(partial(models.build_untabled_model, config, manifest)) if model is None else None,
+        derived=None,
+        part=only,
+    )
+
+
+def _keep_stacks(model: Model | None, whole: Manifest, bound: Manifest, half: ModelHalf) -> Manifest:
+    """Return the tensors of a half, of which those that the source has in one array stay in one."""
+    if model is None:
+        return bound
+    tensors = dict(bound.tensors)
+    for name, tensor in whole.tensors.items():
+        arrays = [find_canonical_name(model, each) or "" for each in tensor.spelling]
+        stacks = tuple(half.names[each] for each in arrays if each in model.fusions and each in half.names)
+        if stacks and half.names[name] in tensors:
+            tensors[half.names[name]] = replace(tensors[half.names[name]], spelling=stacks)
+    return replace(bound, tensors=tensors)
+
+
+def _find_model(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, object], manifest: Manifest
+) -> tuple[Model | None, UnsupportedError | None]:
+    """Find the model of a half; heads are shared among ranks as they were in the whole."""
+    old = checkpoint.model.tensors.values() if checkpoint.model is not None else ()
+    shared = any(part.shared for t in old for cuts in t.spec.cuts for cut in cuts for part in cut.sections)
+    try:
+        return models.choose_model(config, manifest, kv_heads="replicate" if shared else "error"), None
+    except UnsupportedError as error:
+        return None, error
+
+
+def _swap_last_dims(tensor: Tensor) -> Tensor:
+    """Return a stack of matrices, each transposed."""
+
+    def swap(of: tuple[int, ...]) -> tuple[int, ...]:
+        return (*of[:-2], of[-1], of[-2])
+
+    chunks = []
+    for chunk in tensor.chunks:
+        where = chunk.where
+        if isinstance(where, Region):
+            where = replace(where, strides=swap(where.strides))
+        chunks.append(replace(chunk, box=Box(swap(chunk.box.origin), swap(chunk.box.shape)), where=where))
+    return replace(tensor, shape=swap(tensor.shape), chunks=tuple(chunks))
+
+
+def _rename_quantised_modules(config: Mapping[str, object], names: Mapping[str, str]) -> Mapping[str, object]:
+    """Return a config whose `quantization_config` calls modules as the half does, in its lists of names."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return config
+
+    def rename(module: object) -> object:
+        example = next((name for name in names if name.startswith(f"{module}.")), None)
+        rest = example.removeprefix(str(module)) if example is not None else ""
+        return names[example].removesuffix(rest) if example and names[example].endswith(rest) else module
+
+    renamed = {
+        key: [rename(each) for each in value] if isinstance(value, list) else value for key, value in settings.items()
+    }
+    return {**config, "quantization_config": renamed}
+
+
+def _check_encodings(whole: Model | None, model: Model, half: ModelHalf) -> None:
+    """Raise UnsupportedError if by its own config other weights of a half would be quantised than are."""
+    encodings = whole.encodings.values() if whole is not None else ()
+    inside = sum(any(each.name(array) in half.names for array in each.arrays) for each in encodings)
+    if inside != len(model.encodings):
+        raise UnsupportedError(
+            f"which weights of {half.title} are quantised, its config would not say by itself",
+            hint="take them back to numbers with --dtype bf16",
+        )

@@ -1,0 +1,180 @@
+"""Finds the halves of a model that hears or sees, and names and configs by which each is a model of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import UnsupportedError, format_first_few
+from shardctl.models.config import ModelConfig
+from shardctl.models.describe import find_family
+from shardctl.models.families import FAMILIES
+from shardctl.models.multimodal import TextHalf, list_text_models
+from shardctl.models.name_pattern import list_name_patterns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models.family import Family
+    from shardctl.models.model import Model
+
+_PLAIN: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
+    "qwen2_vl": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
+    "qwen2_vl_text": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
+    "qwen2_5_vl": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
+    "qwen2_5_vl_text": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
+    "qwen3_vl_text": ("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
+    "qwen3_vl_moe_text": (
+        "qwen3_moe",
+        {"rope_theta": 5e5, "max_position_embeddings": 128000, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    ),
+}
+"""Text models without a head of their own in transformers: by `model_type`, the one whose layers they have, and what
+their config class assumes otherwise than that one's. Where no picture is seen, their rotary embedding is its own."""
+_PICTURE_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
+_ROPES: Final = ("rope_parameters", "rope_scaling")
+_TIED: Final = "tie_word_embeddings"
+_OUTER: Final = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Keys that a text model without them has from the config around it."""
+_FLAT: Final = re.compile(r"(vision|audio|image|video)_")
+"""How keys begin that are not the text model's, where its own stand beside them."""
+_VISION: Final = re.compile(r"(visual|vision(_tower|_model|_encoder)?)")
+"""How the module of a vision model is called, inside the base model or outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHalf:
+    """A part of a model that is a model by itself."""
+
+    title: str
+    """What it is, for messages."""
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+    """The names of its tensors, and those that they have in it by itself."""
+
+
+def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable[str]) -> ModelHalf:
+    """Find the text model inside another, whose tensors have the names of `stored`, and the `arrays` that hold some.
+
+    Raises UnsupportedError where there is none, or no table knows it.
+    """
+    found = _find_text_model(config)
+    if found is None:
+        raise UnsupportedError(
+            f"{_title(config)} has no text model inside that is known by itself",
+            hint="--only takes a pattern of names, too, such as 'model.language_model.**'",
+        )
+    family, inner = found
+    half = TextHalf(family, inner, config, stored, share_kv=False)
+    plain = half.build("", "")
+    inside = [tensor.name for tensor in plain.own() if tensor.row.name.startswith(".")]
+    base = half.find_base(inside)
+    if base is None:
+        raise UnsupportedError(f"no tensors have the names of the {family.name} inside {half.title}")
+    names = _strip_text_names([*stored.tensors, *arrays], base, half.member.prefix, plain)
+    values = _build_text_config(config, inner, family)
+    values[_TIED] = not any(
+        row.tie and not row.name.startswith(".") and row.name in names.values() for row in family.rows
+    )
+    return ModelHalf(f"the {family.name} inside {half.title}", values, names)
+
+
+def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
+    """Find the vision model inside another; raises UnsupportedError where there is none, or more than one."""
+    modules: dict[str, None] = {}
+    for name in stored.tensors:
+        words = name.split(".")
+        depth = next((n for n, word in enumerate(words[:3], 1) if _VISION.fullmatch(word)), None)
+        if depth is not None:
+            modules[".".join(words[:depth]) + "."] = None
+    inner = config.get("vision_config")
+    if len(modules) != 1 or not isinstance(inner, dict):
+        several = f": there are {format_first_few(modules)}" if modules else ""
+        raise UnsupportedError(
+            f"{_title(config)} has no one vision model that is known by itself{several}",
+            hint="--only takes a pattern of names, too, such as 'model.visual.**'",
+        )
+    (module,) = modules
+    values = {**{key: config[key] for key in _OUTER[:2] if key in config}, **inner}
+    names = {name: name.removeprefix(module) for name in stored.tensors if name.startswith(module)}
+    return ModelHalf(f"the vision model {module}** of {_title(config)}", values, names)
+
+
+def group_left_tensors(tensors: Iterable[Tensor], kept: Iterable[str]) -> list[tuple[str, list[Tensor]]]:
+    """Group tensors by the outermost module of which nothing is `kept`, as patterns.
+
+    >>> from shardctl.manifest import Tensor
+    >>> from shardctl.dtype import BY_NAME
+    >>> left = [Tensor(n, BY_NAME["F32"], (2,), ()) for n in ("model.visual.0.up", "model.visual.1.up", "head")]
+    >>> [pattern for pattern, _ in group_left_tensors(left, ["model.norm"])]
+    ['model.visual.**', 'head']
+    """
+    modules = {name[: at.start()] for name in kept for at in re.finditer(r"\.", name)}
+    found: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        words = tensor.name.split(".")
+        count = next((n for n in range(1, len(words)) if ".".join(words[:n]) not in modules), len(words))
+        pattern = ".".join([*words[:count], *(["**"] if count < len(words) else [])])
+        found.setdefault(list_name_patterns([pattern])[0], []).append(tensor)
+    return list(found.items())
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    named = ModelConfig(config)
+    return named.architecture() or named.text("model_type", "") or "the model"
+
+
+def _find_text_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
+    """Find the family of the text model inside, as a model of its own, and its config."""
+    outer = find_family(config)
+    inner: Mapping[str, Any] = config.get("text_config") or {}
+    if outer is not None and outer[0].text is not None:
+        inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
+        inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
+    name = _PLAIN.get(str(inner.get("model_type", "")), (inner.get("model_type"),))[0]
+    family = next((family for family in FAMILIES if family.name == name), None)
+    if family is not None:
+        return family, inner
+    return next(list_text_models(config), None)
+
+
+def _strip_text_names(stored: Iterable[str], base: str, prefix: str, plain: Model) -> dict[str, str]:
+    """Map the names under the base model and around it to those of the text model by itself."""
+    words = base.split(".")[:-1]
+    outer = ["".join(f"{word}." for word in words[:count]) for count in range(len(words), -1, -1)]
+    known = plain.tensors.keys() | plain.aliases.keys() | plain.fusions.keys()
+    names = {}
+    for name in stored:
+        if name.startswith(base) and base:
+            names[name] = f"{prefix}.{name.removeprefix(base)}" if prefix else name.removeprefix(base)
+            continue
+        heads = (name.removeprefix(around) for around in outer if name.startswith(around))
+        head = next((head for head in heads if head in known), None)
+        if head is not None:
+            names[name] = head
+    return names
+
+
+def _build_text_config(config: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Build the config of the text model by itself."""
+    kind = str(inner.get("model_type", ""))
+    values = {key: value for key, value in inner.items() if key != "architectures"}
+    values |= {key: config[key] for key in _OUTER if config.get(key) is not None and values.get(key) is None}
+    if kind in _PLAIN:
+        assumed = dict(_PLAIN[kind][1])
+        if any(isinstance(values.get(rope), dict) and "rope_theta" in values[rope] for rope in _ROPES):
+            assumed.pop("rope_theta")
+        values = {**assumed, **values}
+        for rope in _ROPES:
+            if isinstance(values.get(rope), dict):
+                values[rope] = _drop_picture_axes(values[rope])
+    return {"architectures": [next(iter(family.classes))], **values, "model_type": family.name}
+
+
+def _drop_picture_axes(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a rotary embedding without how it turns with the place in a picture."""
+    kept = {key: value for key, value in rope.items() if key not in _PICTURE_AXES}
+    types = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+    return {**kept, **types}

@@ -1,0 +1,170 @@
+"""A part split off a model is one by itself: transformers loads it whole, and it computes what it did inside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import add_predicting_layers, assert_same, config_of, save, stored
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from shardctl.cli.program import run
+from shardctl.errors import UnsupportedError
+from shardctl.manifest import Manifest, Tensor
+from shardctl.mesh import Mesh
+from shardctl.models import describe_model
+from shardctl.models.halves import find_text_half
+from shardctl.options import ReshardOptions
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+TEXTS = {
+    "qwen2_vl-flat": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen3_vl": "Qwen3ForCausalLM",
+    "qwen3_vl_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "llava": "LlamaForCausalLM",
+    "mistral3": "MistralForCausalLM",
+}
+"""Wrappers, and the class of the text model inside."""
+TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4", "llava", "llava-pixtral", "llama4", "mistral3")
+"""Wrappers whose vision model transformers has as a model of its own."""
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory):
+    """Make a wrapper that transformers saved, by the name of its fixture; each once."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            config = {**config_of(name), "dtype": "float32"}
+            made[name] = save(tmp_path_factory.mktemp(name) / "source", config)
+        return made[name]
+
+    return make
+
+
+def load_strictly(kind, path):
+    """Load what transformers finds, if nothing is missing and nothing left over."""
+    model, told = kind.from_pretrained(path, output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_text_half_computes_what_it_did_inside(wrapped, tmp_path, name):
+    whole = wrapped(name)
+    done = reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
+    alone = load_strictly(transformers.AutoModelForCausalLM, tmp_path / "text")
+    assert type(alone).__name__ == TEXTS[name]
+    tokens = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        inside = load_strictly(whole.kind, whole.path)(input_ids=tokens).logits
+        assert torch.equal(alone(input_ids=tokens).logits, inside)
+    assert done.record.options["only"] == "text"
+    assert not done.record.filtered
+    assert any(line.startswith("left out: ") and "vis" in line and "B)" in line for line in done.warnings)
+    found = verify(tmp_path / "text", level="full", against=whole.path)
+    assert found.ok, found.findings
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_the_vision_half_computes_what_it_did_inside(wrapped, tmp_path, name):
+    whole = wrapped(name)
+    reshard(whole.path, tmp_path / "eyes", ReshardOptions(only="vision"))
+    inner = getattr(whole.model, "model", whole.model)
+    tower = next(getattr(inner, word) for word in ("visual", "vision_tower", "vision_model") if hasattr(inner, word))
+    alone = load_strictly(type(tower), tmp_path / "eyes")
+    assert_same(dict(alone.state_dict()), dict(tower.state_dict()))
+    assert verify(tmp_path / "eyes", level="full", against=whole.path).ok
+
+
+def test_a_half_goes_into_ranks_and_other_layouts(tmp_path):
+    config = config_of("qwen3_vl")
+    whole = save(tmp_path / "whole", {**config, "text_config": {**config["text_config"], "attention_bias": False}})
+    reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
+    reshard(whole.path, tmp_path / "ranks", ReshardOptions(only="text", mesh=Mesh.of(tp=2, pp=2)))
+    assert verify(tmp_path / "ranks", level="full", against=whole.path).ok
+    assert verify(tmp_path / "ranks", level="full", against=tmp_path / "text").ok
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(tmp_path / "text"))
+    assert verify(tmp_path / "back", level="full", against=whole.path).ok
+    for layout in ("vllm", "megatron"):
+        with pytest.raises(UnsupportedError):
+            reshard(whole.path, tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
+        reshard(whole.path, tmp_path / layout, ReshardOptions(only="text", to=layout, mesh=Mesh.of(tp=2)))
+        assert verify(tmp_path / layout, level="full", against=whole.path).ok
+
+
+def test_a_half_that_was_changed_is_told_from_its_source(wrapped, tmp_path):
+    whole = wrapped("qwen3_vl")
+    reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
+    file = tmp_path / "text" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    assert not verify(tmp_path / "text", level="full", against=whole.path).ok
+
+
+@pytest.mark.parametrize("part", ["experts", "model.language_model.layers.*.self_attn.**"])
+def test_other_parts_keep_their_names_and_say_what_is_left(wrapped, tmp_path, capfd, part):
+    whole = wrapped("qwen3_vl_moe")
+    assert run(["reshard", str(whole.path), str(tmp_path / "part"), "--only", part]) == 0
+    assert "left out: " in capfd.readouterr().err
+    word = ".experts." if part == "experts" else ".self_attn."
+    expected = {name: tensor for name, tensor in stored(whole.path).items() if word in name and "visual" not in name}
+    assert_same(stored(tmp_path / "part"), expected)
+    assert json.loads((tmp_path / "part" / "config.json").read_text())["model_type"] == "qwen3_vl_moe"
+    assert verify(tmp_path / "part", level="full", against=whole.path).ok
+
+
+def test_the_layers_that_predict_are_split_off(tmp_path):
+    source = save(tmp_path / "source", config_of("qwen3_next")).path
+    add_predicting_layers(source)
+    reshard(source, tmp_path / "mtp", ReshardOptions(only="mtp"))
+    assert_same(stored(tmp_path / "mtp"), {n: t for n, t in stored(source).items() if n.startswith("mtp.")})
+    assert verify(tmp_path / "mtp", level="full", against=source).ok
+
+
+def test_a_plan_of_a_half_is_that_of_the_half(wrapped, tmp_path, capfd):
+    whole = wrapped("qwen3_vl")
+    reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
+    sizes = []
+    for arguments in ([str(whole.path), "--only", "text"], [str(tmp_path / "text")]):
+        assert run(["plan", *arguments, "--tp", "2", "--for", "serve", "--json"]) == 0
+        document = json.loads(capfd.readouterr().out)
+        sizes.append((document["architecture"], [rank["weight_bytes"] for rank in document["ranks"]]))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("part", "code"), [("eyes", 2), ("mtp", 2), ("vision", 4), ("text", 4)])
+def test_a_part_that_is_not_there_is_refused(tmp_path, capfd, part, code):
+    source = save(tmp_path / "source", config_of("qwen3"))
+    assert run(["reshard", str(source.path), str(tmp_path / "part"), "--only", part]) == code
+    assert "--only" in capfd.readouterr().err
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_config_that_is_silent_gets_what_its_own_class_assumes(name):
+    kind = CONFIG_MAPPING[name].sub_configs["text_config"]
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+    inner = {"model_type": kind.model_type, **sizes, "num_key_value_heads": 4, "head_dim": 4}
+    stem = kind.__name__.removesuffix("TextConfig")
+    config = {"model_type": name, "architectures": [f"{stem}ForConditionalGeneration"]}
+    config |= {"text_config": inner, "vision_config": {}}
+    tensors = {t.name: Tensor(t.name, t.dtype, t.shape, ()) for t in describe_model(config).tensors.values()}
+    half = find_text_half(config, Manifest("", tensors, {}), ())
+    alone = CONFIG_MAPPING[half.config["model_type"]].from_dict(dict(half.config)).to_dict()
+    assumed = kind.from_dict(inner).to_dict()
+    unlike = {key for key in assumed.keys() & alone.keys() if assumed[key] != alone[key]}
+    assert unlike <= {"model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings", "architectures"}
