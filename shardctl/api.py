@@ -5,7 +5,14 @@ from shardctl.errors import ShardctlError
 from shardctl.execute.worker import WorkerId
 from shardctl.loading.state_dict import lens, load
 from shardctl.mesh import Mesh
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.options import (
+    DestinationOptions,
+    InspectOptions,
+    PlanOptions,
+    ReshardOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from shardctl.verbs.diff import DiffResult, diff
 from shardctl.verbs.digest import DigestResult, digest
 from shardctl.verbs.finish import FinishResult, finish
@@ -17,10 +24,12 @@ from shardctl.workers import ExecutionOptions
 
 __all__ = [
     "ContributeResult",
+    "DestinationOptions",
     "DiffResult",
     "DigestResult",
     "ExecutionOptions",
     "FinishResult",
+    "InspectOptions",
     "InspectResult",
     "Mesh",
     "PlanOptions",

@@ -6,10 +6,18 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.errors import UsageError
+from shardctl.options import (
+    DestinationOptions,
+    InspectOptions,
+    PlanOptions,
+    ReshardOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from shardctl.options.declaration import declared_options, effort_options, flat_options
 
-KINDS = (PlanOptions, ReshardOptions, SourceOptions, VerifyOptions)
+KINDS = (DestinationOptions, InspectOptions, PlanOptions, ReshardOptions, SourceOptions, VerifyOptions)
 
 
 @pytest.mark.parametrize(
@@ -20,11 +28,22 @@ KINDS = (PlanOptions, ReshardOptions, SourceOptions, VerifyOptions)
         (VerifyOptions(forward=True), "forward"),
         (VerifyOptions(device="cpu", prompt=""), "forward"),
         (VerifyOptions(second_opinion=True), "forward"),
+        (VerifyOptions(level="full"), "full"),
+        (VerifyOptions(level="full", device="cpu"), "load"),
+        (VerifyOptions(level="load", require="full"), "load"),
+        (VerifyOptions(require="forward", device="cpu"), "forward"),
     ],
     ids=str,
 )
 def test_some_options_of_verify_ask_for_a_level(options, level):
-    assert options.asked_level() == level
+    assert options.highest_level() == level
+
+
+@pytest.mark.parametrize("options", [VerifyOptions(level="deep"), VerifyOptions(forward=True, require="deep")])  # type: ignore[arg-type]
+def test_a_level_that_there_is_not_is_refused(options):
+    with pytest.raises(UsageError, match="unknown level 'deep'") as raised:
+        options.highest_level()
+    assert raised.value.hint == "the levels are quick, full, load, forward"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardctl.errors import Mismatch, ShardctlError
 from shardctl.mesh import Mesh
 from shardctl.models import FAMILIES
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, InspectOptions, ReshardOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -90,7 +90,7 @@ def build_tiny(architecture: str) -> torch.nn.Module:
 def prove_class(architecture: str, folder: Path) -> tuple[str, str]:
     """Prove one class; returns what came of it, and how it was cut or why not."""
     build_tiny(architecture).save_pretrained(folder / "source")
-    derivation = inspect(folder / "source", derive_rules=True).derivation
+    derivation = inspect(folder / "source", InspectOptions(show_rules=True)).derivation
     if derivation is None:
         return "whole", "nothing of a layer is cut"
     experts = any(cut.axis == "ep" for each in derivation.rules for dim in each.rule.cuts for cut in dim)
@@ -98,7 +98,9 @@ def prove_class(architecture: str, folder: Path) -> tuple[str, str]:
     meshes = [Mesh.of(tp=2), *([Mesh.of(dp=2, ep=2)] if experts else ())]
     for mesh in meshes:
         to = folder / str(mesh).replace(" ", "")
-        done = reshard(folder / "source", to, ReshardOptions(mesh=mesh), prove=True)
+        done = reshard(
+            folder / "source", to, ReshardOptions(mesh=mesh), destination_options=DestinationOptions(prove=True)
+        )
         reshard(to, folder / f"{to.name}-back", ReshardOptions(to="hf"))
         if len({digest(folder / "source").digest, done.record.digest, digest(folder / f"{to.name}-back").digest}) > 1:
             return "wrong", f"another digest after {mesh}"

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-import typer
-
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
 from shardctl.options import SourceOptions
@@ -17,12 +15,8 @@ Examples:
 
 
 def diff(
-    a: Annotated[
-        str, typer.Argument(metavar="A", parser=arguments.parse_place, show_default=False, help="One checkpoint.")
-    ],
-    b: Annotated[
-        str, typer.Argument(metavar="B", parser=arguments.parse_place, show_default=False, help="The other checkpoint.")
-    ],
+    a: Annotated[str, arguments.declare_place("A", "One checkpoint.")],
+    b: Annotated[str, arguments.declare_place("B", "The other checkpoint.")],
     *,
     json: arguments.Json = False,
     threads: Threads = None,

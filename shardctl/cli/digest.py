@@ -2,9 +2,8 @@
 
 from typing import Annotated
 
-import typer
-
 from shardctl.cli import arguments, streams
+from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
 
 EXAMPLES = """
@@ -17,9 +16,7 @@ Examples:
 def digest(
     src: arguments.Source,
     *,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", metavar="", help="Print the digest of every tensor as well.")
-    ] = False,
+    tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print the digest of every tensor as well.")] = False,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: arguments.StoredSource,

@@ -3,8 +3,6 @@
 import time
 from typing import Annotated
 
-import typer
-
 from shardctl.cli import arguments, streams
 
 EXAMPLES = """
@@ -15,15 +13,7 @@ Examples:
 
 
 def finish(
-    dst: Annotated[
-        str,
-        typer.Argument(
-            metavar="DST",
-            parser=arguments.parse_place,
-            show_default=False,
-            help="The destination that the workers write to.",
-        ),
-    ],
+    dst: Annotated[str, arguments.declare_place("DST", "The destination that the workers write to.")],
     *,
     json: arguments.Json = False,
 ) -> None:

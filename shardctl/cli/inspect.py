@@ -2,11 +2,10 @@
 
 from typing import Annotated
 
-import typer
-
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
-from shardctl.options import SourceOptions
+from shardctl.options import InspectOptions, SourceOptions
+from shardctl.options.declaration import CommandOption, HelpPanel
 
 EXAMPLES = """
 Examples:
@@ -18,11 +17,8 @@ Examples:
 def inspect(
     src: arguments.Source,
     *,
-    tensors: Annotated[bool, typer.Option("--tensors", metavar="", help="List every tensor.")] = False,
-    show_rules: Annotated[
-        bool,
-        typer.Option("--show-rules", metavar="", help="List the rules that apply; derived ones as a rule file."),
-    ] = False,
+    tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "List every tensor.")] = False,
+    inspect_options: InspectOptions,
     json: arguments.Json = False,
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
@@ -32,11 +28,11 @@ def inspect(
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found = verb(src, source_options=source_options, derive_rules=show_rules)
+    found, rules = verb(src, inspect_options, source_options=source_options), inspect_options.show_rules
     streams.print_warnings(found.warnings)
     if json:
-        streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=show_rules))
+        streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=rules))
     elif found.derivation is not None and not tensors:
         streams.print_text(format_rule_file(found.derivation))
     else:
-        streams.print_view(render_inspection(found, tensors=tensors, rules=show_rules))
+        streams.print_view(render_inspection(found, tensors=tensors, rules=rules))

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from shardctl.cli import arguments, streams
 from shardctl.errors import UsageError
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.places import parse_output_file
 
 _PAGES = (".html", ".htm")
 """The suffixes of a report; with another suffix, the name may be a mistake that would overwrite a valuable file."""
@@ -23,29 +23,21 @@ def plan(
     src: arguments.Source,
     *,
     detail: Annotated[
-        Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much detail to show.")
+        Literal["summary", "stage", "rank", "tensor"],
+        CommandOption(HelpPanel.GENERAL, "How much detail to show."),
     ] = "rank",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=arguments.parse_output_file,
-            show_default=False,
-            help="Write the plan to a file, for reshard --plan FILE.",
-        ),
-    ] = None,
+    conversion: ReshardOptions,
+    options: PlanOptions,
     report: Annotated[
         Path | None,
-        typer.Option(
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Write a self-contained HTML report as well.",
             metavar="FILE.html",
-            parser=arguments.parse_output_file,
-            show_default=False,
-            help="Write a self-contained HTML report as well.",
+            parser=parse_output_file,
         ),
     ] = None,
     json: arguments.Json = False,
-    conversion: ReshardOptions,
-    options: PlanOptions,
     source_options: SourceOptions,
 ) -> int:
     """Estimate what each device will hold, whether it fits, and what the conversion will cost. Moves nothing."""
@@ -55,7 +47,7 @@ def plan(
 
     if report is not None and report.suffix.lower() not in _PAGES:
         raise UsageError(f"--report writes HTML, and {report} has another suffix", hint="name it FILE.html")
-    planned = verb(src, conversion, source_options=source_options, plan_options=options, out=out)
+    planned = verb(src, conversion, source_options=source_options, plan_options=options)
     streams.print_warnings(planned.warnings)
     if report is not None:
         from shardctl.report.html import render_plan_page

@@ -13,8 +13,8 @@ import typer
 from shardctl.cli import arguments, streams
 from shardctl.cli.endings import raise_when_finished
 from shardctl.errors import UsageError
-from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.options.declaration import flat_options
+from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
+from shardctl.options.declaration import CommandOption, HelpPanel, flat_options
 
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
@@ -36,43 +36,26 @@ def reshard(
     *,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="Follow a plan that shardctl plan --out wrote; SRC may be left out.",
+        CommandOption(
+            HelpPanel.GENERAL, "Follow a plan that shardctl plan --out wrote; SRC may be left out.", metavar="FILE"
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Check everything and print the plan, but write nothing.")
-    ] = (False),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", metavar="", help="Replace a checkpoint that shardctl wrote.")
+        bool, CommandOption(HelpPanel.GENERAL, "Check everything and print the plan, but write nothing.")
     ] = False,
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", metavar="", help="Start again instead of resuming an earlier run.")
-    ] = False,
-    checksums: Annotated[
-        Literal["sha256"] | None, typer.Option("--hash", help="Write SHA256SUMS as well.", show_default=False)
-    ] = None,
-    prove: Annotated[
-        bool,
-        typer.Option(
-            "--prove", metavar="", help="Run the result beside the source, and publish it only if they agree."
-        ),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON lines: progress, then the result.")
-    ] = False,
+    destination_options: DestinationOptions,
+    json: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print JSON lines: progress, then the result.")] = False,
     conversion: ReshardOptions,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Run threads on this machine, or tasks on a Ray cluster.")
+        Literal["local", "ray"],
+        CommandOption(HelpPanel.GENERAL, "Run threads on this machine, or tasks on a Ray cluster."),
     ] = "local",
     worker: Annotated[
         str | None,
-        typer.Option(
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Write the part of worker I of N, counted from 0. When all are done, run shardctl finish DST.",
             metavar="I/N|auto",
-            show_default=False,
-            help="Write the part of worker I of N, counted from 0. When all are done, run shardctl finish DST.",
         ),
     ] = None,
     source_options: SourceOptions,
@@ -95,18 +78,13 @@ def reshard(
             "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
         )
     if dry_run:
-        _rehearse_conversion(src, dst, conversion, source_options, file, overwrite=overwrite, json=json)
+        _rehearse_conversion(src, dst, conversion, source_options, destination_options, file, json=json)
         return
-    if prove and (engine == "ray" or crew is not None):
-        raise UsageError(
-            "--prove is for a result that one process writes",
-            hint="leave it out, and run shardctl verify DST --forward",
-        )
     if engine == "ray":
         verb, document, view = _build_ray_way()
     else:
         verb, document, view = (
-            _build_worker_way(crew, launched=worker == "auto") if crew is not None else _build_local_way(prove=prove)
+            _build_worker_way(crew, launched=worker == "auto") if crew is not None else _build_local_way()
         )
     from shardctl.cli.progress import watch_progress
 
@@ -117,9 +95,7 @@ def reshard(
             dst,
             conversion,
             source_options=source_options,
-            overwrite=overwrite,
-            resume=not no_resume,
-            sha256=checksums == "sha256",
+            destination_options=destination_options,
             progress=progress,
             plan=file,
         )
@@ -167,16 +143,18 @@ def _rehearse_conversion(
     dst: str,
     conversion: ReshardOptions,
     source_options: SourceOptions,
+    destination_options: DestinationOptions,
     plan: "PlanFile | None",
     *,
-    overwrite: bool,
     json: bool,
 ) -> None:
     from shardctl.report import plan_document
     from shardctl.report.planning import render_plan
     from shardctl.verbs.dry_run import rehearse_reshard
 
-    planned = rehearse_reshard(src, dst, conversion, source_options=source_options, overwrite=overwrite, plan=plan)
+    planned = rehearse_reshard(
+        src, dst, conversion, source_options=source_options, destination_options=destination_options, plan=plan
+    )
     streams.print_warnings(planned.warnings)
     if json:
         streams.print_record(plan_document.build_rehearsal_document(planned, dst))
@@ -185,12 +163,12 @@ def _rehearse_conversion(
         streams.print_message("dry run: nothing was written\n")
 
 
-def _build_local_way(*, prove: bool) -> _Way:
+def _build_local_way() -> _Way:
     from shardctl.report.conversion import render_conversion
     from shardctl.report.documents import build_reshard_document
     from shardctl.verbs.reshard import reshard as verb
 
-    return partial(verb, prove=prove), build_reshard_document, render_conversion
+    return verb, build_reshard_document, render_conversion
 
 
 def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:

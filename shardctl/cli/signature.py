@@ -63,7 +63,7 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
             continue
         group = _read_group(parameter.annotation)
         if group is None:
-            found[parameter.name] = _find_panel(parameter), parameter
+            found[parameter.name] = HelpPanel.GENERAL, parameter
             continue
         groups[parameter.name] = group
         for declared, option in group.options():
@@ -95,12 +95,6 @@ def _read_group(annotation: object) -> _OptionFields | None:
     unknown = omitted - {declared.name for declared, _ in flat_options(kind)}
     assert not unknown, f"{kind.__name__} has no options {sorted(unknown)}"  # noqa: S101
     return _OptionFields(kind, omitted)
-
-
-def _find_panel(parameter: Parameter) -> HelpPanel:
-    """Find the panel of a parameter that is declared for typer itself."""
-    named = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
-    return HelpPanel(next(filter(None, named), HelpPanel.GENERAL))
 
 
 def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:

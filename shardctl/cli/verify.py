@@ -2,13 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Annotated
 
 from shardctl.cli import arguments, streams
 from shardctl.options import VerifyOptions
-from shardctl.options.declaration import HelpPanel
 from shardctl.options.reshard_options import Threads
 
 EXAMPLES = """
@@ -16,43 +13,14 @@ Examples:
   shardctl verify ./llama-tp4 --level full --against ./llama
   shardctl verify ./llama-tp4 --forward --against ./llama
 """
-LevelName = Literal["quick", "full", "load", "forward"]
 
 
 def verify(
     src: arguments.Source,
     *,
-    level: Annotated[
-        LevelName,
-        typer.Option(help="Check headers; then every element; then load it onto devices; then run the model."),
-    ] = "quick",
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="SRC", help="Compare every element with this checkpoint, which may have any layout."),
-    ] = None,
-    require: Annotated[
-        LevelName | None,
-        typer.Option(help="Run this level as well, and exit with 3 if it cannot be run."),
-    ] = None,
     verify_options: VerifyOptions,
-    junit: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=arguments.parse_output_file,
-            rich_help_panel=HelpPanel.REPORTS,
-            help="Write the result as JUnit XML.",
-        ),
-    ] = None,
-    summary: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=arguments.parse_output_file,
-            rich_help_panel=HelpPanel.REPORTS,
-            help="Write the result as Markdown.",
-        ),
-    ] = None,
+    junit: Annotated[Path | None, arguments.declare_report("Write the result as JUnit XML.")] = None,
+    summary: Annotated[Path | None, arguments.declare_report("Write the result as Markdown.")] = None,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: arguments.StoredSource,
@@ -67,15 +35,7 @@ def verify(
     from shardctl.verbs.verify import verify as verb
 
     with watch_effort("verify", threads) as work:
-        found = verb(
-            src,
-            level=level,
-            against=against,
-            require=require,
-            verify_options=verify_options,
-            source_options=source_options,
-            effort=work,
-        )
+        found = verb(src, verify_options, source_options=source_options, effort=work)
     if junit:
         streams.write_report(junit, junit_xml.build_junit_report(found))
     if summary:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardctl.execute.progress import CopyProgress
     from shardctl.execute.worker import WorkerId
     from shardctl.manifest import OpaqueObject
+    from shardctl.options import DestinationOptions
     from shardctl.record import CheckpointRecord
 
 _SHARE: Final = 2
@@ -49,7 +50,7 @@ _SHARE: Final = 2
 
 
 def convert_into_bucket(
-    work: PlannedConversion, destination: str, *, overwrite: bool, resume: bool, sha256: bool, progress: CopyProgress
+    work: PlannedConversion, destination: str, options: DestinationOptions, progress: CopyProgress
 ) -> tuple[CheckpointRecord, Sequence[WorkerPart] | None, tuple[str, ...]]:
     """Write the result of a conversion below `destination`; returns its record, what was done, and warnings.
 
@@ -60,21 +61,25 @@ def convert_into_bucket(
     require_object_names(work)
     bucket, stop = CloudBucket(destination, writing=True), StopRequest(kept=True)
     identity, versions = work.identity(), list_source_versions(work)
-    header = {"plan": identity, "source": versions, "sha256": sha256, "version": __version__}
+    header = {"plan": identity, "source": versions, "sha256": options.sha256, "version": __version__}
     frame = draft_record(work, identity)
     with scratch_directory() as scratch, stop_on_signals(stop):
         bucket.stop = stop
         groups = ShareGroups.of(work, scratch, None)
         uploads = BucketUploads.begin(
-            bucket, header, result_files(frame, sha256=sha256), resume=resume, overwrite=overwrite
+            bucket,
+            header,
+            result_files(frame, sha256=options.sha256),
+            resume=not options.no_resume,
+            overwrite=options.overwrite,
         )
         if uploads.published is not None:
             uploads.forget()
             return parse_record(uploads.published), None, ()
-        sender = ShareSender(work, versions, scratch, uploads, progress, stop, sha256)
+        sender = ShareSender(work, versions, scratch, uploads, progress, stop, options.sha256)
         parts = sender.send(groups, work.carried)
         work.checkpoint.prove()
-        record = publish_parts(frame, parts, uploads, stop, sha256=sha256)
+        record = publish_parts(frame, parts, uploads, stop, sha256=options.sha256)
     return record, parts, (*list_overflow_warnings(frame, parts), *replacement_warnings(bucket, uploads))
 
 

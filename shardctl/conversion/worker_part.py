@@ -11,6 +11,7 @@ from shardctl.conversion.pending_record import draft_record, encode_record_draft
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.conversion.source_sample import sample_source
+from shardctl.errors import UsageError
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
@@ -18,6 +19,7 @@ from shardctl.execute.part import WorkerPart, encode_part
 from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
+from shardctl.options import DestinationOptions
 from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
@@ -63,9 +65,7 @@ def contribute(
     *,
     worker: WorkerId,
     source_options: SourceOptions | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
-    sha256: bool = False,
+    destination_options: DestinationOptions | None = None,
     progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
     run: str = "",
@@ -78,15 +78,17 @@ def contribute(
     return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
     what starts workers anew after it has seen them die.
     """
+    options = destination_options or DestinationOptions()
+    require_no_proof(options)
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         identity, versions = work.identity(), list_source_versions(work)
         header = {
             "plan": identity,
             "source": {name: [size, _normalise_version(str(version))] for name, (size, version) in versions.items()},
             "sample": sample_source(work.checkpoint.source, versions, ExecutionOptions(work.budget.threads)),
-            "sha256": sha256,
+            "sha256": options.sha256,
             "workers": worker.count,
-            "overwrite": overwrite,
+            "overwrite": options.overwrite,
             "version": __version__,
         }
         if is_bucket(destination):
@@ -94,20 +96,29 @@ def contribute(
 
             progress = progress or SilentProgress()
             part, before, done = send_share(
-                work, destination, worker, header, versions, resume=resume, progress=progress
+                work, destination, worker, header, versions, resume=not options.no_resume, progress=progress
             )
             return _build_contribution(work, destination, worker, part, done, before=before)
-        tree = hash_result_name(identity, header["source"], header["sample"], sha256)
-        with StagingArea(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
+        tree = hash_result_name(identity, header["source"], header["sample"], options.sha256)
+        with StagingArea(Path(destination), overwrite=options.overwrite, patience=PATIENCE) as staging:
             crew = WorkerCrew(staging)
             crew.join(tree, header)
             lock = crew.lock(worker, run)
             lock.acquire(PATIENCE if run else 0)
         try:
             desk = _WorkerRun(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
-            return desk.run(versions, resume=resume, progress=progress or SilentProgress())
+            return desk.run(versions, resume=not options.no_resume, progress=progress or SilentProgress())
         finally:
             lock.release()
+
+
+def require_no_proof(options: DestinationOptions) -> None:
+    """Raise UsageError if a result that several processes write is to be proved."""
+    if options.prove:
+        raise UsageError(
+            "--prove is for a result that one process writes",
+            hint="leave it out, and run shardctl verify DST --forward",
+        )
 
 
 def _build_contribution(

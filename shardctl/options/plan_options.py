@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ def find_device(text: str) -> "DeviceSpec":
 class PlanOptions:
     """What the devices are for; None stands for the default that the model or the mesh decides."""
 
+    out: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Write the plan to a file, for reshard --plan FILE.",
+            metavar="FILE",
+            parser=parse_output_file,
+        ),
+    ] = None
+    """There is no plan to follow of a model that is not stored."""
     use: Annotated[
         Literal["serve", "train"] | None,
         CommandOption(

@@ -1,16 +1,43 @@
-"""Declares how `verify` runs the levels that use devices."""
+"""Declares which levels of checks `verify` runs, and how it runs those that use devices."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Final, Literal, get_args
 
+from shardctl.errors import UsageError
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.sizes import parse_size
+
+LevelName = Literal["quick", "full", "load", "forward"]
+_LEVELS: Final = get_args(LevelName)
+"""Each does what those before it do, and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """How the levels `load` and `forward` are run; some options imply one of these levels."""
+    """Which levels are run, and how `load` and `forward` are; some options imply one of these levels."""
 
+    level: Annotated[
+        LevelName,
+        CommandOption(
+            HelpPanel.GENERAL, "Check headers; then every element; then load it onto devices; then run the model."
+        ),
+    ] = "quick"
+    against: Annotated[
+        str | Path | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Compare every element with this checkpoint, which may have any layout.",
+            metavar="SRC",
+            accepts=str | None,
+        ),
+    ] = None
+    """Every copy of an element is compared, in whatever layouts the two are."""
+    require: Annotated[
+        LevelName | None,
+        CommandOption(HelpPanel.GENERAL, "Run this level as well, and exit with 3 if it cannot be run."),
+    ] = None
+    """A level that lacks what it needs is skipped, unless it is this one."""
     device: Annotated[
         str | None,
         CommandOption(
@@ -53,8 +80,14 @@ class VerifyOptions:
         bool, CommandOption(HelpPanel.TRIALS, "Compare with transformers' own tensor parallelism, too.")
     ] = False
 
-    def asked_level(self) -> Literal["quick", "load", "forward"]:
-        """Find the lowest level that does what these options ask for."""
+    def highest_level(self) -> LevelName:
+        """Find the highest of the levels that are asked for or implied; raises UsageError for an unknown name."""
+        asked: list[LevelName] = [self.level, self.require or self.level]
+        for level in asked:
+            if level not in _LEVELS:
+                raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(_LEVELS)}")
+        if self.device is not None:
+            asked.append("load")
         if self.forward or self.prompt is not None or self.second_opinion:
-            return "forward"
-        return "load" if self.device is not None else "quick"
+            asked.append("forward")
+        return max(asked, key=_LEVELS.index)

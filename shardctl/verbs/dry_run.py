@@ -10,7 +10,7 @@ from shardctl.conversion.conversion_plan import prepare_source_options
 from shardctl.conversion.preparing import open_conversion
 from shardctl.errors import AccessError
 from shardctl.execute.staging import StagingArea
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, ReshardOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.free_space import find_existing_parent
 from shardctl.verbs.plan import describe_conversion
@@ -27,12 +27,13 @@ def rehearse_reshard(
     reshard_options: ReshardOptions | None = None,
     *,
     source_options: SourceOptions | None = None,
-    overwrite: bool = False,
+    destination_options: DestinationOptions | None = None,
     plan: PlanFile | None = None,
 ) -> PlanResult:
     """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
     wanted = reshard_options or (plan.reshard_options if plan else ReshardOptions())
     source_options = prepare_source_options(source_options or (plan.source_options if plan else None), wanted)
+    overwrite = (destination_options or DestinationOptions()).overwrite
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import check_bucket

@@ -10,7 +10,7 @@ from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
-from shardctl.options import SourceOptions
+from shardctl.options import InspectOptions, SourceOptions
 from shardctl.training import split_state_name
 
 if TYPE_CHECKING:
@@ -115,12 +115,10 @@ class InspectResult:
 
 
 def inspect(
-    path: str | Path, *, source_options: SourceOptions | None = None, derive_rules: bool = False
+    path: str | Path, inspect_options: InspectOptions | None = None, *, source_options: SourceOptions | None = None
 ) -> InspectResult:
-    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config.
-
-    `derive_rules` derives those of a model that no table knows.
-    """
+    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
+    derive_rules = (inspect_options or InspectOptions()).show_rules
     with open_checkpoint(path, replace(source_options or SourceOptions(), described=True, unbound=True)) as checkpoint:
         found = _build_result(str(path), checkpoint)
         derived = checkpoint.find_placement(Mesh.of(tp=2)) if derive_rules and checkpoint.model is None else None

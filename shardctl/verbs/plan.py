@@ -138,11 +138,9 @@ def plan(
     source_options: SourceOptions | None = None,
     destination: str | Path | None = None,
     plan_options: PlanOptions | None = None,
-    out: str | Path | None = None,
 ) -> PlanResult:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
 
-    `out` is where the plan is written, for `reshard --plan` to follow; of a model that is not here there is none.
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     plan_options = plan_options or PlanOptions()
@@ -169,16 +167,16 @@ def plan(
         if explored is not None and reshard_options.mesh is None:
             reshard_options, plan_options = _apply_best_mesh(reshard_options, plan_options, explored)
         if about is not None:
-            if out is not None:
-                raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
+            if plan_options.out is not None:
+                raise UsageError(f"there is nothing to convert for {plan_options.out}", hint=_NOTHING)
             planned = plan_unstored_model(str(path), checkpoint, reshard_options, plan_options, about)
         else:
             work, impossible = _plan_with_least_memory(checkpoint, reshard_options)
             planned = describe_conversion(
                 str(path), work, Path(destination or path), plan_options, impossible=impossible
             )
-            if out is not None:
-                plan_file.write_plan_file(out, work, source_options)
+            if plan_options.out is not None:
+                plan_file.write_plan_file(plan_options.out, work, source_options)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         return replace(planned, explored=explored, warnings=(*planned.warnings, *shared))
 

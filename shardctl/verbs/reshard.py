@@ -15,7 +15,7 @@ from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
-from shardctl.options import SourceOptions
+from shardctl.options import DestinationOptions, SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
@@ -60,10 +60,7 @@ def reshard(
     reshard_options: ReshardOptions | None = None,
     *,
     source_options: SourceOptions | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
-    sha256: bool = False,
-    prove: bool = False,
+    destination_options: DestinationOptions | None = None,
     progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
 ) -> ReshardResult:
@@ -71,40 +68,37 @@ def reshard(
 
     With a `plan`, what it says is done, or nothing; `reshard_options`, if given, may then differ from the plan's in
     memory and threads only.
-    With `prove`, the result runs beside its source before it is given its name: `Mismatch` is raised if the two compute
-    something else, UnsupportedError if they cannot be run here; what was written is kept for a run without `prove`.
+    With `destination_options.prove`, the result runs beside its source before it is given its name: `Mismatch` is
+    raised if the two compute something else, UnsupportedError if they cannot be run here; what was written is kept for
+    a run without `prove`.
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
-    progress = progress or SilentProgress()
+    progress, options = progress or SilentProgress(), destination_options or DestinationOptions()
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import convert_into_bucket
 
-            if prove:
+            if options.prove:
                 raise UsageError("--prove needs a local directory, and a bucket has none", hint="verify --forward DST")
-            record, parts, warnings = convert_into_bucket(
-                work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
-            )
+            record, parts, warnings = convert_into_bucket(work, destination, options, progress)
             return _build_result(work, destination, record, parts, warnings)
-        with StagingArea(Path(destination), overwrite=overwrite) as staging:
-            proof = _ResultProof(work, source_options or SourceOptions()) if prove else None
-            return _run_conversion(work, staging, proof, resume=resume, sha256=sha256, progress=progress)
+        with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
+            proof = _ResultProof(work, source_options or SourceOptions()) if options.prove else None
+            return _run_conversion(work, staging, proof, options, progress)
 
 
 def _run_conversion(
     work: PlannedConversion,
     staging: StagingArea,
     proof: _ResultProof | None,
-    *,
-    resume: bool,
-    sha256: bool,
+    options: DestinationOptions,
     progress: CopyProgress,
 ) -> ReshardResult:
-    identity = work.identity()
+    identity, sha256 = work.identity(), options.sha256
     versions = list_source_versions(work)
     header: dict[str, object] = {"plan": identity, "source": versions, "sha256": sha256}
-    block = BandJournal.block(staging.journal, header) if resume else None
+    block = None if options.no_resume else BandJournal.block(staging.journal, header)
     if block is not None and staging.published:
         record = parse_record((staging.destination / RECORD).read_bytes())
         if proof is not None:

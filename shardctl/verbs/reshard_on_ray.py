@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import errors
 from shardctl.conversion.preparing import open_conversion
-from shardctl.conversion.worker_part import contribute
+from shardctl.conversion.worker_part import contribute, require_no_proof
 from shardctl.errors import Interrupted, ShardctlError, TransientError, UsageError
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.workers import StopRequest, choose_thread_count, raise_if_stopped
@@ -55,9 +55,7 @@ class _TaskOrder:
     destination: str
     reshard_options: ReshardOptions
     source_options: SourceOptions
-    overwrite: bool
-    resume: bool
-    sha256: bool
+    destination_options: DestinationOptions
     plan: PlanFile | None
     run: str
     """Names this run, so that a task that is started again takes the lock of its dead predecessor."""
@@ -69,9 +67,7 @@ def reshard_on_ray(
     reshard_options: ReshardOptions | None = None,
     *,
     source_options: SourceOptions | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
-    sha256: bool = False,
+    destination_options: DestinationOptions | None = None,
     progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
 ) -> FinishResult:
@@ -81,6 +77,8 @@ def reshard_on_ray(
     `reshard_options.host_memory` by itself.
     Raises UsageError if Ray is not installed, TransientError if tasks died again and again.
     """
+    destination_options = destination_options or DestinationOptions()
+    require_no_proof(destination_options)
     ray = _import_ray()
     progress = progress or SilentProgress()
     reshard_options = reshard_options or (plan.reshard_options if plan else ReshardOptions())
@@ -93,9 +91,7 @@ def reshard_on_ray(
         destination=destination if is_bucket(destination) else str(Path(destination).absolute()),
         reshard_options=reshard_options,
         source_options=_make_paths_absolute(source_options or (plan.source_options if plan else SourceOptions())),
-        overwrite=overwrite,
-        resume=resume,
-        sha256=sha256,
+        destination_options=destination_options,
         plan=plan,
         run=uuid.uuid4().hex,
     )
@@ -245,9 +241,7 @@ def _run_task(order: _TaskOrder, number: int, count: int, board: Any) -> tuple[s
             order.reshard_options,
             worker=WorkerId(number, count),
             source_options=order.source_options,
-            overwrite=order.overwrite,
-            resume=order.resume,
-            sha256=order.sha256,
+            destination_options=order.destination_options,
             progress=reporter,
             plan=order.plan,
             run=order.run,

@@ -14,7 +14,7 @@ from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import CASTABLE
-from shardctl.errors import UsageError, format_first_few
+from shardctl.errors import format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.manifest import Region, first_byte
@@ -48,32 +48,23 @@ class _NotAsRecordedError(Exception):
 
 def verify(
     path: str | Path,
-    *,
-    level: str = "quick",
-    against: str | Path | None = None,
-    require: str | None = None,
     verify_options: VerifyOptions | None = None,
+    *,
     source_options: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> VerifyResult:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
 
-    `against` compares every element, and every copy of it, with another checkpoint, in whatever layouts the two are.
-    `require` is a level that must not be skipped, as one is that lacks what it needs; it is run if `level` is lower.
-    `verify_options` says how the levels `load` and `forward` are run, and may ask for one of them.
+    Without a source to compare with (`verify_options.against`), the level `identity` is left out. Raises UsageError for
+    an unknown level.
     """
-    for asked in filter(None, (level, require)):
-        if asked not in LEVELS:
-            raise UsageError(f"unknown level {asked!r}", hint=f"the levels are {', '.join(LEVELS)}")
-    order = list(LEVELS)
     verify_options = verify_options or VerifyOptions()
-    highest = max(level, require or level, verify_options.asked_level(), key=order.index)
-    names = [n for n in LEVELS[highest] if n != "identity" or against is not None]
+    against, require = verify_options.against, verify_options.require
+    names = [n for n in LEVELS[verify_options.highest_level()] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
     run = _VerifyRun(
         names,
-        against,
         verify_options,
         replace(source_options or SourceOptions(), kv_heads="replicate"),
         effort or ExecutionOptions(),
@@ -88,7 +79,6 @@ class _VerifyRun:
 
     names: list[str]
     """The levels to run, in order."""
-    against: str | Path | None
     verify_options: VerifyOptions
     source_options: SourceOptions
     effort: ExecutionOptions
@@ -117,8 +107,8 @@ class _VerifyRun:
                 if any(finding.check != alignment.CHECK for finding in first.errors):
                     return self._cut_short(first, "the structure is wrong"), ""
                 other = None
-                if self.against is not None:
-                    other = stack.enter_context(open_checkpoint(self.against, self.source_options))
+                if self.verify_options.against is not None:
+                    other = stack.enter_context(open_checkpoint(self.verify_options.against, self.source_options))
                     other = split_as(checkpoint, dequantise_as(checkpoint, other, self.effort.threads))
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
@@ -136,7 +126,8 @@ class _VerifyRun:
                 levels.append(level)
             if other is not None:
                 full = "content" in self.names
-                level = _check_identity(checkpoint, other, self.against, self.effort, strict=self.strict, full=full)
+                against = str(self.verify_options.against)
+                level = _check_identity(checkpoint, other, against, self.effort, strict=self.strict, full=full)
                 if not full:
                     level.add(_check_replicas(checkpoint, self.effort))
                 levels.append(level)
@@ -243,7 +234,7 @@ def _build_digest_finding(tensor: Tensor, recorded: str, found: str) -> CheckFin
 def _check_identity(
     checkpoint: OpenedCheckpoint,
     other: OpenedCheckpoint,
-    against: str | Path | None,
+    against: str,
     effort: ExecutionOptions,
     *,
     strict: bool,

@@ -19,6 +19,16 @@ FIELD = """
     skip_empty: Annotated[bool, CommandOption(HelpPanel.SOURCE, "Leave out tensors without elements.")] = False
 """
 """The example of docs/extending.md."""
+OWN = """
+    odd_{name}: Annotated[bool, CommandOption(HelpPanel.GENERAL, "An odd one.")] = False
+"""
+"""An option of one verb; each of these dataclasses gets one."""
+OWNERS = {
+    "inspect": ("inspect_options", "    show_rules: Annotated[\n"),
+    "plan": ("plan_options", "    out: Annotated[\n"),
+    "reshard": ("destination_options", "    checksums: Annotated[\n"),
+    "verify": ("verify_options", "    level: Annotated[\n"),
+}
 COUNT = """
     most_files: Annotated[
         int | None, CommandOption(HelpPanel.WRITING, "Files at most.", flag="--files", metavar="N", least=1)
@@ -27,6 +37,8 @@ COUNT = """
 VERB = """
 from shardctl.cli.program import run
 from shardctl.checkpoint import opening
+import importlib
+import inspect
 import sys
 
 opened = opening._read_checkpoint
@@ -34,6 +46,16 @@ def open_and_say(source, reading, *rest):
     print("source_options", reading.skip_empty)
     return opened(source, reading, *rest)
 opening._read_checkpoint = open_and_say
+if "--" in sys.argv:
+    verb, parameter = sys.argv[sys.argv.index("--") + 1:]
+    del sys.argv[-3:]
+    module = importlib.import_module(f"shardctl.verbs.{verb}")
+    real = getattr(module, verb)
+    def call_and_say(*args, **named):
+        options = inspect.signature(real).bind(*args, **named).arguments[parameter]
+        print("own option", getattr(options, f"odd_{verb}"))
+        return real(*args, **named)
+    setattr(module, verb, call_and_say)
 sys.exit(run(sys.argv[1:]))
 """
 """The program with a verb that uses the option: how a checkpoint is opened is the same for all of them."""
@@ -52,6 +74,8 @@ def copied(tmp_path_factory):
     shutil.copytree(Path(shardctl.__file__).parent, place / "shardctl", ignore=shutil.ignore_patterns("__pycache__"))
     add(place / "shardctl" / "options" / "source_options.py", FIELD, "    unbound: bool = False\n")
     add(place / "shardctl" / "options" / "reshard_options.py", COUNT, "    dtype: Annotated[\n")
+    for verb, (module, before) in OWNERS.items():
+        add(place / "shardctl" / "options" / f"{module}.py", OWN.format(name=verb), before)
     return place
 
 
@@ -79,6 +103,16 @@ def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
 def test_the_verb_has_it_with_its_type(copied, source):
     assert "source_options True" in ask(copied, "inspect", source, "--skip-empty").stdout
     assert "source_options False" in ask(copied, "inspect", source).stdout
+
+
+@pytest.mark.parametrize("verb", OWNERS)
+def test_an_option_of_one_verb_takes_one_place_too(copied, source, tmp_path, verb):
+    destination = [tmp_path / "out"] if verb == "reshard" else []
+    for given in ([], [f"--odd-{verb}"]):
+        done = ask(copied, verb, source, *destination, *given, "--", verb, OWNERS[verb][0])
+        assert f"own option {bool(given)}" in done.stdout, done.stderr
+    for other in OWNERS:
+        assert (f"--odd-{verb}" in ask(copied, other, "--help").stdout) is (other == verb)
 
 
 def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):

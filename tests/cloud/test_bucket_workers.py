@@ -15,7 +15,7 @@ from shardctl.errors import DestinationError, Mismatch, SourceError
 from shardctl.execute.uploads import BucketUploads
 from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
 from shardctl.storage.cloud.bucket import CloudBucket
 from shardctl.verbs.finish import finish
@@ -39,7 +39,13 @@ def s3_place(open_place):
 
 
 def work(source, place, number, reshard_options=TP2, **options):
-    return contribute(source, place.address("out"), reshard_options, worker=WorkerId(number, COUNT), **options)
+    return contribute(
+        source,
+        place.address("out"),
+        reshard_options,
+        worker=WorkerId(number, COUNT),
+        destination_options=DestinationOptions(**options),
+    )
 
 
 def all_work(source, place, order=range(COUNT), **options):
@@ -61,8 +67,10 @@ def names(place):
     ids=["tp2", "hf", "dcp"],
 )
 def test_workers_in_any_order_make_what_one_machine_makes(s3_place, source, tmp_path, reshard_options, order):
-    wanted = reshard(source, tmp_path / "one", reshard_options, sha256=True)
-    done = all_work(source, s3_place, order, reshard_options=reshard_options, sha256=True)
+    wanted = reshard(
+        source, tmp_path / "one", reshard_options, destination_options=DestinationOptions(checksums="sha256")
+    )
+    done = all_work(source, s3_place, order, reshard_options=reshard_options, checksums="sha256")
     assert [len(each.missing) for each in done] == [2, 1, 0]
     assert "shardctl.json" not in names(s3_place)
     made = finish(s3_place.address("out"))
@@ -108,7 +116,7 @@ def test_a_worker_that_is_done_says_so_and_one_whose_object_is_gone_mends_it(s3_
 def test_a_worker_started_anew_forgets_what_it_had(s3_place, source, tmp_path):
     reshard(source, tmp_path / "one", TP2)
     all_work(source, s3_place)
-    assert not work(source, s3_place, 1, resume=False).done_before
+    assert not work(source, s3_place, 1, no_resume=True).done_before
     finish(s3_place.address("out"))
     assert result(s3_place) == on_disk(tmp_path / "one")
 
@@ -148,12 +156,12 @@ def test_a_finished_checkpoint_is_replaced_when_the_new_one_is_complete(place, s
     with pytest.raises(DestinationError, match="already holds a finished checkpoint") as refused:
         reshard(source, place.address("out"), ONE)
     assert "--overwrite" in refused.value.hint
-    done = reshard(source, place.address("out"), ONE, overwrite=True)
+    done = reshard(source, place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))
     assert {key: value for key, value in seen[0].items() if not key.startswith(".shardctl/")} == old
     assert any("may have seen a part of a checkpoint" in warning for warning in done.warnings)
     reshard(source, tmp_path / "one", ONE)
     assert result(place) == on_disk(tmp_path / "one")
-    assert verify(place.address("out"), against=source).ok
+    assert verify(place.address("out"), VerifyOptions(against=source)).ok
 
 
 def test_workers_replace_a_finished_checkpoint_too(s3_place, source, tmp_path):
@@ -170,7 +178,7 @@ def test_what_is_not_of_the_checkpoint_is_not_removed(s3_place, source):
     reshard(source, s3_place.address("out"), SMALL)
     s3_place.put("out/thesis.txt", b"years of work")
     with pytest.raises(DestinationError, match=r"more than the checkpoint that would be replaced: thesis\.txt"):
-        reshard(source, s3_place.address("out"), ONE, overwrite=True)
+        reshard(source, s3_place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))
 
 
 def test_objects_that_a_store_does_not_copy_pass_through_this_machine(s3_place, source, tmp_path, monkeypatch):
@@ -178,7 +186,7 @@ def test_objects_that_a_store_does_not_copy_pass_through_this_machine(s3_place, 
     monkeypatch.setattr(cloud_bucket, "PIECE", 5 << 20)
     source = llama(tmp_path / "heavy", vocab_size=80_000)
     reshard(source, s3_place.address("out"), SMALL)
-    reshard(source, s3_place.address("out"), ONE, overwrite=True)
+    reshard(source, s3_place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))
     reshard(source, tmp_path / "one", ONE)
     assert result(s3_place) == on_disk(tmp_path / "one")
 
@@ -232,7 +240,7 @@ def test_a_replacement_that_is_killed_at_any_step_is_carried_on(s3_place, source
             all_work(source, s3_place, reshard_options=ONE, overwrite=True)
             finish(s3_place.address("out"))
         else:
-            reshard(source, s3_place.address("out"), ONE, overwrite=True)
+            reshard(source, s3_place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))
 
     def fresh():
         s3_place.delete(s3_place.keys("out/"))
@@ -277,5 +285,5 @@ def test_workers_that_are_killed_go_on_and_nothing_looks_finished(s3_place, sour
     for number in range(2):
         subprocess.run([*command, "--worker", f"{number}/2"], env=environment, capture_output=True, check=True)
     subprocess.run(finishing, env=environment, capture_output=True, check=True)
-    assert verify(s3_place.address("out"), against=source).ok
+    assert verify(s3_place.address("out"), VerifyOptions(against=source)).ok
     assert names(s3_place) == result(s3_place).keys()

@@ -14,7 +14,7 @@ from shardctl.execute.progress import SilentProgress
 from shardctl.execute.replacement import replaced_by
 from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.storage.cloud.refusals import RefusalReader
@@ -52,8 +52,12 @@ def heavy(tmp_path):
     ids=["tp2", "hf in files", "cast", "dcp", "fsdp3"],
 )
 def test_a_bucket_gets_the_bytes_that_a_directory_gets(s3, bucket, source, tmp_path, reshard_options):
-    wanted = reshard(source, tmp_path / "out", reshard_options, sha256=True)
-    done = reshard(source, f"s3://{bucket}/a/out", reshard_options, sha256=True)
+    wanted = reshard(
+        source, tmp_path / "out", reshard_options, destination_options=DestinationOptions(checksums="sha256")
+    )
+    done = reshard(
+        source, f"s3://{bucket}/a/out", reshard_options, destination_options=DestinationOptions(checksums="sha256")
+    )
     assert held(s3, bucket, "a/out/") == on_disk(tmp_path / "out")
     assert done.record == wanted.record
     assert unfinished(s3, bucket) == []
@@ -68,7 +72,7 @@ def test_a_bucket_is_read_like_a_directory(s3, bucket, source, tmp_path):
     there, here = reshard(address, tmp_path / "there", TP2), reshard(source, tmp_path / "here", TP2)
     assert on_disk(tmp_path / "there").keys() == on_disk(tmp_path / "here").keys()
     assert there.record.digest == here.record.digest
-    assert verify(address, against=source).ok
+    assert verify(address, VerifyOptions(against=source)).ok
     assert digest(f"{address}/model.safetensors").digest == digest(source).digest
 
 

@@ -12,7 +12,7 @@ from cloud_models import llama, on_disk
 
 from shardctl.errors import ChangedError, DestinationError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -36,8 +36,8 @@ def heavy(tmp_path):
 
 
 def test_a_store_gets_the_bytes_that_a_directory_gets(place, source, tmp_path):
-    wanted = reshard(source, tmp_path / "out", TP2, sha256=True)
-    done = reshard(source, place.address("a/out"), TP2, sha256=True)
+    wanted = reshard(source, tmp_path / "out", TP2, destination_options=DestinationOptions(checksums="sha256"))
+    done = reshard(source, place.address("a/out"), TP2, destination_options=DestinationOptions(checksums="sha256"))
     assert place.held("a/out/") == on_disk(tmp_path / "out")
     assert done.record == wanted.record
 
@@ -59,7 +59,7 @@ def test_a_store_is_read_like_a_directory(place, source, tmp_path):
     there, here = reshard(address, tmp_path / "there", TP2), reshard(source, tmp_path / "here", TP2)
     assert on_disk(tmp_path / "there").keys() == on_disk(tmp_path / "here").keys()
     assert there.record.digest == here.record.digest
-    assert verify(address, against=source).ok
+    assert verify(address, VerifyOptions(against=source)).ok
     assert digest(f"{address}/model.safetensors").digest == digest(source).digest
 
 

@@ -27,6 +27,7 @@ from shardctl.errors import ShardctlError
 from shardctl.execute import engine
 from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
+from shardctl.options import DestinationOptions
 from shardctl.storage import descriptors, direct, local
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
@@ -66,13 +67,22 @@ def run(job):
         dtype=job.get("dtype", "keep"),
         max_shard_size=job.get("shard"),
     )
-    options = {key: job[key] for key in ("overwrite", "resume", "sha256") if key in job}
+    options = DestinationOptions(
+        overwrite=job.get("overwrite", False),
+        no_resume=not job.get("resume", True),
+        checksums="sha256" if job.get("sha256") else None,
+    )
     faults.install()
     try:
         if "worker" in job:
             worker = WorkerId(*job["worker"])
             part = contribute(
-                job["source"], job["destination"], reshard_options, worker=worker, run=job.get("run", ""), **options
+                job["source"],
+                job["destination"],
+                reshard_options,
+                worker=worker,
+                run=job.get("run", ""),
+                destination_options=options,
             )
             return {
                 "code": 0,
@@ -85,7 +95,7 @@ def run(job):
         if "finish" in job:
             whole = finish(job["destination"], patience=0)
             return {"code": 0, "workers": whole.workers, "digest": whole.record.digest, "calls": faults.calls}
-        done = reshard(job["source"], job["destination"], reshard_options, **options)
+        done = reshard(job["source"], job["destination"], reshard_options, destination_options=options)
     except ShardctlError as error:
         result = {"code": error.exit_code, "error": type(error).__name__, "message": str(error), "hint": error.hint}
     except BaseException:  # noqa: BLE001 - the parent wants to see it

@@ -14,7 +14,7 @@ from stored_bits import bits
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
@@ -82,7 +82,7 @@ class TestWriting:
             assert [key for key in theirs if stored(ours[key]) != stored(theirs[key])] == []
         assert len(list((tmp_path / "out").glob("model*"))) == ranks
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
-        assert verify(tmp_path / "out", against=str(FIXTURES / name / "source")).ok
+        assert verify(tmp_path / "out", VerifyOptions(against=str(FIXTURES / name / "source"))).ok
         again = reshard(tmp_path / "out", tmp_path / "again", reshard_options(ranks))
         assert made.record.digest == again.record.digest
         for path in (tmp_path / "out").glob("model*"):

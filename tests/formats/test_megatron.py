@@ -18,7 +18,7 @@ from shardctl.libraries.megatron.names import find_engine_name, find_local_name
 from shardctl.libraries.megatron.ranks import build_least_mesh, list_mesh_folders
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -504,4 +504,4 @@ def test_norms_that_are_kept_less_one_are_read_and_that_is_said(tmp_path):
     for name, tensor in theirs.items():
         expected = (tensor - 1) + 1 if name.endswith("norm.weight") else tensor
         assert torch.equal(ours[name], expected), name
-    assert verify(tmp_path / "out", level="full", against=tmp_path / "in", source_options=given).ok
+    assert verify(tmp_path / "out", VerifyOptions(level="full", against=tmp_path / "in"), source_options=given).ok

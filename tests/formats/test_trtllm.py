@@ -15,7 +15,7 @@ from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.libraries.trtllm.config import interpret_config
 from shardctl.mesh import Mesh
 from shardctl.models.config import ModelConfig
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.pieces import split_layers_evenly
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
@@ -140,7 +140,7 @@ class TestWriting:
         made = reshard(
             source, tmp_path / "trt", reshard_options(name), source_options=SourceOptions(kv_heads="replicate")
         )
-        assert verify(tmp_path / "trt", against=str(source)).ok
+        assert verify(tmp_path / "trt", VerifyOptions(against=str(source))).ok
         back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
         again = reshard(
             tmp_path / "hf",
@@ -200,7 +200,7 @@ class TestWriting:
             arrays = load_file(tmp_path / "out" / f"rank{rank}.safetensors")
             assert same(arrays["transformer.vocab_embedding.weight"], cut[rank])
             assert same(arrays["lm_head.weight"], padded.chunk(2)[rank])
-        assert verify(tmp_path / "out", against=str(source)).ok
+        assert verify(tmp_path / "out", VerifyOptions(against=str(source))).ok
         back = reshard(tmp_path / "out", tmp_path / "hf", ReshardOptions(to="hf"))
         assert back.record.digest == made.record.digest == digest(source).digest
 

@@ -17,7 +17,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.libraries.vllm.arrays import FAMILIES
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -162,7 +162,7 @@ class TestWriting:
     def test_there_and_back_is_the_same(self, owner, tmp_path):
         reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
         made = reshard(tmp_path / "hf", tmp_path / "again", reshard_options(owner))
-        assert verify(tmp_path / "again", against=str(FIXTURES / owner)).ok
+        assert verify(tmp_path / "again", VerifyOptions(against=str(FIXTURES / owner))).ok
         assert made.record.digest == digest(FIXTURES / owner).digest == digest(source(owner)).digest
         if owner in WRITTEN:
             assert unequal(ranks(tmp_path / "again"), ranks(FIXTURES / owner)) == []

@@ -96,7 +96,6 @@ def forget(file: Path) -> None:
 
 def proved(folder: Path, scale: Scale) -> Any:
     """The level `load` of `verify`, on the device, against the source; what `ways` wrote is there already."""
-    verify_options = VerifyOptions(device=scale.device)
-    found = verify(folder / "ranks", level="load", against=folder / "source", verify_options=verify_options)
+    found = verify(folder / "ranks", VerifyOptions(level="load", against=folder / "source", device=scale.device))
     assert found.ok, found.findings
     return found.levels[-1]

@@ -81,7 +81,7 @@ def test_every_way_of_loading_loads_the_same_bytes(tmp_path):
 def test_a_rank_takes_what_plan_says(tmp_path):
     source = random_checkpoint(tmp_path / "source", ON.config(MIXTRAL, 2))
     place = cut(source, tmp_path / "ranks", dp=2, ep=2)
-    level = verify(place, level="load", against=source, verify_options=VerifyOptions(device=ON.device)).levels[-1]
+    level = verify(place, VerifyOptions(level="load", against=source, device=ON.device)).levels[-1]
     assert level.status == "passed"
     for rank in level.ranks:
         slack = 512 * 100 if GPU else 0  # the allocator rounds each tensor up to 512 bytes
@@ -96,7 +96,7 @@ def test_what_does_not_fit_the_device_is_a_finding_and_not_a_crash(tmp_path):
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1e6 / total, 0)
     try:
-        level = verify(place, level="load", verify_options=VerifyOptions(device="cuda:0")).levels[-1]
+        level = verify(place, VerifyOptions(level="load", device="cuda:0")).levels[-1]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     assert level.status == "failed"
@@ -112,7 +112,7 @@ def test_a_bit_that_is_wrong_on_the_device_is_found(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     for against in (source, None):
-        level = verify(place, level="load", against=against, verify_options=VerifyOptions(device="cuda")).levels[-1]
+        level = verify(place, VerifyOptions(level="load", against=against, device="cuda")).levels[-1]
         assert level.status == "failed"
         assert file.name in level.findings[0].message
 

@@ -14,7 +14,7 @@ from reading import assert_same, of, read
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -49,7 +49,7 @@ def test_every_method_gives_the_numbers_of_its_layers(quantised, tmp_path, name,
         assert torch.equal(found[f"{module}.weight"], expected), module
     assert "quantization_config" not in config_of(tmp_path / "out")
     assert config_of(tmp_path / "out")["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
-    assert verify(tmp_path / "out", level="full", against=source).ok
+    assert verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_compressed_tensors(compressed, tmp_path, name)
     for module in list_modules(stored):
         expected = owner.decompress(dict(of(module, stored)), scheme)["weight"]
         assert torch.equal(found[f"{module}.weight"], expected.bfloat16()), module
-    assert verify(tmp_path / "out", level="full", against=source).ok
+    assert verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
 
 
 def test_fp8_blocks_are_those_of_transformers(quantised, tmp_path):
@@ -92,7 +92,7 @@ def test_every_layout_holds_the_same_numbers(quantised, tmp_path, name):
     ):
         there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
         reshard(source, there, wish)
-        assert verify(there, level="full", against=source).ok
+        assert verify(there, VerifyOptions(level="full", against=source)).ok
         reshard(there, back, ReshardOptions(to="hf"))
         assert_same(read(back), read(tmp_path / "plain"))
 
@@ -123,12 +123,12 @@ def test_a_wrong_number_in_the_result_is_found(quantised, tmp_path):
     source = quantised("fp8-blocks")
     reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
     (tmp_path / "out" / "shardctl.json").unlink()
-    assert verify(tmp_path / "out", against=source).ok
+    assert verify(tmp_path / "out", VerifyOptions(against=source)).ok
     (file,) = (tmp_path / "out").glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-(96 * 128 * 2) - 9] ^= 1
     file.write_bytes(data)
-    assert not verify(tmp_path / "out", against=source).ok
+    assert not verify(tmp_path / "out", VerifyOptions(against=source)).ok
 
 
 def test_experts_of_deepseek_v4_are_fp4_with_exponents(tmp_path):
@@ -222,7 +222,7 @@ def test_stacks_of_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     ):
         there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
         reshard(source, there, wish)
-        assert verify(there, level="full", against=source).ok
+        assert verify(there, VerifyOptions(level="full", against=source)).ok
         reshard(there, back, ReshardOptions(to="hf"))
         found = read(back)
         stacks = [name.removesuffix("_blocks") for name in state if name.endswith("_blocks")]

@@ -15,7 +15,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CutError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -34,7 +34,7 @@ def test_what_compressed_tensors_wrote_comes_back(compressed, tmp_path, name):
         reshard(there, back, ReshardOptions(to="hf"))
         assert_same(read(back), read(source))
         assert digest(source).digest == digest(there).digest
-        assert verify(there, level="full", against=source).ok
+        assert verify(there, VerifyOptions(level="full", against=source)).ok
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -104,7 +104,7 @@ class TestBitsandbytes:
         reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
         reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(read(tmp_path / "back"), read(source))
-        assert verify(tmp_path / "ranks", level="full", against=source).ok
+        assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source)).ok
         assert not inspect(source).warnings
 
     def test_the_config_alone_describes_as_many_bytes(self, source, tmp_path):

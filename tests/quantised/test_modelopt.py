@@ -15,7 +15,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -70,7 +70,7 @@ def test_there_and_back_is_the_identity(tmp_path, case):
         reshard(there, back, ReshardOptions(to="hf"))
         assert_same(read(back), read(source))
         assert digest(there).digest == digest(source).digest
-        assert verify(there, level="full", against=source).ok
+        assert verify(there, VerifyOptions(level="full", against=source)).ok
         for name in ("config.json", "hf_quant_config.json"):
             assert (back / name).read_bytes() == (source / name).read_bytes()
 
@@ -129,7 +129,7 @@ def test_the_weights_that_the_codes_stand_for(tmp_path, case):
             compared += 1
     assert compared == (10 if case == "nvfp4-experts" else 7)
     assert not (out / "hf_quant_config.json").exists()
-    assert verify(out, level="full", against=source).ok
+    assert verify(out, VerifyOptions(level="full", against=source)).ok
 
 
 class TestSidecar:

@@ -10,7 +10,7 @@ from reading import assert_same, of, read
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -41,7 +41,7 @@ def test_there_and_back_is_the_identity(quantised, tmp_path, name, mesh):
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "back"), read(source))
     assert digest(source).digest == digest(tmp_path / "ranks").digest == digest(tmp_path / "back").digest
-    assert verify(tmp_path / "ranks", level="full", against=source).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source)).ok
     assert not inspect(source).warnings
 
 

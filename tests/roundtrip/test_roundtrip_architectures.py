@@ -6,7 +6,7 @@ import pytest
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, side_files, stored
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -52,7 +52,7 @@ class TestEveryFamily:
         assert source.digest.digest == digest(back).digest
 
     def test_verify_proves_it(self, tiny, cut, name, mesh):
-        found = verify(cut(name, mesh), level="full", against=tiny(name).path)
+        found = verify(cut(name, mesh), VerifyOptions(level="full", against=tiny(name).path))
         assert found.ok
         assert not [f for f in found.findings if f.severity == "error"]
         assert [level.status for level in found.levels] == ["passed", "passed", "passed"]
@@ -79,7 +79,7 @@ def test_replicated_key_value_heads_come_back_once(tiny, tmp_path, name, tp):
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert digest(tmp_path / "ranks").digest == digest(source.path).digest
-    assert verify(tmp_path / "ranks", level="full", against=source.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source.path)).ok
     assert_loaded(loaded(tmp_path / "ranks", source.kind), source)
 
 
@@ -121,7 +121,7 @@ def test_keep_writes_the_names_of_the_source(tmp_path, mesh):
     assert digest(tmp_path / "kept").digest == digest(tmp_path / "canonical").digest == digest(source.path).digest
     reshard(tmp_path / "kept", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
-    assert verify(tmp_path / "kept", level="full", against=source.path).ok
+    assert verify(tmp_path / "kept", VerifyOptions(level="full", against=source.path)).ok
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "qwen2-tied", "t5"])
@@ -146,4 +146,4 @@ def test_a_source_that_stores_both_names_of_a_tie_keeps_both(tmp_path):
     reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), tensors)
-    assert verify(tmp_path / "ranks", level="full", against=source.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source.path)).ok

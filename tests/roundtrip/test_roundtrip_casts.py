@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, side_files, stored
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
@@ -43,7 +43,7 @@ def test_casts_are_those_of_torch(tmp_path, source, to, mesh):
     reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), cast(before, to))
     assert not made.warnings
-    found = verify(tmp_path / "cast", level="full", against=tiny.path)
+    found = verify(tmp_path / "cast", VerifyOptions(level="full", against=tiny.path))
     assert found.ok, found.findings
     assert found.digest == digest(tmp_path / "back").digest == made.record.digest
     assert made.record.source_digest == digest(tiny.path).digest
@@ -95,7 +95,7 @@ def test_what_is_not_a_float_of_16_bits_or_more_is_left_alone(tmp_path, mesh):
     )
     reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), cast(tensors, "bf16"))
-    assert verify(tmp_path / "cast", level="full", against=tmp_path / "source").ok
+    assert verify(tmp_path / "cast", VerifyOptions(level="full", against=tmp_path / "source")).ok
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -108,7 +108,7 @@ def test_keep_fp32_keeps_what_it_names(tmp_path, mesh):
     assert {t.dtype for t in expected.values()} == {torch.float32, torch.bfloat16}
     assert_same(stored(tmp_path / "back"), expected)
     assert json.loads((tmp_path / "cast/config.json").read_text())["dtype"] == "bfloat16"
-    assert verify(tmp_path / "cast", level="full", against=tiny.path).ok
+    assert verify(tmp_path / "cast", VerifyOptions(level="full", against=tiny.path)).ok
 
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 65504.0, 65519.99, 65520.0, 3.4e38, 1.00390625, 1e30]
@@ -139,7 +139,7 @@ def test_one_element_off_after_a_cast_is_found(tmp_path, mesh):
     file, name = next((tmp_path / "cast").glob("*.safetensors")), "model.layers.0.mlp.up_proj.weight"
     flip(file, region(file, name)[0] + row_bytes(file, name) + 2 * 2)
     for level in ("quick", "full"):
-        found = verify(tmp_path / "cast", level=level, against=tiny.path)
+        found = verify(tmp_path / "cast", VerifyOptions(level=level, against=tiny.path))
         wrong = {finding.check: finding for finding in found.findings if finding.severity == "error"}
         assert (
             wrong["identity"].message

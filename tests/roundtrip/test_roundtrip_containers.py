@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from tiny_models import assert_same, config_of, loaded, stored
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -82,7 +82,7 @@ def test_any_container_gives_the_same_ranks_and_comes_back(tiny, tmp_path, name,
     assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(loaded(tmp_path / "back", source.kind).state_dict(), source.model.state_dict())
-    assert verify(tmp_path / "ranks", level="full", against=source.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source.path)).ok
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +101,7 @@ def test_shards_of_a_given_size_come_with_an_index_that_transformers_follows(tin
     assert all(size <= 10_000 or len(held[file]) == 1 for file, size in sizes.items())
     assert_same(stored(tmp_path / "hf"), stored(source.path))
     assert_same(loaded(tmp_path / "hf", source.kind).state_dict(), source.model.state_dict())
-    assert verify(tmp_path / "hf", level="full", against=source.path).ok
+    assert verify(tmp_path / "hf", VerifyOptions(level="full", against=source.path)).ok
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -110,7 +110,7 @@ def test_rank_files_of_a_given_size_load_too(tiny, tmp_path, name):
     reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), max_shard_size=10_000))
     assert len(list(tmp_path.glob("ranks/shard-00001-*"))) > 2
     assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
-    assert verify(tmp_path / "ranks", level="full", against=source.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source.path)).ok
 
 
 def payloads(path):
@@ -159,7 +159,7 @@ def test_dp_and_cp_replicas_write_no_files(tiny, tmp_path):
     files = sorted(f.name for f in tmp_path.glob("replicated/*.safetensors"))
     assert files == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
     assert_same(loaded(tmp_path / "replicated", source.kind).state_dict(), source.model.state_dict())
-    assert verify(tmp_path / "replicated", level="full", against=source.path).ok
+    assert verify(tmp_path / "replicated", VerifyOptions(level="full", against=source.path)).ok
 
 
 def test_uneven_stages_as_asked(tmp_path):

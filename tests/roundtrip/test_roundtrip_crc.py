@@ -17,7 +17,7 @@ from shardctl.cli.program import run
 from shardctl.errors import ChangedError, SourceError
 from shardctl.execute import engine
 from shardctl.libraries.torch_save.zip_records import read_archive
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -132,9 +132,9 @@ def test_no_bit_of_any_record_flips_unseen(source):
         flip(path, found.offset + random.randrange(found.size), random.randrange(8))
         if found.name in {"data.pkl", "byteorder"}:
             with pytest.raises(SourceError, match=f"the record '{found.name}' is damaged"):
-                verify(source, level="full")
+                verify(source, VerifyOptions(level="full"))
         else:
-            findings = verify(source, level="full").levels[1].errors
+            findings = verify(source, VerifyOptions(level="full")).levels[1].errors
             assert [(f.check, f.file) for f in findings] == [("crc32", path.name)]
             assert f"the record '{found.name}' (" in findings[0].message
         path.write_bytes(intact)
@@ -172,7 +172,7 @@ def test_what_two_workers_read_of_one_record_is_put_together(tmp_path, shardctl)
 @pytest.mark.parametrize("to", ["dcp", "universal"])
 def test_what_shardctl_wrote_itself_has_right_crcs(kept, tmp_path, to):
     reshard(kept / "file", tmp_path / "out", ReshardOptions(to=to))
-    level = verify(tmp_path / "out", level="full").levels[1]
+    level = verify(tmp_path / "out", VerifyOptions(level="full")).levels[1]
     assert (level.status, [f for f in level.findings if f.check == "crc32"]) == ("passed", [])
 
 

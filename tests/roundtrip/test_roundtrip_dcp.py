@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -70,8 +70,7 @@ def test_tied_names_are_one_tensor(tmp_path):
     same(load_file(tmp_path / "out" / "model.safetensors"), whole("tied")["weights"])
     copied = verify(
         tmp_path / "out",
-        level="full",
-        against=FIXTURES / "tied",
+        VerifyOptions(level="full", against=FIXTURES / "tied"),
         source_options=SourceOptions(config=FIXTURES / "tied.json"),
     )
     assert copied.ok, copied.findings
@@ -88,7 +87,7 @@ def test_to_ranks_with_the_optimizer_and_back(name, mesh, tmp_path):
     reshard(
         FIXTURES / name, tmp_path / "ranks", ReshardOptions(mesh=mesh, optimizer_states="keep"), source_options=CONFIG
     )
-    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, source_options=CONFIG)
+    checked = verify(tmp_path / "ranks", VerifyOptions(level="full", against=FIXTURES / name), source_options=CONFIG)
     assert checked.ok, checked.findings
     assert (
         checked.digest == digest(FIXTURES / name, source_options=CONFIG).digest
@@ -106,7 +105,7 @@ def test_to_dcp_with_the_optimizer(name, mesh, tmp_path):
         ReshardOptions(to="dcp", mesh=mesh, max_shard_size=20_000),
         source_options=CONFIG,
     )
-    checked = verify(tmp_path / "dcp", level="full", against=FIXTURES / name, source_options=CONFIG)
+    checked = verify(tmp_path / "dcp", VerifyOptions(level="full", against=FIXTURES / name), source_options=CONFIG)
     assert checked.ok, checked.findings
     check_with_torch(tmp_path / "dcp", name, tmp_path)
 
@@ -135,7 +134,7 @@ def test_every_kind_of_tensor_to_dcp(tmp_path):
     reshard(FIXTURES / "kinds", tmp_path / "dcp", ReshardOptions(to="dcp"))
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     same(torch.load(tmp_path / "whole.pt", weights_only=True)["model"], whole("kinds")["weights"])
-    assert verify(tmp_path / "dcp", level="full", against=FIXTURES / "kinds").ok
+    assert verify(tmp_path / "dcp", VerifyOptions(level="full", against=FIXTURES / "kinds")).ok
 
 
 def test_training_goes_on_as_without_the_detour(tmp_path):
@@ -159,7 +158,7 @@ def test_optimizer_states_need_a_place_and_a_source(tmp_path):
 @pytest.mark.parametrize("layout", ["ranks", "meta", "megatron", "torch_dist", "trtllm", "vllm"])
 def test_what_a_trainer_saved_goes_into_what_runs_a_model_without_its_states(layout, tmp_path):
     reshard(FIXTURES / "fsdp2", tmp_path / "out", ReshardOptions(to=layout, mesh=Mesh.of(tp=2)), source_options=CONFIG)
-    assert verify(tmp_path / "out", against=FIXTURES / "fsdp2", source_options=CONFIG).ok
+    assert verify(tmp_path / "out", VerifyOptions(against=FIXTURES / "fsdp2"), source_options=CONFIG).ok
     if layout != "ranks":
         with pytest.raises(UsageError, match=f"layout {layout} has no place for optimizer states"):
             reshard(
@@ -259,7 +258,7 @@ def test_experts_keep_their_arrays_and_states(mesh, experts, tmp_path):
     place, expected = experts
     source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
     reshard(place, tmp_path / "dcp", ReshardOptions(to="dcp", mesh=mesh), source_options=source_options)
-    checked = verify(tmp_path / "dcp", level="full", against=place, source_options=source_options)
+    checked = verify(tmp_path / "dcp", VerifyOptions(level="full", against=place), source_options=source_options)
     assert checked.ok, checked.findings
     compare_with_torch(tmp_path / "dcp", expected, tmp_path)
 
@@ -269,7 +268,7 @@ def test_experts_apart_have_states_apart_and_come_together_again(experts, tmp_pa
     source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
     reshard_options = ReshardOptions(mesh=Mesh.of(ep=2, fsdp=2), experts="split", optimizer_states="keep")
     reshard(place, tmp_path / "ranks", reshard_options, source_options=source_options)
-    checked = verify(tmp_path / "ranks", level="full")
+    checked = verify(tmp_path / "ranks", VerifyOptions(level="full"))
     assert checked.ok, checked.findings
     reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp", experts="fused"))
     compare_with_torch(tmp_path / "dcp", expected, tmp_path)

@@ -12,7 +12,7 @@ from damage import data_start, header
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -76,7 +76,7 @@ def test_hf_to_hf_keeps_every_bit(every, tmp_path):
     assert len(list(tmp_path.glob("hf/*.safetensors"))) > 10
     assert read(tmp_path / "hf") == read(every) == tensors()
     assert digest(tmp_path / "hf").digest == digest(every).digest
-    assert verify(tmp_path / "hf", level="full", against=every).ok
+    assert verify(tmp_path / "hf", VerifyOptions(level="full", against=every)).ok
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(fsdp=2), Mesh.of(tp=2, fsdp=2), Mesh.of(fsdp=4)], ids=str)
@@ -86,7 +86,7 @@ def test_through_a_mesh_and_back_keeps_every_bit(every, tmp_path, mesh):
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert read(tmp_path / "back") == tensors()
     assert digest(tmp_path / "ranks").digest == digest(every).digest
-    assert verify(tmp_path / "ranks", level="full", against=every, source_options=source_options).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=every), source_options=source_options).ok
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_nan_payloads_signalling_nans_and_bool_255_are_bits_like_any_others(tmp_
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert read(tmp_path / "back") == {"w": (dtype, (4, 2), data)}
     assert digest(tmp_path / "ranks").digest == digest(tmp_path / "source").digest
-    assert verify(tmp_path / "ranks", level="full", against=tmp_path / "source").ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=tmp_path / "source")).ok
 
 
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES if d.bits % 8])

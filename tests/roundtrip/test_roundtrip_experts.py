@@ -13,7 +13,7 @@ from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded,
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -61,7 +61,7 @@ def test_there_and_back_is_the_identity_and_transformers_loads_what_lies_between
     reshard(there, back, ReshardOptions(to="hf"))
     assert_same(stored(back), stored(source.path))
     assert digest(there).digest == digest(source.path).digest
-    assert verify(there, level="full", against=source.path).ok
+    assert verify(there, VerifyOptions(level="full", against=source.path)).ok
     assert_loaded(loaded(there, source.kind), source)
 
 
@@ -107,7 +107,7 @@ class TestForms:
         assert_same(stored(split), stored(source))
         assert digest(fused).digest == digest(split).digest == digest(source).digest
         assert digest(fused).tensors == digest(source).tensors
-        assert verify(fused, level="full", against=source).ok
+        assert verify(fused, VerifyOptions(level="full", against=source)).ok
 
     def test_one_repository_may_have_both(self, tiny, tmp_path, name):
         source, fused, mixed = tiny(name), tmp_path / "fused", tmp_path / "mixed"
@@ -232,7 +232,7 @@ def test_layers_that_predict_further_tokens_travel_along_and_transformers_passes
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2, tp=2, ep=2)))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
-    assert verify(tmp_path / "ranks", level="full", against=source).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source)).ok
     assert_loaded(loaded(tmp_path / "ranks", tiny(name).kind), tiny(name))
 
 
@@ -252,7 +252,7 @@ def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=MESHES[mesh]))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
-    assert verify(tmp_path / "ranks", level="full", against=source).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source)).ok
 
 
 def test_mxfp4_blocks_that_ranks_do_not_divide_come_back(tmp_path):
@@ -265,7 +265,7 @@ def test_mxfp4_blocks_that_ranks_do_not_divide_come_back(tmp_path):
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
-    assert verify(tmp_path / "ranks", level="full", against=source).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=source)).ok
 
 
 def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_path):

@@ -17,7 +17,7 @@ from shardctl.manifest import Manifest, Tensor
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.models.halves import find_text_half
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -73,7 +73,7 @@ def test_the_text_half_computes_what_it_did_inside(wrapped, tmp_path, name):
     assert done.record.options["only"] == "text"
     assert not done.record.filtered
     assert any(line.startswith("left out: ") and "vis" in line and "B)" in line for line in done.warnings)
-    found = verify(tmp_path / "text", level="full", against=whole.path)
+    found = verify(tmp_path / "text", VerifyOptions(level="full", against=whole.path))
     assert found.ok, found.findings
 
 
@@ -85,7 +85,7 @@ def test_the_vision_half_computes_what_it_did_inside(wrapped, tmp_path, name):
     tower = next(getattr(inner, word) for word in ("visual", "vision_tower", "vision_model") if hasattr(inner, word))
     alone = load_strictly(type(tower), tmp_path / "eyes")
     assert_same(dict(alone.state_dict()), dict(tower.state_dict()))
-    assert verify(tmp_path / "eyes", level="full", against=whole.path).ok
+    assert verify(tmp_path / "eyes", VerifyOptions(level="full", against=whole.path)).ok
 
 
 def test_a_half_goes_into_ranks_and_other_layouts(tmp_path):
@@ -93,16 +93,16 @@ def test_a_half_goes_into_ranks_and_other_layouts(tmp_path):
     whole = save(tmp_path / "whole", {**config, "text_config": {**config["text_config"], "attention_bias": False}})
     reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
     reshard(whole.path, tmp_path / "ranks", ReshardOptions(only="text", mesh=Mesh.of(tp=2, pp=2)))
-    assert verify(tmp_path / "ranks", level="full", against=whole.path).ok
-    assert verify(tmp_path / "ranks", level="full", against=tmp_path / "text").ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=whole.path)).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=tmp_path / "text")).ok
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(tmp_path / "text"))
-    assert verify(tmp_path / "back", level="full", against=whole.path).ok
+    assert verify(tmp_path / "back", VerifyOptions(level="full", against=whole.path)).ok
     for layout in ("vllm", "megatron"):
         with pytest.raises(UnsupportedError):
             reshard(whole.path, tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
         reshard(whole.path, tmp_path / layout, ReshardOptions(only="text", to=layout, mesh=Mesh.of(tp=2)))
-        assert verify(tmp_path / layout, level="full", against=whole.path).ok
+        assert verify(tmp_path / layout, VerifyOptions(level="full", against=whole.path)).ok
 
 
 def test_a_half_that_was_changed_is_told_from_its_source(wrapped, tmp_path):
@@ -112,7 +112,7 @@ def test_a_half_that_was_changed_is_told_from_its_source(wrapped, tmp_path):
     tensors = load_file(file)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, file, {"format": "pt"})
-    assert not verify(tmp_path / "text", level="full", against=whole.path).ok
+    assert not verify(tmp_path / "text", VerifyOptions(level="full", against=whole.path)).ok
 
 
 @pytest.mark.parametrize("part", ["experts", "model.language_model.layers.*.self_attn.**"])
@@ -124,7 +124,7 @@ def test_other_parts_keep_their_names_and_say_what_is_left(wrapped, tmp_path, ca
     expected = {name: tensor for name, tensor in stored(whole.path).items() if word in name and "visual" not in name}
     assert_same(stored(tmp_path / "part"), expected)
     assert json.loads((tmp_path / "part" / "config.json").read_text())["model_type"] == "qwen3_vl_moe"
-    assert verify(tmp_path / "part", level="full", against=whole.path).ok
+    assert verify(tmp_path / "part", VerifyOptions(level="full", against=whole.path)).ok
 
 
 def test_the_layers_that_predict_are_split_off(tmp_path):
@@ -132,7 +132,7 @@ def test_the_layers_that_predict_are_split_off(tmp_path):
     add_predicting_layers(source)
     reshard(source, tmp_path / "mtp", ReshardOptions(only="mtp"))
     assert_same(stored(tmp_path / "mtp"), {n: t for n, t in stored(source).items() if n.startswith("mtp.")})
-    assert verify(tmp_path / "mtp", level="full", against=source).ok
+    assert verify(tmp_path / "mtp", VerifyOptions(level="full", against=source)).ok
 
 
 def test_a_plan_of_a_half_is_that_of_the_half(wrapped, tmp_path, capfd):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fixtures.meta import make as make_meta
 from shardctl.errors import ShardctlError, UnsupportedError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -143,7 +143,7 @@ def test_the_weights_are_those_that_transformers_makes(name, converted):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_digest_is_that_of_the_original(name, converted, original):
     assert digest(FIXTURES / "meta" / name).digest == digest(original[name]).digest == digest(converted[name]).digest
-    assert verify(converted[name], level="full", against=FIXTURES / "meta" / name).ok
+    assert verify(converted[name], VerifyOptions(level="full", against=FIXTURES / "meta" / name)).ok
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +159,7 @@ def test_the_logits_are_those_of_metas_model(name, converted):
 @pytest.mark.parametrize("name", NAMES)
 def test_to_ranks(name, converted, tmp_path):
     reshard(FIXTURES / "meta" / name, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
-    checked = verify(tmp_path / "ranks", level="full", against=converted[name])
+    checked = verify(tmp_path / "ranks", VerifyOptions(level="full", against=converted[name]))
     assert checked.ok, checked.findings
     assert checked.digest == digest(converted[name]).digest
 
@@ -217,7 +217,7 @@ def test_back_to_the_very_tensors_of_meta(name, converted, tmp_path):
         expected = torch.load(FIXTURES / "meta" / name / file, weights_only=True)
         expected.pop("rope.freqs", None)
         same(found, expected)
-    assert verify(tmp_path / "meta", level="full", against=FIXTURES / "meta" / name).ok
+    assert verify(tmp_path / "meta", VerifyOptions(level="full", against=FIXTURES / "meta" / name)).ok
     assert digest(tmp_path / "meta").digest == digest(converted[name]).digest
 
 

@@ -12,7 +12,7 @@ from tiny_models import assert_same, side_files, stored
 from transformers import AutoModel, AutoTokenizer
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
@@ -79,8 +79,8 @@ def test_side_files_travel_along_byte_for_byte(steps):
 
 def test_verify_and_diff_agree_at_every_step(steps):
     source, ranks, back = steps
-    assert verify(ranks, level="full", against=source).ok
-    assert verify(back, level="full", against=ranks).ok
+    assert verify(ranks, VerifyOptions(level="full", against=source)).ok
+    assert verify(back, VerifyOptions(level="full", against=ranks)).ok
     assert not diff(source, ranks).changes
     assert diff(ranks, back).equal == len(stored(source))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import assert_same, stored
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -29,7 +29,7 @@ def test_a_part_can_be_cut_and_put_together_like_a_whole(tiny, tmp_path, include
     reshard(tmp_path / "other", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), {n: t for n, t in stored(source).items() if include in n})
     for step in ("ranks", "other", "back"):
-        assert verify(tmp_path / step, level="full", against=source).ok
+        assert verify(tmp_path / step, VerifyOptions(level="full", against=source)).ok
     assert digest(tmp_path / "ranks").digest == digest(tmp_path / "back").digest
 
 
@@ -43,37 +43,41 @@ def test_a_cast_is_remembered_down_a_chain(tiny, tmp_path):
     source = tiny("llama").path
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp32"))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
-    assert verify(tmp_path / "back", level="full", against=source).ok
-    assert verify(tmp_path / "back", level="full", against=tmp_path / "ranks").ok
+    assert verify(tmp_path / "back", VerifyOptions(level="full", against=source)).ok
+    assert verify(tmp_path / "back", VerifyOptions(level="full", against=tmp_path / "ranks")).ok
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh.of(tp=2, pp=2)], ids=str)
 def test_checksums_are_those_of_sha256sum_and_verify_checks_them(tiny, tmp_path, mesh):
     made = tmp_path / "made"
-    reshard(tiny("llama").path, made, ReshardOptions(mesh=mesh), sha256=True)
+    reshard(
+        tiny("llama").path, made, ReshardOptions(mesh=mesh), destination_options=DestinationOptions(checksums="sha256")
+    )
     if shutil.which("sha256sum"):
         subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True, capture_output=True)
     listed = {line.split("  ", 1)[1] for line in (made / "SHA256SUMS").read_text().splitlines()}
     there = {f.relative_to(made).as_posix() for f in made.rglob("*") if f.is_file()}
     assert listed == there - {"SHA256SUMS", "shardctl.json"}
-    assert verify(made, level="full").ok
+    assert verify(made, VerifyOptions(level="full")).ok
 
 
 @pytest.mark.parametrize("harm", ["changed", "missing", "garbled"])
 def test_a_directory_that_only_has_checksums_is_held_against_them(tiny, tmp_path, harm):
     made = tmp_path / "made"
-    reshard(tiny("llama").path, made, ReshardOptions(), sha256=True)
+    reshard(tiny("llama").path, made, ReshardOptions(), destination_options=DestinationOptions(checksums="sha256"))
     (made / "shardctl.json").unlink()
-    assert verify(made, level="full").ok
+    assert verify(made, VerifyOptions(level="full")).ok
     if harm == "changed":
         flip(made / "model.safetensors", (made / "model.safetensors").stat().st_size - 1)
-        assert errors(verify(made, level="full")) == ["model.safetensors is not the file that SHA256SUMS lists"]
+        assert errors(verify(made, VerifyOptions(level="full"))) == [
+            "model.safetensors is not the file that SHA256SUMS lists"
+        ]
     elif harm == "missing":
         (made / "tokenizer.json").unlink()
-        assert errors(verify(made, level="full")) == ["tokenizer.json is missing; SHA256SUMS lists it"]
+        assert errors(verify(made, VerifyOptions(level="full"))) == ["tokenizer.json is missing; SHA256SUMS lists it"]
     else:
         (made / "SHA256SUMS").write_text("what?\n")
-        found = verify(made, level="full")
+        found = verify(made, VerifyOptions(level="full"))
         assert found.ok
         assert "line 1 of SHA256SUMS is not understood" in [finding.message for finding in found.findings]
 

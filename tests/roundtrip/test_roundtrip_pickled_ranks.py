@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_roundtrip_dcp import compare_with_torch, same
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -58,7 +58,9 @@ def test_the_digest_is_that_of_other_formats():
 def test_to_ranks_and_to_dcp_with_the_optimizer(name, tmp_path):
     reshard_options = ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
     reshard(FIXTURES / name, tmp_path / "ranks", reshard_options, source_options=source_options(name))
-    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, source_options=source_options(name))
+    checked = verify(
+        tmp_path / "ranks", VerifyOptions(level="full", against=FIXTURES / name), source_options=source_options(name)
+    )
     assert checked.ok, checked.findings
     reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp"))
     compare_with_torch(tmp_path / "dcp", whole(name), tmp_path)

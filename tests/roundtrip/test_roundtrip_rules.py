@@ -13,7 +13,7 @@ from tiny_models import assert_same, config_of, loaded, save, stored
 from shardctl.cli.program import run
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -44,7 +44,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_in_ceil_sized_parts(gpt2, tmp_
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(gpt2.path))
     assert digest(tmp_path / "ranks").digest == digest(gpt2.path).digest
-    assert verify(tmp_path / "ranks", level="full", against=gpt2.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=gpt2.path)).ok
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ class TestAnUnknownArchitecture:
         reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(stored(tmp_path / "back"), stored(made_up))
         assert digest(tmp_path / "ranks").digest == digest(made_up).digest == digest(tmp_path / "back").digest
-        assert verify(tmp_path / "ranks", level="full", against=made_up).ok
+        assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=made_up)).ok
         assert (tmp_path / "back/rules.toml").read_text() == RULES
 
     def test_on_one_device_it_needs_none(self, made_up, tmp_path):

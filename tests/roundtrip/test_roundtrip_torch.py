@@ -10,7 +10,7 @@ from tiny_models import assert_same, config_of, loaded, stored
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -121,7 +121,7 @@ def test_shardctl_reads_what_torch_wrote_on_two_ranks(outcomes, tmp_path, case):
     reshard(path, tmp_path / "hf")
     assert_same(stored(tmp_path / "hf"), expected)
     assert digest(path).digest == digest(tmp_path / "hf").digest
-    assert verify(tmp_path / "hf", level="full", against=path).ok
+    assert verify(tmp_path / "hf", VerifyOptions(level="full", against=path)).ok
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -132,4 +132,4 @@ def test_shardctl_reads_what_transformers_saved_on_two_ranks(tiny, outcomes, tmp
     assert digest(path).digest == digest(source.path).digest
     reshard(path, tmp_path / "other", ReshardOptions(mesh=Mesh.of(fsdp=3)))
     assert_same(loaded(tmp_path / "other", source.kind).state_dict(), torch.load(base / f"{case}.pth"))
-    assert verify(tmp_path / "other", level="full", against=source.path).ok
+    assert verify(tmp_path / "other", VerifyOptions(level="full", against=source.path)).ok

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardctl.amounts import format_memory_size
 from shardctl.mesh import Mesh
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
@@ -56,7 +56,7 @@ def test_there_and_back(source, name, tmp_path):
     tiny = source(name)
     reshard_options = ReshardOptions(to="trtllm", mesh=FAMILIES[name][1])
     made = reshard(tiny.path, tmp_path / "trt", reshard_options, source_options=SourceOptions(kv_heads="replicate"))
-    assert verify(tmp_path / "trt", against=str(tiny.path)).ok
+    assert verify(tmp_path / "trt", VerifyOptions(against=str(tiny.path))).ok
     back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
     assert back.record.digest == made.record.digest
     if tiny.config["dtype"] == "float32" or not ("moe" in name or name == "mixtral"):

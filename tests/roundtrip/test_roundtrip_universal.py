@@ -17,7 +17,7 @@ from tiny_models import CONFIGS, build, config_of
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -89,7 +89,7 @@ def test_the_files_around_them_have_what_an_engine_asks_for(stage, tmp_path):
 @pytest.mark.parametrize("name", SAVES)
 def test_it_reads_back_bit_for_bit(name, tmp_path):
     reshard(DEEPSPEED / name, tmp_path / "universal", ReshardOptions(to="universal"))
-    checked = verify(tmp_path / "universal", level="full", against=DEEPSPEED / name)
+    checked = verify(tmp_path / "universal", VerifyOptions(level="full", against=DEEPSPEED / name))
     assert checked.ok, checked.findings
     assert checked.digest == digest(DEEPSPEED / name).digest
     with open_checkpoint(DEEPSPEED / name) as before, open_checkpoint(tmp_path / "universal") as after:
@@ -159,7 +159,7 @@ def test_experts_keep_their_arrays_and_states(experts, tmp_path):  # noqa: F811
     place, expected = experts
     source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
     reshard(place, tmp_path / "universal", ReshardOptions(to="universal"), source_options=source_options)
-    checked = verify(tmp_path / "universal", level="full", against=place, source_options=source_options)
+    checked = verify(tmp_path / "universal", VerifyOptions(level="full", against=place), source_options=source_options)
     assert checked.ok, checked.findings
     held = parameters(tmp_path / "universal")
     same({key: kinds["fp32"] for key, kinds in held.items()}, expected["weights"])

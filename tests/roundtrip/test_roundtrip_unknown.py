@@ -14,7 +14,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
@@ -117,7 +117,7 @@ def test_fsdp_cuts_dim_0_as_torch_chunk_does(unknown, tmp_path, degree):
 )
 def test_there_and_back_is_the_identity(unknown, tmp_path, mesh, to):
     reshard(unknown, tmp_path / "there", ReshardOptions(mesh=mesh, to=to))
-    assert verify(tmp_path / "there", level="load", against=unknown).ok
+    assert verify(tmp_path / "there", VerifyOptions(level="load", against=unknown)).ok
     reshard(tmp_path / "there", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(unknown))
     assert digest(tmp_path / "there").digest == digest(unknown).digest == digest(tmp_path / "back").digest
@@ -217,7 +217,7 @@ class TestTies:
         assert ("tok_embed.weight" in last) == (tied is not False)
         line = "on every stage that computes with it: tok_embed.weight"
         assert (line in done.warnings) == (tied is not False)
-        assert verify(tmp_path / "ranks", level="full", against=tmp_path / "source").ok
+        assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=tmp_path / "source")).ok
 
     def test_one_that_is_stored_beside_a_head_is_not(self, tmp_path):
         (tmp_path / "source").mkdir()

@@ -12,7 +12,7 @@ from tiny_models import assert_same, config_of, save, stored
 
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -106,7 +106,7 @@ def test_the_text_half_is_cut_as_by_itself_and_the_rest_is_whole(wrapper, tmp_pa
 def test_there_and_back_is_the_identity(wrapper, tmp_path, mesh):
     _, tiny, _ = wrapper
     reshard(tiny.path, tmp_path / "ranks", ReshardOptions(mesh=mesh))
-    assert verify(tmp_path / "ranks", level="full", against=tiny.path).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=tiny.path)).ok
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(tiny.path))
     assert digest(tmp_path / "ranks").digest == digest(tiny.path).digest

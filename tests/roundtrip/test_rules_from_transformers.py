@@ -18,7 +18,7 @@ from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import find_family, transformers_plan
 from shardctl.models.transformers_plan import read_plan
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import InspectOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -126,7 +126,7 @@ def test_where_rules_are_refused_an_unknown_architecture_is_too(foreign, tmp_pat
     refusing = SourceOptions(rules_from="none")
     with pytest.raises(UnsupportedError, match="HeliumForCausalLM is not known"):
         reshard(foreign("helium").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=refusing)
-    rules = inspect(foreign("helium").path, source_options=refusing, derive_rules=True).rules
+    rules = inspect(foreign("helium").path, InspectOptions(show_rules=True), source_options=refusing).rules
     assert {axis for rule in rules for axes in rule.axes for axis in axes} == {"fsdp"}
 
 

@@ -16,7 +16,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.catalogue import LAYOUTS
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -103,8 +103,8 @@ def test_rank_files_that_were_exchanged_are_found_by_their_content_alone(layout,
     other.rename(one)
     (at / "kept").rename(other)
     assert verify(at).ok  # no name in the files says whose they are
-    assert not verify(at, level="full").ok
-    assert not verify(at, against=source).ok
+    assert not verify(at, VerifyOptions(level="full")).ok
+    assert not verify(at, VerifyOptions(against=source)).ok
 
 
 def test_a_last_rank_that_is_missing_is_thought_of(tmp_path):

@@ -102,7 +102,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 class TestLoad:
     def test_every_rank_is_loaded_and_equal_to_the_source(self, ranks, source):
-        found = verify(ranks, level="load", against=source, verify_options=VerifyOptions(device="cpu"))
+        found = verify(ranks, VerifyOptions(level="load", against=source, device="cpu"))
         assert [(one.name, one.status) for one in found.levels] == [
             (name, "passed") for name in ("structure", "content", "identity", "load")
         ]
@@ -117,15 +117,13 @@ class TestLoad:
         assert loaded.nbytes == sum(sizes)
 
     def test_the_digests_are_enough_where_there_is_no_source(self, ranks, kept):
-        assert level(verify(ranks, level="load"), "load").status == "passed"
-        assert level(verify(kept / "source", level="load"), "load").status == "passed"
+        assert level(verify(ranks, VerifyOptions(level="load")), "load").status == "passed"
+        assert level(verify(kept / "source", VerifyOptions(level="load")), "load").status == "passed"
 
     @pytest.mark.parametrize("against", [True, False])
     def test_what_is_not_there_on_the_device_is_found(self, ranks, source, against):
         name = flip(shard(ranks, 1), UP)
-        found = verify(
-            ranks, level="load", against=source if against else None, verify_options=VerifyOptions(device="cpu")
-        )
+        found = verify(ranks, VerifyOptions(level="load", against=source if against else None, device="cpu"))
         loaded = level(found, "load")
         assert loaded.status == "failed"
         (finding,) = loaded.findings
@@ -138,14 +136,14 @@ class TestLoad:
 
     def test_a_copy_that_differs_is_found_by_the_rank_that_holds_it(self, ranks):
         name = flip(shard(ranks, 3), "model.norm.weight")
-        loaded = level(verify(ranks, level="load"), "load")
+        loaded = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert f"model.norm.weight [0:32] on rank 3 (pp1 tp1), from {name}, is not what another rank" in (
             loaded.findings[0].message
         )
 
     def test_a_cast_is_applied_before_it_is_compared(self, source, tmp_path):
         reshard(source, tmp_path / "half", ReshardOptions(mesh=Mesh.of(tp=2), dtype="bf16"))
-        assert verify(tmp_path / "half", level="load", against=source).ok
+        assert verify(tmp_path / "half", VerifyOptions(level="load", against=source)).ok
 
     @pytest.mark.parametrize(
         ("config", "reshard_options"),
@@ -161,22 +159,22 @@ class TestLoad:
         checkpoint(tmp_path / "source", config)
         reshard(tmp_path / "source", tmp_path / "ranks", reshard_options)
         for against in (tmp_path / "source", None):
-            found = verify(tmp_path / "ranks", level="load", against=against)
+            found = verify(tmp_path / "ranks", VerifyOptions(level="load", against=against))
             assert found.ok, found.findings
             assert all(one.planned_bytes is not None for one in level(found, "load").ranks)
 
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
-        whole = level(verify(ranks, level="load", verify_options=VerifyOptions(device="cpu")), "load")
+        whole = level(verify(ranks, VerifyOptions(level="load", device="cpu")), "load")
         monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
-        parts = level(verify(ranks, level="load"), "load")
+        parts = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
         assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]
         assert parts.status == "passed"
         assert "a part of each rank at a time" in parts.notes[0]
         assert whole.notes == []
         name = flip(shard(ranks, 3), "lm_head.weight")
-        assert name in level(verify(ranks, level="load"), "load").findings[0].message
+        assert name in level(verify(ranks, VerifyOptions(level="load")), "load").findings[0].message
 
     def test_a_rank_that_takes_more_than_it_may(self, say, ranks):
         code, out, _ = say("verify", ranks, "--load", "cpu", "--device-memory", "20kB")
@@ -232,12 +230,12 @@ class TestSkipped:
 
     def test_without_torch(self, ranks, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
-        found = verify(ranks, level="forward")
+        found = verify(ranks, VerifyOptions(level="forward"))
         assert [one.status for one in found.levels] == ["passed", "passed", "skipped", "skipped"]
         assert all("pip install 'shardctl[verify]'" in one.reason for one in found.levels[2:])
         assert not any(one.notes for one in found.levels)
         assert found.ok
-        assert not verify(ranks, require="forward").ok
+        assert not verify(ranks, VerifyOptions(require="forward")).ok
 
     def test_an_unknown_level(self, say, ranks):
         assert say("verify", ranks, "--level", "all")[0] == 2
@@ -343,7 +341,7 @@ RESULT = ForwardResult(
 
 class TestForward:
     def test_the_model_of_the_shards_computes_what_the_source_computes(self, ranks, source):
-        found = verify(ranks, level="forward", against=source, verify_options=VerifyOptions(device="cpu"))
+        found = verify(ranks, VerifyOptions(level="forward", against=source, device="cpu"))
         assert found.ok, found.findings
         result = level(found, "forward").forward
         assert result.worst.error < 1e-5
@@ -445,14 +443,14 @@ def test_boxes_of_one_name_in_one_file_are_loaded_each_for_itself(tmp_path, layo
     """A rank of GPT-2 has three boxes of every fused c_attn, and one of Megatron has boxes of every layer."""
     source = checkpoint(tmp_path / "source", "gpt2")
     reshard(source, tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
-    verified = verify(tmp_path / layout, level="load", against=source)
+    verified = verify(tmp_path / layout, VerifyOptions(level="load", against=source))
     assert level(verified, "load").status == "passed", verified.findings
 
 
 @pytest.mark.parametrize("layout", ["trtllm", "vllm"])
 def test_ranks_of_other_libraries_are_loaded_one_by_one(tmp_path, kept, layout):
     reshard(kept / "source", tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
-    load = level(verify(tmp_path / layout, level="load", against=kept / "source"), "load")
+    load = level(verify(tmp_path / layout, VerifyOptions(level="load", against=kept / "source")), "load")
     assert load.status == "passed", load.findings
     assert [(rank.rank, rank.label, rank.planned_bytes) for rank in load.ranks] == [(0, "tp0", None), (1, "tp1", None)]
 
@@ -462,8 +460,8 @@ def test_what_orbax_wrote_is_verified_too(tmp_path):
     pytest.importorskip("tensorstore", reason="needs tensorstore")
     orbax, right = CONFIGS.parent / "orbax", CONFIGS.parent / "trtllm" / "llama_pp3" / "source"
     source_options = SourceOptions(rules=orbax / "names.toml", config=right / "config.json")
-    found = verify(orbax / "zarr", level="full", source_options=source_options)
+    found = verify(orbax / "zarr", VerifyOptions(level="full"), source_options=source_options)
     assert found.ok, found.findings
     assert found.digest == digest(right).digest
     reshard(orbax / "zarr", tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=source_options)
-    assert verify(tmp_path / "cut", against=orbax / "zarr", source_options=source_options).ok
+    assert verify(tmp_path / "cut", VerifyOptions(against=orbax / "zarr"), source_options=source_options).ok

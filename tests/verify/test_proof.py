@@ -12,7 +12,7 @@ import transformers
 from shardctl.cli.program import run
 from shardctl.errors import Mismatch, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.options import DestinationOptions, InspectOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -62,7 +62,7 @@ def rule_file(foreign):
     """The rule file that is printed for it."""
     from shardctl.models.derived import format_rule_file
 
-    return format_rule_file(inspect(foreign, derive_rules=True).derivation)
+    return format_rule_file(inspect(foreign, InspectOptions(show_rules=True)).derivation)
 
 
 def test_what_is_right_is_published_and_said_to_be_proved(foreign, tmp_path, capfd):
@@ -71,7 +71,7 @@ def test_what_is_right_is_published_and_said_to_be_proved(foreign, tmp_path, cap
     assert told["rules"] == "derived"
     assert 0 < told["proof"]["output_error"] < 1e-5
     assert json.loads((tmp_path / "ranks" / "shardctl.json").read_bytes())["options"] == {"rules": "derived"}
-    result = verify(tmp_path / "ranks", against=foreign, verify_options=VerifyOptions(forward=True))
+    result = verify(tmp_path / "ranks", VerifyOptions(against=foreign, forward=True))
     level = next(each for each in result.levels if each.name == "forward")
     assert level.status == "passed"
     assert any(note.startswith("2 ranks also ran each part by themselves") for note in level.notes)
@@ -86,16 +86,22 @@ def test_what_is_wrong_is_not_published(foreign, rule_file, tmp_path, fault):
     (tmp_path / "rules.toml").write_text(text)
     given = SourceOptions(rules=tmp_path / "rules.toml")
     with pytest.raises(Mismatch, match=r"was not published.*model\.layers\.0"):
-        reshard(foreign, tmp_path / "ranks", TP2, source_options=given, prove=True)
+        reshard(
+            foreign, tmp_path / "ranks", TP2, source_options=given, destination_options=DestinationOptions(prove=True)
+        )
     assert not (tmp_path / "ranks").exists()
     reshard(foreign, tmp_path / "ranks", TP2, source_options=given)  # every element is there all the same
-    assert verify(tmp_path / "ranks", level="full", against=foreign).ok
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=foreign)).ok
 
 
 def test_the_printed_rules_are_those_that_pass(foreign, rule_file, tmp_path):
     (tmp_path / "rules.toml").write_text(rule_file)
     done = reshard(
-        foreign, tmp_path / "ranks", TP2, source_options=SourceOptions(rules=tmp_path / "rules.toml"), prove=True
+        foreign,
+        tmp_path / "ranks",
+        TP2,
+        source_options=SourceOptions(rules=tmp_path / "rules.toml"),
+        destination_options=DestinationOptions(prove=True),
     )
     assert done.proof is not None
     assert done.proof.status == "passed"
@@ -108,7 +114,9 @@ def test_a_model_that_cannot_be_run_is_not_published(foreign, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["NobodyForCausalLM"]}))
     given = SourceOptions(config=tmp_path / "config.json")
     with pytest.raises(UnsupportedError, match=r"cannot be run here: transformers .* has no class NobodyForCausalLM"):
-        reshard(foreign, tmp_path / "ranks", TP2, source_options=given, prove=True)
+        reshard(
+            foreign, tmp_path / "ranks", TP2, source_options=given, destination_options=DestinationOptions(prove=True)
+        )
     assert not (tmp_path / "ranks").exists()
 
 
@@ -120,4 +128,4 @@ def test_one_process_alone_proves(foreign, tmp_path, way, capfd):
 
 def test_a_bucket_has_no_place_for_what_is_not_proved(foreign):
     with pytest.raises(UsageError, match="a bucket has none"):
-        reshard(foreign, "s3://nowhere/ranks", TP2, prove=True)
+        reshard(foreign, "s3://nowhere/ranks", TP2, destination_options=DestinationOptions(prove=True))

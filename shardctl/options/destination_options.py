@@ -1,0 +1,28 @@
+"""Declares how a destination is written: the options that only `reshard` has."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from shardctl.options.declaration import CommandOption, HelpPanel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DestinationOptions:
+    """How a destination is written; none of this changes a tensor."""
+
+    overwrite: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Replace a checkpoint that shardctl wrote.")] = False
+    no_resume: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Start again instead of resuming an earlier run.")] = (
+        False
+    )
+    checksums: Annotated[
+        Literal["sha256"] | None, CommandOption(HelpPanel.GENERAL, "Write SHA256SUMS as well.", flag="--hash")
+    ] = None
+    prove: Annotated[
+        bool,
+        CommandOption(HelpPanel.GENERAL, "Run the result beside the source, and publish it only if they agree."),
+    ] = False
+
+    @property
+    def sha256(self) -> bool:
+        """Whether the SHA-256 of every file is written beside them."""
+        return self.checksums == "sha256"
