@@ -170,6 +170,12 @@ def build_decoder_facts(
     )
 
 
+def build_biased_facts(config: ModelConfig) -> FamilyFacts:
+    """Build the facts of a decoder whose config says which matrices have biases."""
+    bias = config.switch("attention_bias", default=False)
+    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False))
+
+
 def assume_sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
     """Return what a config class assumes of its sizes, by their keys."""
     return {

@@ -43,6 +43,7 @@ class WindowRule:
         "none",
         "all but every nth",
         "all but first and every nth",
+        "all but first of every n",
         "even",
         "first even",
         "last",
@@ -51,7 +52,7 @@ class WindowRule:
     ] = "all"
     """Which layers have it, if `layer_types` does not say so."""
     period: int = 0
-    """The n of "all but every nth"; of "rotary" and "not rotary" that of the layers without rotary positions."""
+    """The n of rules that have one; of "rotary" and "not rotary" that of the layers without rotary positions."""
     start: int = 0
     """The layer at which "last" begins, and "first even" ends, if `max_window_layers` does not say so."""
     switched: bool = False
@@ -102,7 +103,7 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
             return [rule.layers == "all"] * layers
         case "even":
             return [n % 2 == 0 for n in range(layers)]
-        case "all but every nth" | "all but first and every nth":
+        case "all but every nth" | "all but first and every nth" | "all but first of every n":
             return _choose_periodic_layers(rule, config, layers)
         case "last":
             start = config.count("max_window_layers", rule.start)
@@ -115,10 +116,11 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
 
 
 def _choose_periodic_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
-    """Choose all but the last of each period, and perhaps the first layer of all."""
+    """Choose all but the last of each period, or the first of each, and perhaps not the first layer of all."""
     period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
     first = 1 if rule.layers == "all but first and every nth" else 0
-    return [n >= first and (n + 1) % period != 0 for n in range(layers)]
+    place = 0 if rule.layers == "all but first of every n" else period - 1
+    return [n >= first and n % period != place for n in range(layers)]
 
 
 def mark_rotary_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:

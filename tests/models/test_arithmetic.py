@@ -26,6 +26,7 @@ def cases():
         "llama, one key/value head": fixture("llama", num_key_value_heads=1),
         "phi3, one key/value head": fixture("phi3", num_key_value_heads=1),
         "falcon, multi-query": fixture("falcon", **few),
+        "gpt_bigcode, multi-query": fixture("gpt_bigcode", multi_query=True),
         "mamba2, one group": fixture("mamba2", n_groups=1),
     }
 

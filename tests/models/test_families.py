@@ -50,6 +50,7 @@ def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architect
         ("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
         ("llama", "LlamaForCausalLM", {"head_dim": None}),
         ("gpt2", "GPT2LMHeadModel", {"n_inner": 40}),
+        ("gpt_bigcode", "GPTBigCodeForCausalLM", {"multi_query": True}),
         ("t5", "T5ForConditionalGeneration", {"num_decoder_layers": None}),
     ],
 )

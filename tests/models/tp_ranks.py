@@ -248,11 +248,14 @@ def rowwise(module):
 
 
 def slice_alibi(rank):
-    """BLOOM's and some Falcons' positions are a slope for each head: a rank needs those of its heads."""
+    """The positions of BLOOM, MPT and some Falcons are a slope for each head: a rank needs those of its heads."""
     from transformers.models.bloom import modeling_bloom
     from transformers.models.falcon import modeling_falcon
+    from transformers.models.mpt import modeling_mpt
 
     slopes, build = modeling_bloom._get_alibi_slopes, modeling_falcon.build_alibi_tensor
+    biases = modeling_mpt.build_mpt_alibi_tensor
+    modeling_mpt.build_mpt_alibi_tensor = lambda *given, **named: biases(*given, **named).chunk(WORLD)[rank]
     modeling_bloom._get_alibi_slopes = lambda num_heads, device: slopes(num_heads, device).chunk(WORLD)[rank]
     modeling_falcon.build_alibi_tensor = lambda mask, num_heads, dtype: (
         build(mask, num_heads, dtype).view(len(mask), num_heads, 1, -1).chunk(WORLD, 1)[rank].flatten(0, 1)

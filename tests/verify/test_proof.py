@@ -49,7 +49,7 @@ def foreign(tmp_path_factory):
     """A tiny saved model that no table knows."""
     path = tmp_path_factory.mktemp("foreign") / "source"
     torch.manual_seed(0)
-    model = transformers.HeliumForCausalLM(transformers.HeliumConfig(**SIZES))
+    model = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**SIZES))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.ndim == 1))

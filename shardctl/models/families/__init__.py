@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from shardctl.models.families.apertus import APERTUS
+from shardctl.models.families.arcee import ARCEE
 from shardctl.models.families.bamba import BAMBA, GRANITE_MOE_HYBRID
 from shardctl.models.families.bart import BART, MBART, WHISPER
 from shardctl.models.families.bert import BERT
@@ -15,28 +17,33 @@ from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.ernie import ERNIE4_5
 from shardctl.models.families.exaone import EXAONE4
 from shardctl.models.families.falcon import FALCON
-from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from shardctl.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from shardctl.models.families.glm import GLM, GLM4
 from shardctl.models.families.gpt2 import GPT2
+from shardctl.models.families.gpt_bigcode import GPT_BIGCODE
+from shardctl.models.families.gpt_neo import GPT_NEO
 from shardctl.models.families.gpt_neox import GPT_NEOX
 from shardctl.models.families.gpt_oss import GPT_OSS
 from shardctl.models.families.gptj import GPTJ
-from shardctl.models.families.granite import GRANITE
+from shardctl.models.families.granite import GRANITE, HYPERCLOVAX
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardctl.models.families.hunyuan import HY_V3
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K25
-from shardctl.models.families.llama import LLAMA
+from shardctl.models.families.llama import CWM, HELIUM, LLAMA
 from shardctl.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.families.mimo import MIMO, MIMO_V2_FLASH
 from shardctl.models.families.minimax import MINIMAX_M2
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
+from shardctl.models.families.mpt import MPT
+from shardctl.models.families.nemotron import NEMOTRON
 from shardctl.models.families.nemotron_h import NEMOTRON_H
 from shardctl.models.families.olmo import OLMO, OLMO2, OLMO3
 from shardctl.models.families.opt import OPT
+from shardctl.models.families.persimmon import PERSIMMON
 from shardctl.models.families.phi import PHI, PHI3
 from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
@@ -62,6 +69,8 @@ from shardctl.models.families.vit import VIT
 from shardctl.models.family import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    APERTUS,
+    ARCEE,
     BAMBA,
     BART,
     BERT,
@@ -71,6 +80,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     CLIP_VISION,
     COHERE,
     COHERE2,
+    CWM,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
@@ -92,12 +102,16 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GLM_MOE_DSA,
     GPT2,
     GPTJ,
+    GPT_BIGCODE,
+    GPT_NEO,
     GPT_NEOX,
     GPT_OSS,
     GRANITE,
     GRANITE_MOE,
     GRANITE_MOE_HYBRID,
     GRANITE_MOE_SHARED,
+    HELIUM,
+    HYPERCLOVAX,
     HY_V3,
     JAMBA,
     KIMI_K25,
@@ -117,6 +131,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MISTRAL,
     MISTRAL3,
     MIXTRAL,
+    MPT,
+    NEMOTRON,
     NEMOTRON_H,
     OLMO,
     OLMO2,
@@ -124,6 +140,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     OLMOE,
     OPT,
     PALIGEMMA,
+    PERSIMMON,
     PHI,
     PHI3,
     PHIMOE,
@@ -147,6 +164,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     STABLELM,
     STARCODER2,
     T5,
+    VAULTGEMMA,
     VIT,
     WHISPER,
     XLM_ROBERTA,

@@ -1,7 +1,11 @@
-"""Describes Gemma 1, 2 and the text model of 3: tied, with a head dim of its own; from 2 on four norms a layer."""
+"""Describes Gemma 1, 2 and the text model of 3, and VaultGemma, which is Gemma 2 without norms behind its blocks.
+
+They are tied, with a head dim of their own; from 2 on a layer has four norms.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.models.family import FamilyFacts
 
 _HEAD_DIM: Final = 256
-"""What the three config classes assume where a config is silent."""
+"""What the config classes assume where a config is silent."""
 
 
 def _build_facts(
@@ -87,4 +91,10 @@ GEMMA3_TEXT: Final = Family(
         logit_cap=("final_logit_softcapping", 0.0),
     ),
     assumed=assume_sizes(262208, 2304, 9216, 26, 8),
+)
+VAULTGEMMA: Final = replace(
+    GEMMA2,
+    name="vaultgemma",
+    rows=tuple(row for row in DECODER if ".post_" not in row.name),
+    classes=build_decoder_classes("VaultGemma", question=None, sentences=False, tokens=None),
 )

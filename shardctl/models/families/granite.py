@@ -1,28 +1,59 @@
-"""Describes Granite: Llama's names, with biases where the config wants them."""
+"""Describes Granite and HyperCLOVA X: Llama's names, with biases and further norms where the config wants them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
-from shardctl.models.family import Family
+from shardctl.models.decoder import (
+    DECODER,
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_biased_facts,
+    build_decoder_classes,
+)
+from shardctl.models.family import Family, Row
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
+_CLOVA: Final = (
+    *EMBEDDING,
+    *QKVO,
+    *GATED,
+    *NORMS,
+    Row(f"{LAYER}.post_norm1.weight", "hidden", when="post_norm"),
+    Row(f"{LAYER}.post_norm2.weight", "hidden", when="post_norm"),
+    *LAST_NORM,
+    *HEADS,
+)
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
-    bias = config.switch("attention_bias", default=False)
-    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False))
+
+def _build_clova_facts(config: ModelConfig) -> FamilyFacts:
+    return build_biased_facts(config).also(flags={"post_norm": config.switch("use_post_norm", default=True)})
 
 
 GRANITE: Final = Family(
     name="granite",
     rows=DECODER,
-    facts=_build_facts,
+    facts=build_biased_facts,
     classes=build_decoder_classes("Granite", question=None, sentences=False, tokens=None),
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(32000, 4096, 11008, 32, 32),
+)
+HYPERCLOVAX: Final = Family(
+    name="hyperclovax",
+    rows=_CLOVA,
+    facts=_build_clova_facts,
+    classes=build_decoder_classes("HyperCLOVAX", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),

@@ -1,30 +1,70 @@
-"""Describes Llama 1 to 3."""
+"""Describes Llama 1 to 3, and Helium and CWM, which differ in a bias, a default or a window."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
-from shardctl.models.family import Family
+from shardctl.models.decoder import (
+    DECODER,
+    assume_sizes,
+    build_biased_facts,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.family import Family, LogicalDim
 from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms")
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
-    bias = config.switch("attention_bias", default=False)
-    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False))
+
+def _build_helium_facts(config: ModelConfig) -> FamilyFacts:
+    """The last projection of attention is as wide as the hidden size, whatever the heads (`HeliumAttention`)."""
+    width, head = config.size("hidden_size"), config.divided("hidden_size", "num_attention_heads")
+    facts = build_decoder_facts(
+        config,
+        head_dim=128,
+        kv_heads=20,
+        qkv_bias=config.switch("attention_bias", default=False),
+        mlp_bias=config.switch("mlp_bias", default=False),
+    )
+    return facts.also(dims={"attended": LogicalDim(width, head, "tp", noun="attention heads")})
+
+
+def _build_cwm_facts(config: ModelConfig) -> FamilyFacts:
+    return build_decoder_facts(config, head_dim=128, kv_heads=8, mlp_bias=config.switch("mlp_bias", default=False))
 
 
 LLAMA: Final = Family(
     name="llama",
     rows=DECODER,
-    facts=_build_facts,
+    facts=build_biased_facts,
     classes=build_decoder_classes("Llama", question="transformer"),
     prefixes=("model", "transformer"),
     renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=_TRAITS,
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
+)
+HELIUM: Final = Family(
+    name="helium",
+    rows=tuple(replace(row, dims="hidden attended") if ".o_proj.w" in row.name else row for row in DECODER),
+    facts=_build_helium_facts,
+    classes=build_decoder_classes("Helium", question=None),
+    prefixes=("model",),
+    traits=replace(_TRAITS, norm="rms32"),
+    assumed=assume_sizes(48000, 2560, 7040, 24, 20),
+)
+CWM: Final = Family(
+    name="cwm",
+    rows=DECODER,
+    facts=_build_cwm_facts,
+    classes=build_decoder_classes("Cwm", question=None, sentences=False, tokens=None),
+    prefixes=("model",),
+    traits=replace(_TRAITS, window=WindowRule(8192, "all but first of every n", period=4)),
+    assumed=assume_sizes(128256, 6144, 21504, 64, 48),
 )

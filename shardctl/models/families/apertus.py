@@ -1,0 +1,57 @@
+"""Describes Apertus: norms of heads, and an MLP without a gate, whose activation function is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEAD_NORMS,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    QKVO,
+    assume_sizes,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.families.arcee import UNGATED
+from shardctl.models.family import Family, Row
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_ACTIVATION: Final = f"{LAYER}.mlp.act_fn"
+_APERTUS: Final = (
+    *EMBEDDING,
+    *QKVO,
+    *HEAD_NORMS,
+    *UNGATED,
+    Row(f"{_ACTIVATION}.alpha_p", "1", when="xielu"),
+    Row(f"{_ACTIVATION}.alpha_n", "1", when="xielu"),
+    Row(f"{_ACTIVATION}.beta", "", when="xielu"),
+    Row(f"{_ACTIVATION}.eps", "", when="xielu"),
+    Row(f"{LAYER}.attention_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.feedforward_layernorm.weight", "hidden"),
+    *LAST_NORM,
+    *HEADS,
+)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return facts.also(flags={"xielu": config.text("hidden_act", "xielu") == "xielu"})
+
+
+APERTUS: Final = Family(
+    name="apertus",
+    rows=_APERTUS,
+    facts=_build_facts,
+    classes=build_decoder_classes("Apertus", question=None, sentences=False),
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "xielu"), norm="rms", unmodelled="the trained activation function"),
+    assumed=assume_sizes(131072, 4096, 14336, 32, 32),
+)

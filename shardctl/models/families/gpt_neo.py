@@ -1,0 +1,69 @@
+"""Describes GPT-Neo: separate q, k and v without biases.
+
+Names and shapes follow transformers 5 (`models/gpt_neo/modeling_gpt_neo.py`). Its local layers attend to a window, and
+its cache keeps every token all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import build_decoder_classes, build_head_rows
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+
+_BLOCK: Final = ".h.{layer}"
+_ATTENTION: Final = f"{_BLOCK}.attn.attention"
+_NEO: Final = (
+    Row(".wte.weight", "vocab hidden", on="first"),
+    Row(".wpe.weight", "positions hidden", on="first"),
+    Row(f"{_BLOCK}.ln_1.weight", "hidden"),
+    Row(f"{_BLOCK}.ln_1.bias", "hidden"),
+    Row(f"{_ATTENTION}.bias", "1 1 * *", buffer="BOOL"),
+    Row(f"{_ATTENTION}.masked_bias", "", buffer="F32"),
+    Row(f"{_ATTENTION}.k_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.v_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.q_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.out_proj.weight", "hidden q"),
+    Row(f"{_ATTENTION}.out_proj.bias", "hidden"),
+    Row(f"{_BLOCK}.ln_2.weight", "hidden"),
+    Row(f"{_BLOCK}.ln_2.bias", "hidden"),
+    Row(f"{_BLOCK}.mlp.c_fc.weight", "ffn hidden"),
+    Row(f"{_BLOCK}.mlp.c_fc.bias", "ffn"),
+    Row(f"{_BLOCK}.mlp.c_proj.weight", "hidden ffn"),
+    Row(f"{_BLOCK}.mlp.c_proj.bias", "hidden"),
+    Row(".ln_f.weight", "hidden", on="last"),
+    Row(".ln_f.bias", "hidden", on="last"),
+    *build_head_rows(".wte.weight"),
+)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    hidden, head = config.size("hidden_size"), config.divided("hidden_size", "num_heads")
+    return FamilyFacts(
+        dims={
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": LogicalDim(config.size("max_position_embeddings", 2048)),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("intermediate_size", 4 * hidden), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
+        },
+        indices={"layer": RowIndex(range(config.size("num_layers")), layer=0)},
+        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+    )
+
+
+GPT_NEO: Final = Family(
+    name="gpt_neo",
+    rows=_NEO,
+    facts=_build_facts,
+    classes=build_decoder_classes("GPTNeo", prefix="transformer", tokens="classifier"),
+    prefixes=("transformer",),
+    traits=LayerTraits(activation=("activation_function", "gelu_new"), dropout=("resid_dropout", 0.0)),
+    aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    assumed={"vocab_size": 50257, "hidden_size": 2048, "num_heads": 16, "num_layers": 24},
+)

@@ -1,0 +1,38 @@
+"""Describes Nemotron 3 and 4 and Minitron: an MLP without a gate, and norms to whose weights one is added."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    BIASED_LAST_NORM,
+    BIASED_NORMS,
+    EMBEDDING,
+    HEADS,
+    QKVO,
+    assume_sizes,
+    build_biased_facts,
+    build_decoder_classes,
+)
+from shardctl.models.families.arcee import UNGATED
+from shardctl.models.family import Family
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    return build_biased_facts(config).also(flags={"sequential": True})
+
+
+NEMOTRON: Final = Family(
+    name="nemotron",
+    rows=(*EMBEDDING, *QKVO, *UNGATED, *BIASED_NORMS, *BIASED_LAST_NORM, *HEADS),
+    facts=_build_facts,
+    classes=build_decoder_classes("Nemotron", question="transformer"),
+    prefixes=("model", "transformer"),
+    traits=LayerTraits(activation=("hidden_act", "relu2")),
+    assumed=assume_sizes(256000, 6144, 24576, 32, 48),
+)

@@ -1,0 +1,60 @@
+"""Describes Persimmon: q, k and v interleaved head by head, norms of heads, and biases everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    BIASED_NORMS,
+    EMBEDDING,
+    HEADS,
+    LAYER,
+    assume_sizes,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.family import Family, LogicalDim, Row
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_PERSIMMON: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.self_attn.query_key_value.weight", "qkv hidden"),
+    Row(f"{LAYER}.self_attn.query_key_value.bias", "qkv"),
+    Row(f"{LAYER}.self_attn.dense.weight", "hidden q"),
+    Row(f"{LAYER}.self_attn.dense.bias", "hidden"),
+    Row(f"{LAYER}.self_attn.q_layernorm.weight", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.q_layernorm.bias", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_layernorm.weight", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_layernorm.bias", "head", when="qk_norm"),
+    Row(f"{LAYER}.mlp.dense_h_to_4h.weight", "ffn hidden"),
+    Row(f"{LAYER}.mlp.dense_h_to_4h.bias", "ffn"),
+    Row(f"{LAYER}.mlp.dense_4h_to_h.weight", "hidden ffn"),
+    Row(f"{LAYER}.mlp.dense_4h_to_h.bias", "hidden"),
+    *BIASED_NORMS,
+    Row(".final_layernorm.weight", "hidden", on="last"),
+    Row(".final_layernorm.bias", "hidden", on="last"),
+    *HEADS,
+)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=True))
+    q, head = facts.size("q"), facts.size("head")
+    return facts.also(
+        dims={"qkv": LogicalDim(3 * q, 3 * head, "tp", noun="attention heads")}, flags={"sequential": True}
+    )
+
+
+PERSIMMON: Final = Family(
+    name="persimmon",
+    rows=_PERSIMMON,
+    facts=_build_facts,
+    classes=build_decoder_classes("Persimmon", question=None),
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "relu2"), dropout=("hidden_dropout", 0.0)),
+    assumed=assume_sizes(262144, 4096, 16384, 36, 64),
+)
