@@ -22,7 +22,7 @@ def diff(
     threads: Threads = None,
     source_options: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
 ) -> int:
-    """List the tensors that differ between two checkpoints in any layouts. Exits with 3 if there are any."""
+    """List the tensors, settings and side files that differ between two checkpoints. Exits with 3 if any do."""
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report.difference import render_difference
@@ -35,4 +35,4 @@ def diff(
         streams.print_document(documents.build_diff_document(found))
     else:
         streams.print_view(render_difference(found))
-    return 3 if found.changes else 0
+    return 0 if found.equal_all else 3

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.checkpoint.companion_comparison import compare_companions
 from shardctl.digest import compute_tensor_digest
 from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.estimate.holding import list_holdings
@@ -265,12 +266,15 @@ def _run_forward(
     model = checkpoint.model
     if record is not None and record.mesh is not None and record.options.get("rules") == DERIVED:
         model = checkpoint.find_placement(record.mesh)
+    changed = _list_config_changes(checkpoint, other) if other is not None else ()
     candidate = CandidateCheckpoint(
         manifest=checkpoint.manifest,
         reader=checkpoint.source,
         model=model,
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
+        config=checkpoint.config if changed else None,
+        config_changes=changed,
     )
     device = list_devices(verify_options.device or "auto")[0]
     nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
@@ -296,6 +300,12 @@ def _run_forward(
         level.skip(result.reason)
     elif result.status == "failed":
         level.status = "failed"
+
+
+def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[str, ...]:
+    """List the settings that decide what a model computes and are not those of the source."""
+    compared = compare_companions(checkpoint, other).config
+    return tuple(change.key for change in compared.changes if not change.harmless) if compared is not None else ()
 
 
 def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:

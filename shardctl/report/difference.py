@@ -1,4 +1,4 @@
-"""Renders the result of `diff` as text: one line per tensor that differs, and a summary."""
+"""Renders the result of `diff` as text: one line per tensor, setting or file that differs, and a summary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from shardctl.verbs.diff import DiffResult, TensorChange
 
 _STYLES: Final = {"only_in_a": "red", "only_in_b": "green"}
+_SIGNS: Final = {"only_in_a": "-", "only_in_b": "+", "content": "~"}
 
 
 def render_difference(diffed: DiffResult) -> RenderableType:
     """Render ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
     return Group(
         *(render_line(_format_change(change), _STYLES.get(change.kind, "")) for change in diffed.changes),
+        *(render_line(f"~ config.json {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
+        *(render_line(f"{_SIGNS[each.kind]} {each.file}", _STYLES.get(each.kind, "")) for each in diffed.file_changes),
         render_line(_format_summary(diffed)),
     )
 
@@ -38,6 +41,13 @@ def _format_change(change: TensorChange) -> str:
 
 def _format_summary(diffed: DiffResult) -> str:
     compared = f"{format_file_size(diffed.nbytes)} compared"
+    others = [
+        format_plural(len(changes), what)
+        for changes, what in ((diffed.config_changes, "setting"), (diffed.file_changes, "side file"))
+        if changes
+    ]
     if not diffed.changes:
-        return f"equal: {format_plural(diffed.equal, 'tensor')}, {compared}"
-    return f"{format_plural(len(diffed.changes), 'tensor')} not the same, {diffed.equal:,} equal, {compared}"
+        rest = f"; not the same: {' and '.join(others)}" if others else ""
+        return f"equal: {format_plural(diffed.equal, 'tensor')}, {compared}{rest}"
+    changed = [format_plural(len(diffed.changes), "tensor"), *others]
+    return f"{', '.join(changed)} not the same, {format_plural(diffed.equal, 'tensor')} equal, {compared}"

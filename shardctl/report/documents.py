@@ -269,13 +269,15 @@ def _as_finite(number: float) -> float | None:
 
 def build_diff_document(result: DiffResult) -> Document:
     """Build how two checkpoints differ."""
-    return build_document_head("diff", answer=not result.changes) | {
+    return build_document_head("diff", answer=result.equal_all) | {
         "a": result.a,
         "b": result.b,
-        "equal": not result.changes,
+        "equal": result.equal_all,
         "equal_tensors": result.equal,
         "compared_bytes": result.nbytes,
         "changes": [asdict(change) for change in result.changes],
+        "config_changes": [asdict(change) for change in result.config_changes],
+        "file_changes": [asdict(change) for change in result.file_changes],
         "warnings": list(result.warnings),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.execute.interrupt import stop_on_signals
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
+    from shardctl.verify.config_comparison import ConfigChange
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 
@@ -51,7 +53,16 @@ class DiffResult:
     nbytes: int
     """Bytes compared."""
     warnings: tuple[str, ...]
-    """What is odd about either, with its name."""
+    """What is odd about either, with its name, and what was not compared."""
+    config_changes: tuple[ConfigChange, ...] = ()
+    """Settings of the configs that are not the same."""
+    file_changes: tuple[FileChange, ...] = ()
+    """Side files, such as a tokenizer, that are not the same."""
+
+    @property
+    def equal_all(self) -> bool:
+        """Whether no tensor, setting or side file differs."""
+        return not (self.changes or self.config_changes or self.file_changes)
 
 
 def diff(
@@ -62,7 +73,7 @@ def diff(
     source_options_b: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> DiffResult:
-    """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.
+    """Compare two checkpoints tensor by tensor and bit by bit, by canonical names; their configs and side files too.
 
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
     damaged records of archives.
@@ -75,6 +86,7 @@ def diff(
     ):
         first.source.heed(effort.stop)
         second.source.heed(effort.stop)
+        companions = compare_companions(first, second)
         ours, theirs = first.manifest.tensors, second.manifest.tensors
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)
@@ -101,7 +113,12 @@ def diff(
             tuple(sorted(changes, key=lambda c: c.tensor)),
             len(pairs) - len(differences),
             sum(t.nbytes for t, _ in pairs),
-            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
+            (
+                *(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
+                *companions.notes,
+            ),
+            companions.config.changes if companions.config is not None else (),
+            companions.files,
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
@@ -248,9 +249,12 @@ def _check_identity(
     if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors
     filtered = checkpoint.record is not None and checkpoint.record.filtered
-    pairs = []
+    pairs, cast = [], _has_cast(checkpoint)
+    companions = compare_companions(checkpoint, other, cast=cast)
+    level.add(check_companions(checkpoint, companions))
+    level.notes += companions.notes
     for name in [*mine, *(n for n in theirs if n not in mine)]:
-        problem = _check_pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=_has_cast(checkpoint))
+        problem = _check_pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=cast)
         if problem:
             level.add(iter([problem]))
         elif name in mine:

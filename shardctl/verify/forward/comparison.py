@@ -99,7 +99,7 @@ class ForwardComparison:
         self._say(executor, shards, *count_idle_experts(model, seen))
         name, expected = select_output(reference)
         self._look(executor, source, shards)
-        found = self._free(executor, inputs, shards)
+        found = self._free(executor, inputs, shards) if self.sides.candidate.config is None else self._own(inputs)
         apart = measure_distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
         rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
@@ -130,14 +130,17 @@ class ForwardComparison:
         extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
-    def executor(self, kind: Torch, dtype: str) -> ModelExecutor:
-        """Return a model of class `kind` without weights that computes in `dtype`."""
+    def executor(self, kind: Torch, dtype: str, config: Mapping[str, Any] | None = None) -> ModelExecutor:
+        """Return a model of class `kind` without weights that computes in `dtype`.
+
+        The default of `config` is the source's.
+        """
         import torch
 
         wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
         if wanted is None:
             raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
-        model = build_bare_model(kind, self.config, wanted)
+        model = build_bare_model(kind, config or self.config, wanted)
         skeleton = ModelSkeleton.of(model, self.options.device)
         precision = ComputePrecision(self.options.device, wanted, self.options.limit)
         return ModelExecutor(skeleton, WeightConversion(model), precision, self.team)
@@ -151,6 +154,23 @@ class ForwardComparison:
         except PartError as error:
             self.sides.findings.append(CheckFinding("error", "forward", str(error)))
         return None
+
+    def _own(self, inputs: Mapping[str, Torch]) -> Torch | None:
+        """Return the output of the shards by themselves, in the model that their own config describes."""
+        candidate = self.sides.candidate
+        assert candidate.config is not None  # noqa: S101 - asked before
+        self.sides.notes.append(
+            f"the shards ran with their own config.json, which differs in {format_first_few(candidate.config_changes)}"
+        )
+        try:
+            kind = get_model_class(_find_architecture(candidate.config, candidate.model))
+            executor = self.executor(kind, self.options.dtype, candidate.config)
+            _, shards = ComparedSides(self.sides.original, candidate, self.team).fill(executor)
+        except (ShardctlError, ValueError, TypeError, KeyError, AttributeError) as error:
+            message = f"the shards' own config.json describes a model that cannot be built with them: {error}"
+            self.sides.findings.append(CheckFinding("error", "forward", message))
+            return None
+        return self._free(executor, inputs, shards)
 
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """Return how far the source in bf16 is from the source in fp32."""

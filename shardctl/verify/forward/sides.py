@@ -53,6 +53,10 @@ class CandidateCheckpoint:
     """None, or one device, if its files belong to no ranks."""
     stages: tuple[int, ...] = ()
     """Layers per pipeline stage, as the record has them."""
+    config: Mapping[str, Any] | None = None
+    """Its own config, if that is not the original's: it is then run with that as well."""
+    config_changes: tuple[str, ...] = ()
+    """The settings in which its own config is not the original's."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,108 @@
+"""Compares the config and the side files of a checkpoint with those of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.checkpoint.config_files import CONFIG, read_config
+from shardctl.checkpoint.dequantising import QUANTISATION_FILES
+from shardctl.record import RECORD, SUMS
+from shardctl.training import SETTINGS
+from shardctl.verify.config_comparison import ConfigComparison, compare_configs
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.side_files import has_same_content, is_document
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+
+_MADE_ANEW: Final = frozenset({CONFIG, RECORD, SUMS, SETTINGS, *QUANTISATION_FILES})
+
+
+@dataclass(frozen=True, slots=True)
+class FileChange:
+    """A side file that is not the same beside two checkpoints."""
+
+    file: str
+    kind: Literal["content", "only_in_a", "only_in_b"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompanionComparison:
+    """How the configs and side files of two checkpoints differ."""
+
+    config: ConfigComparison | None
+    """None where one of the two has no config."""
+    files: tuple[FileChange, ...]
+    notes: tuple[str, ...] = ()
+    """What was not compared, and why."""
+
+
+def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool = False) -> CompanionComparison:
+    """Compare the config of `a` as its own files have it with that of `b`, and the side files of both.
+
+    `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
+    """
+    ours, theirs = _read_stored_config(a), b.config
+    files = tuple(_compare_files(a, b))
+    if ours is None or theirs is None:
+        which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
+        return CompanionComparison(None, files, (f"configs were not compared: {' and '.join(which)} has none",))
+    derived = [each.source.name for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
+    found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast)
+    notes = tuple(
+        f"{name} has no config of transformers: the {found.compared} settings that its own library keeps were compared"
+        for name in derived
+    )
+    return CompanionComparison(found, files, notes)
+
+
+def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison) -> Iterator[CheckFinding]:
+    """Yield what of a comparison with its source speaks against a checkpoint."""
+    for change in compared.config.changes if compared.config is not None else ():
+        message = f"config.json has {change.key} {change.a}; the source has {change.b}"
+        if not change.certain:
+            message += "; whether that is the default is not known without the model's class of transformers"
+        severe = change.certain and not change.harmless
+        yield CheckFinding("error" if severe else "warning", "config", message, file=CONFIG)
+    left_out = checkpoint.record is not None and checkpoint.record.filtered
+    for each in compared.files:
+        if each.kind == "content":
+            severity: Literal["error", "warning"] = "warning" if is_document(each.file) else "error"
+            yield CheckFinding(severity, "files", f"{each.file} is not the file of the source", file=each.file)
+        elif each.kind == "only_in_b" and not left_out and not is_document(each.file):
+            yield CheckFinding("warning", "files", f"{each.file} is missing; the source has it", file=each.file)
+
+
+def _read_stored_config(checkpoint: OpenedCheckpoint) -> Mapping[str, object] | None:
+    """Read the config that a checkpoint itself has, whatever `--config` says of it."""
+    own = checkpoint.stored.own_config
+    if own is not None and own.replaces:
+        return own.values
+    found = read_config(checkpoint.source).values
+    return found if found is not None else own.values if own is not None else None
+
+
+def _is_derived(checkpoint: OpenedCheckpoint, config: Mapping[str, object]) -> bool:
+    own = checkpoint.stored.own_config
+    return own is not None and config.keys() <= own.values.keys()
+
+
+def _compare_files(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Iterator[FileChange]:
+    ours, theirs = (
+        {
+            side.name
+            for side in each.manifest.objects
+            if side.policy == "carry" and side.name in each.source.files() and side.name not in _MADE_ANEW
+        }
+        for each in (a, b)
+    )
+    for name in sorted(ours | theirs):
+        if name not in theirs:
+            yield FileChange(name, "only_in_a")
+        elif name not in ours:
+            yield FileChange(name, "only_in_b")
+        elif not has_same_content(name, a.source, b.source):
+            yield FileChange(name, "content")
