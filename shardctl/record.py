@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RECORD: Final = "shardctl.json"
 DERIVED: Final = "derived"
 """What the option `rules` of a record says if no table, but derived rules say how tensors are cut."""
+LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
+"""The options of a record that say that tensors were left out."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'
@@ -138,7 +140,7 @@ class CheckpointRecord:
     @property
     def filtered(self) -> bool:
         """Whether tensors were left out, so that it lacks what its config promises."""
-        return not {"include", "exclude", "left_out"}.isdisjoint(self.options)
+        return not LEFT_OUT.isdisjoint(self.options)
 
 
 def format_sums_line(sha256: str, path: str) -> bytes:

@@ -92,7 +92,8 @@ def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, A
         return
     yield (
         f"config.json declares layers that predict further tokens ({key} {config[key]}), and no file holds them: "
-        f"engines that speculate with them will fail; set {key} to 0, or take the layers from the original checkpoint"
+        f"engines that speculate with them will fail; set {key} to 0, or take the layers from the original checkpoint "
+        "with --complete-from"
     )
 
 

@@ -79,6 +79,7 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
         model=plain,
         config=models.drop_quantisation_config(config),
+        remade_config=True,
         encoded=tuple(tensor for name, tensor in stored.items() if name in used),
     )
 

@@ -8,29 +8,30 @@ For example:
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
-from shardctl.models.derived import can_divide, derive_model
+from shardctl.models.derived import derive_model
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
-from shardctl.training import SETTINGS, add_states, separate_states
+from shardctl.training import SETTINGS, separate_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,119 +39,10 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.config_files import ConfigReading
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
 
-_SHOWN: Final = 12
-"""Kinds of tensors in one message; a real model has about that many."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedCheckpoint:
-    """An opened source: headers read, nothing else."""
-
-    source: Source
-    stored: Manifest
-    """Under the names of the files."""
-    manifest: Manifest
-    """Under canonical names, where the family is known; else the stored ones."""
-    model: Model | None
-    """None if the source has no config and no rules were given."""
-    model_error: UnsupportedError | None
-    """Why there is no model although there is a config."""
-    config: Mapping[str, Any] | None
-    record: CheckpointRecord | None
-    """What `shardctl.json` says, if shardctl wrote this."""
-    untabled: Callable[[], UntabledModel] | None = None
-    """Where no table knows the model, what its names and shapes tell of it; None where they are no model's."""
-    derived: Callable[[], Model] | None = None
-    """The same with cuts that are derived; None without a config, or where that is refused."""
-    hypothetical: bool = False
-    """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
-    allow_unverified: bool = False
-    """Whether bytes are taken that cannot be compared with the hash that their place promises."""
-    encoded: tuple[Tensor, ...] = ()
-    """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
-    part: str = ""
-    """Which part of a model this is, as `--only` calls it, if it was split off."""
-
-    def prove(self) -> None:
-        """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""
-        self.source.prove(allow_unverified=self.allow_unverified)
-
-    def unverified(self) -> Iterator[str]:
-        """Yield the files that were read and not compared with the hash that their place promises, as warnings."""
-        for path, reason in self.source.proofs().unverified.items():
-            yield f"{path} was not compared with the hash that is stated for it: {reason}"
-
-    @property
-    def whole(self) -> Manifest:
-        """The manifest with optimizer states among its tensors."""
-        return add_states(self.manifest)
-
-    def require_model(self, purpose: str) -> Model:
-        """Return the model, or raise an error that says why it is needed and how to supply rules for the tensors."""
-        if self.model is not None:
-            return self.model
-        if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
-            raise self.model_error  # the model is known, and names the tensors that do not fit
-        example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
-        example += "; fsdp, pp, dp and cp need none" if self.untabled is not None else ""
-        if self.model_error is not None:
-            raise UnsupportedError(
-                f"{self.model_error.message}, and {purpose} needs to know how to cut {self._kinds()}",
-                hint=f"write a rule file and give it with --rules FILE: {example}",
-            )
-        raise SourceError(
-            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._kinds()}",
-            hint=f"name a config with --config PATH, or write a rule file for --rules FILE: {example}",
-        )
-
-    def require_placement(self, mesh: Mesh) -> Model:
-        """Return the model, to place its tensors on a mesh.
-
-        Where no table knows it, one that suffices for axes without.
-
-        Cuts by other axes are derived. Raises as `require_model` where they cannot be.
-        """
-        if self.model is None and self.untabled is not None and self.untabled().places_on(mesh):
-            return self.untabled().model
-        if self.model is None and self.derived is not None and can_divide(self.derived(), mesh):
-            return self.derived()
-        return self.require_model(f"a mesh of {mesh}")
-
-    def find_placement(self, mesh: Mesh) -> Model | None:
-        """Find the same, or None where nobody knows how a mesh divides the tensors."""
-        try:
-            return self.require_placement(mesh)
-        except (SourceError, UnsupportedError):
-            return None
-
-    def note_placement(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return what was taken from names and shapes to place tensors on a mesh, as warnings.
-
-        None where a table knows.
-        """
-        if self.model is not None and self.model.counted and mesh.degree("pp") > 1:
-            return (f"layers counted by names, as no rule says where they are: {self.model.counted}",)
-        if self.model is not None or self.untabled is None:
-            return ()
-        config = self.config or {}
-        known = models.find_family(config) is not None or models.has_text_half(config)
-        why = (self.model_error.message,) if self.model_error is not None and known else ()
-        derivation = self.require_placement(mesh).derivation
-        return *why, *((derivation.describe(),) if derivation is not None else ()), *self.untabled().notes(mesh)
-
-    def _kinds(self) -> str:
-        """Return the tensors, layers taken together."""
-        return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)
-
-    def _widest(self) -> str:
-        """Return the pattern of the largest matrix, as an example of what is worth cutting."""
-        matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
-        largest = max(matrices, key=lambda t: t.nbytes, default=None)
-        return models.list_name_patterns([largest.name])[0] if largest else "**.weight"
+__all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
 
 @contextmanager
@@ -166,13 +58,20 @@ def open_checkpoint(
     `before` is called with the record, if there is one, before any header is read, and `count` with the number of
     tensors so far, before anything is made of a header: what they raise is raised here.
     """
-    source = open_source(path)
+    source, source_options = open_source(path), source_options or SourceOptions()
     if count is not None:
         limit_entries(source, count)
-    try:
-        yield _read_checkpoint(source, source_options or SourceOptions(), before)
-    finally:
-        source.close()
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        checkpoint = _read_checkpoint(source, source_options, before)
+        if source_options.complete_from is not None:
+            from shardctl.checkpoint.completing import complete_checkpoint
+
+            base = open_source(source_options.complete_from)
+            stack.callback(base.close)
+            others = replace(source_options, complete_from=None, config=None)
+            checkpoint = complete_checkpoint(checkpoint, _read_checkpoint(base, others))
+        yield checkpoint
 
 
 def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, second: OpenedCheckpoint) -> None:
@@ -225,6 +124,7 @@ def _read_checkpoint(
             )
             if model is not None:
                 filtered, misfit = record is not None and record.filtered, True
+                filtered = filtered or source_options.complete_from is not None
                 manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error

@@ -23,7 +23,7 @@ from shardctl.models.predicting import list_predicting_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.manifest import Manifest
     from shardctl.models import Model
     from shardctl.models.halves import ModelHalf
@@ -96,15 +96,15 @@ def _keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
     left = [tensor for name, tensor in manifest.tensors.items() if name not in chosen]
     warnings = manifest.warnings
     if left:
-        warnings += (f"left out: {_format_left_tensors(left, kept)}",)
+        warnings += (f"left out: {format_modules(left, kept)}",)
     if manifest.training is not None and manifest.training.states:
         warnings += ("left out: the optimizer states",)
     tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in chosen}
     return replace(manifest, tensors=tensors, warnings=warnings, training=None)
 
 
-def _format_left_tensors(left: Collection[Tensor], kept: Collection[str]) -> str:
-    """Format which modules are left out, how many tensors each has, and how large they are."""
+def format_modules(left: Collection[Tensor], kept: Collection[str]) -> str:
+    """Format the modules of tensors beside those that are `kept`, how many each has, and how large they are."""
     groups = [
         f"{pattern} ({format_plural(len(found), 'tensor')}, {format_file_size(sum(t.nbytes for t in found))})"
         for pattern, found in group_left_tensors(left, kept)
@@ -140,6 +140,7 @@ def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> Ope
         untabled=cache(partial(models.build_untabled_model, config, manifest)) if model is None else None,
         derived=None,
         part=only,
+        remade_config=True,
     )
 
 

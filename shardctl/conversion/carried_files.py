@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
-from shardctl.checkpoint.splitting import is_whole_model
 from shardctl.conversion.optimizer_states import build_settings_file, get_states
 from shardctl.dtype import CASTABLE
 from shardctl.manifest import OpaqueObject
@@ -35,7 +34,7 @@ def list_carried_files(
     for side in have.objects:
         if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
             continue
-        if side.name == CONFIG and (checkpoint.encoded or is_whole_model(checkpoint.part)):
+        if side.name == CONFIG and checkpoint.remade_config:
             content = _set_config_dtype(json.dumps(checkpoint.config).encode(), worked_out or next(iter(cast), ""))
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
         elif side.name == CONFIG and cast:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.carried_files import list_carried_files
@@ -64,7 +65,7 @@ _SPECIAL_OPTIONS: Final = tuple(
 )
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
-_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED, ONLY)
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED, ONLY, COMPLETED)
 
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
@@ -185,6 +186,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
+        | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
         | _record_layout_changes(have, want, dtypes)
         | _record_derivation(checkpoint, placed),

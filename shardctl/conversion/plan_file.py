@@ -126,6 +126,8 @@ def write_plan_file(path: str | Path, work: PlannedConversion, source_options: S
     stages = ",".join(map(str, work.stages)) if work.stages and work.mesh.degree("pp") > 1 else None
     mesh = work.mesh if work.mesh.world > 1 else None
     reshard_options = replace(work.reshard_options, to=work.layout, mesh=mesh, stages=stages)
+    if source_options.complete_from is not None and Path(source_options.complete_from).exists():
+        source_options = replace(source_options, complete_from=str(Path(source_options.complete_from).absolute()))
     document = {
         "schema": SCHEMA,
         "version": __version__,

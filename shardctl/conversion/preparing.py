@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.errors import DestinationError
@@ -20,8 +21,8 @@ from shardctl.storage.local import LocalSource
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.plan_file import PlanFile
+    from shardctl.storage import Source
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def open_conversion(
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
     options = source_options or (plan.source_options if plan else None)
     with open_checkpoint(path, options, count=count if whole else None) as checkpoint:
-        _check_apart(checkpoint, destination)
+        for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
+            _check_apart(given, destination)
         work = (
             plan.drafted(checkpoint, reshard_options or plan.reshard_options)
             if plan
@@ -60,15 +62,15 @@ def open_conversion(
         yield work
 
 
-def _check_apart(checkpoint: OpenedCheckpoint, destination: str | Path) -> None:
+def _check_apart(given: Source, destination: str | Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
     source: PurePath
     wanted: PurePath
     if is_bucket(destination):
-        source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
+        source, wanted = PurePosixPath(given.location), PurePosixPath(destination)
         same = source == wanted
-    elif isinstance(checkpoint.source, LocalSource):
-        here, there = (Path(os.path.realpath(path)) for path in (checkpoint.source.path, destination))
+    elif isinstance(given, LocalSource):
+        here, there = (Path(os.path.realpath(path)) for path in (given.path, destination))
         source, wanted = here, there
         with translate_os_errors(destination, "looking at"):
             same = there.exists() and there.samefile(here)  # under another name, as bind mounts give

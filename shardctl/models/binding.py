@@ -42,7 +42,7 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
             hint="say how such tensors are cut with --rules FILE",
         )
     whole = plain.keys() | found.keys()
-    warnings = (*stored.warnings, *model.warnings, *(() if partial else _check_missing(model, whole)))
+    warnings = (*stored.warnings, *model.warnings, *(() if partial else list_missing_warnings(model, whole)))
     tensors = {
         name: _merge_tensor_parts(t, found[name]) if name in found else _bind_single_tensor(t, plain[name])
         for name, t in model.tensors.items()
@@ -115,8 +115,8 @@ def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
     return dotted[1:-1]
 
 
-def _check_missing(model: Model, found: Collection[str]) -> list[str]:
-    """Return warnings about parts that may be missing; raises SourceError for a tensor that may not."""
+def list_missing_warnings(model: Model, found: Collection[str]) -> list[str]:
+    """List warnings about parts that may be missing; raises SourceError for a tensor that may not."""
     missing = [t for t in model.own() if t.name not in found]
     required = [t.name for t in missing if not t.spare]
     spare = [t.name for t in missing if t.spare]

@@ -65,6 +65,15 @@ class SourceOptions:
             "If two files hold different values for a tensor, take those in the file that the index names.",
         ),
     ] = False
+    complete_from: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head, files.",
+            metavar="BASE",
+        ),
+    ] = None
+    """A path or an address; what contradicts the source is refused."""
     strict: Annotated[
         bool, CommandOption(HelpPanel.SOURCE, "Treat every warning as an error.", shapes_result=False)
     ] = False

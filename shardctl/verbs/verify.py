@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
+from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
@@ -15,7 +16,7 @@ from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import CASTABLE
-from shardctl.errors import format_first_few
+from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.manifest import Region, first_byte
@@ -110,12 +111,23 @@ class _VerifyRun:
                 other = None
                 if self.verify_options.against is not None:
                     other = stack.enter_context(open_checkpoint(self.verify_options.against, self.source_options))
+                    self.require_base(checkpoint, other)
                     other = split_as(checkpoint, dequantise_as(checkpoint, other, self.effort.threads))
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
             first.seconds = time.monotonic() - began
             return self._cut_short(first, "files are not as recorded"), ""
+
+    def require_base(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> None:
+        """Raise UsageError if the checkpoint was completed, and what it is compared with was not."""
+        said = checkpoint.record.options.get(COMPLETED) if checkpoint.record is not None else None
+        again = other.record.options.get(COMPLETED) if other.record is not None else None
+        if said is not None and not other.completed and said != again:
+            raise UsageError(
+                f"{checkpoint.source.name} was completed from {said}",
+                hint="to compare it with its source, add --complete-from and that checkpoint",
+            )
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:
         levels, digests = [], dict[str, str]()
