@@ -400,23 +400,28 @@ class _AnatomyReader:
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
         value = named.unit("vs") if named.has("vs") else head
-        return LayerAttention(
+        found = LayerAttention(
             kind, width // head, keys // head, head, value, window, cross=cross, gated=gated, borrowed=borrowed
         )
+        return _add_indexer(found, named, packed=False) if named.has("index") else found
 
 
 _INDEXER_BLOCK: Final = 128
 """Elements of an indexer's key with one fp32 scale; the elements are fp8 (vLLM, `deepseek_v2.py`, `Indexer`)."""
 
 
-def _add_indexer(attention: LayerAttention, named: RowDims) -> LayerAttention:
-    """Return `attention` to chosen tokens only, with the indexer that `named` has rows of, if any."""
+def _add_indexer(attention: LayerAttention, named: RowDims, *, packed: bool = True) -> LayerAttention:
+    """Return `attention` to chosen tokens only, with the indexer that `named` has rows of, if any.
+
+    `packed` says that vLLM keeps its keys in fp8.
+    """
     chosen = replace(attention, chosen=named.size("chosen"))
     if not named.has("index"):
         return chosen
     width = named.size("index")
     indexer = LayerIndexer(named.size("index_heads"), width)
-    return replace(chosen, indexer=indexer, besides=(_build_indexer_cache(width, 1),))
+    cache = _build_indexer_cache(width, 1)
+    return replace(chosen, indexer=indexer, besides=(cache if packed else replace(cache, packed=0),))
 
 
 def _build_indexer_cache(width: int, tokens: int) -> TokenCache:
@@ -471,7 +476,7 @@ def _find_scan(named: RowDims) -> LayerScan | None:
         return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
     if named.has("groups"):
         return LayerScan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
-    if named.has("keys"):
+    if named.has("keys") and not named.has("decay_rank"):  # what KDA's kernels keep is not known
         keys = named.size("keys") // named.unit("keys")
         return LayerScan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
     return None

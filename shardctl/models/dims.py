@@ -42,13 +42,13 @@ class RowDims:
         return (dims[0] if isinstance(dims, tuple) else dims).unit
 
     def matrices(self, name: str) -> int:
-        """Return how many matrices between it and the hidden dim the rows hold, fused ones counted apart."""
-        hidden, size = self.known("hidden"), self.size(name)
+        """Return how many matrices between it and what layers or experts read the rows hold, fused ones apart."""
+        wide, size = {self.known("hidden"), self.known("routed") or self.known("hidden")}, self.size(name)
         called = [self.known(one) for one in (name, "pairs") if self.known(one)]
         return sum(
             self.facts.size(word) // size
             for row in self.rows
-            if hidden in row.dims.split()
+            if not wide.isdisjoint(row.dims.split())
             for word in self.words(row)
             if word in called
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 
 import pytest
 import transformers
-from model_oracle import BUILT, FIXTURES, classes, dtype_of, fixture, on_meta, state
+from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, on_meta, state
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models import FAMILIES, describe_model
@@ -111,11 +112,12 @@ def test_every_family_has_a_fixture_of_its_name(family):
 def test_every_tensor_matches_exactly_one_row_and_every_row_is_used():
     used = set()
     blocks = fixture("gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    for config in (*(fixture(name, architectures=[architecture]) for name, architecture in CASES), blocks):
+    inside = json.loads((CONFIGS.with_name("configs_hub") / "kimi_k3.json").read_text())["text_config"]
+    for config in (*(fixture(name, architectures=[architecture]) for name, architecture in CASES), blocks, inside):
         model = describe_model(config)
         family = next(f for f in FAMILIES if f.name == model.family)
         base = rf"{re.escape(model.prefix)}\." if model.prefix else ""
-        counted = family.facts(ModelConfig(config)).indices
+        counted = family.facts(family.complete_config(ModelConfig(config))).indices
         numbers = {f"{{{index}}}": "|".join(map(str, counted[index].values)) for index in counted}
         patterns = [
             re.compile(

@@ -32,10 +32,10 @@ KEPT = {
 """The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
 HEAD_NORM = re.compile(r"(^|\.)(q|k|qk)_(layer)?norm(\.|$)")
 WITHIN_MIXERS = re.compile(
-    r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_a_layernorm$|\.(q_a|q_b|kv|v)_norm$"
+    r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_a_layernorm$|self_attn\.o_norm$|\.(q_a|q_b|kv|v)_norm$"
 )
-"""Norms inside recurrent layers, indexers, routers and what mixes streams, of values, and of what latent attention
-compresses."""
+"""Norms inside recurrent layers (of KDA in the module of attention), indexers, routers and what mixes streams, of
+values, and of what latent attention compresses."""
 
 
 def kept_by(norm):

@@ -20,7 +20,7 @@ from pathlib import Path
 WORLD = 2
 COUNTS = (
     *("num_heads", "n_head", "n_heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads", "n_groups"),
-    *("num_k_heads", "num_v_heads", "key_dim", "value_dim", "o_groups"),
+    *("num_k_heads", "num_v_heads", "key_dim", "value_dim", "qkv_dim", "o_groups"),
     *("split_size", "embed_dim", "inner_dim", "intermediate_size"),
 )
 """Attributes of attentions and mixers that count heads, groups or channels, of which a rank has its part."""
@@ -119,7 +119,7 @@ def shrink(module, projections):
     if "conv1d" in projections:
         module.conv_dim = module.conv1d.weight.shape[0]
     keys = next((name for name in ("k_proj", "kv_proj") if name in projections), None)
-    if keys is not None and projections[keys] is None:
+    if keys is not None and projections[keys] is None and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups //= WORLD  # fewer queries share the head that both ranks have
 
 

@@ -23,10 +23,11 @@ MOE = [name for name, model in MODELS.items() if any(t.spec.of_expert for t in m
 FUSED = [
     name
     for name in MOE
-    if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values()) and not name.startswith("gemma4")
+    if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values())
+    and not name.startswith(("gemma4", "minimax_m3_vl_text"))
 ]
 """Those whose experts transformers holds in another form than it saves."""
-OTHERWISE_SPELLED = {"deepseek_v4", "hy_v3", "mimo_v2_flash"}
+OTHERWISE_SPELLED = {"deepseek_v4", "hy_v3", "kimi_linear", "kimi_linear-lora", "mimo_v2_flash", "minimax_m3_vl"}
 """Those of which the Hub spells other tensors otherwise, too: names of experts in one form do not say the other's."""
 SPELLED = [name for name in FUSED if name not in OTHERWISE_SPELLED]
 MESHES = {

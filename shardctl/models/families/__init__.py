@@ -30,12 +30,14 @@ from shardctl.models.families.granite import GRANITE, HYPERCLOVAX
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardctl.models.families.hunyuan import HY_V3
 from shardctl.models.families.jamba import JAMBA
-from shardctl.models.families.kimi import KIMI_K25
+from shardctl.models.families.kimi import KIMI_K3, KIMI_K25
+from shardctl.models.families.kimi_linear import KIMI_LINEAR
 from shardctl.models.families.llama import CWM, HELIUM, LLAMA
 from shardctl.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.families.mimo import MIMO, MIMO_V2_FLASH
 from shardctl.models.families.minimax import MINIMAX_M2
+from shardctl.models.families.minimax_m3 import MINIMAX_M3, MINIMAX_M3_TEXT
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
 from shardctl.models.families.mpt import MPT
@@ -114,7 +116,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
     HYPERCLOVAX,
     HY_V3,
     JAMBA,
+    KIMI_K3,
     KIMI_K25,
+    KIMI_LINEAR,
     LLAMA,
     LLAMA4,
     LLAMA4_TEXT,
@@ -126,6 +130,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MIMO,
     MIMO_V2_FLASH,
     MINIMAX_M2,
+    MINIMAX_M3,
+    MINIMAX_M3_TEXT,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,

@@ -1,8 +1,8 @@
-"""Describes Kimi-K2.5: DeepSeek-V3 behind the vision model MoonViT, with the names of the Hub.
+"""Describes Kimi-K2.5 and K3: DeepSeek-V3 and Kimi-Linear behind the vision model MoonViT, with the names of the Hub.
 
-transformers 5 has a class of its own, into which it takes `wqkv` apart and turns its rows (`kimi_k25` in
+transformers 5 has a class of its own for K2.5, into which it takes `wqkv` apart and turns its rows (`kimi_k25` in
 `conversion_mapping.py`); it saves the names of the Hub again. Names and shapes are those of vLLM's modules
-(`kimi_k25.py`, `kimi_k25_vit.py`), to which files are loaded as they are.
+(`kimi_k25.py`, `kimi_k25_vit.py`, `models/kimi_k3`), to which files are loaded as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.models.families.deepseek import DEEPSEEK_V3
+from shardctl.models.families.kimi_linear import KIMI_LINEAR
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.nesting import join_facts, nest_facts, nest_tower_rows
 
@@ -101,27 +102,33 @@ def nest_text_rows(text: Family) -> tuple[Row, ...]:
     )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
-    words = DEEPSEEK_V3.complete_config(config.part("text_config"))
-    return add_moon_facts(DEEPSEEK_V3.facts(words), config)
+def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Family:
+    """Build the family of a `text` model behind MoonViT; `renamed` are other names of its class."""
+
+    def build_facts(config: ModelConfig) -> FamilyFacts:
+        return add_moon_facts(text.facts(text.complete_config(config.part("text_config"))), config)
+
+    def read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+        return text.traits, text.complete_config(config.part("text_config"))
+
+    return Family(
+        name=name,
+        rows=(*MOON_TOWER, *nest_text_rows(text)),
+        facts=build_facts,
+        classes={f"{stem}ForConditionalGeneration": ModelClass("", "lm")},
+        prefixes=(),
+        legacy={
+            "^language_model.layers": "language_model.model.layers",
+            "^mm_projector.linear_1": "mm_projector.proj.0",
+            "^mm_projector.linear_2": "mm_projector.proj.2",
+        },
+        renamed=renamed,
+        text=read_text,
+        assumed={"text_config": {}, "vision_config": {}},
+    )
 
 
-def _read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
-    return DEEPSEEK_V3.traits, DEEPSEEK_V3.complete_config(config.part("text_config"))
-
-
-KIMI_K25: Final = Family(
-    name="kimi_k25",
-    rows=(*MOON_TOWER, *nest_text_rows(DEEPSEEK_V3)),
-    facts=_build_facts,
-    classes={"KimiK25ForConditionalGeneration": ModelClass("", "lm")},
-    prefixes=(),
-    legacy={
-        "^language_model.layers": "language_model.model.layers",
-        "^mm_projector.linear_1": "mm_projector.proj.0",
-        "^mm_projector.linear_2": "mm_projector.proj.2",
-    },
-    renamed={"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"},
-    text=_read_text,
-    assumed={"text_config": {}, "vision_config": {}},
+KIMI_K25: Final = _build_kimi_family(
+    "kimi_k25", "KimiK25", DEEPSEEK_V3, Kimi_K25ForConditionalGeneration="KimiK25ForConditionalGeneration"
 )
+KIMI_K3: Final = _build_kimi_family("kimi_k3", "KimiK3", KIMI_LINEAR)

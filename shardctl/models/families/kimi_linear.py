@@ -1,0 +1,188 @@
+"""Describes Kimi-Linear: one layer in four has latent attention, the others Kimi delta attention (KDA).
+
+Names and shapes follow the Hub; transformers 5 joins the three convolutions and says `mlp` for the experts
+(`models/kimi_linear/modeling_kimi_linear.py`, and `kimi_linear` in `conversion_mapping.py`). KDA is cut by heads, and
+the projections down to its gates' latents are whole on every tp rank, as in vLLM (`kimi_gdn_linear_attn.py`). Kimi-K3's
+text model has this `model_type`, too, and parts that transformers lacks: they follow vLLM (`models/kimi_k3`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.config import ModelConfig
+from shardctl.models.decoder import LAYER, NORMS, assume_sizes
+from shardctl.models.experts import (
+    DENSE,
+    add_condition,
+    build_expert_rows,
+    build_fused_experts,
+    build_shared_expert_rows,
+    list_sparse_layers,
+)
+from shardctl.models.families.deepseek import add_balanced_facts, build_balanced_rows
+from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
+from shardctl.models.latent_attention import LATENT, build_latent_facts
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.family import FamilyFacts
+
+_MIXER: Final = f"{LAYER}.self_attn"
+_MODULE: Final = "block_sparse_moe"
+_NAMES: Final = ("w1", "w3", "w2")
+KDA: Final = (
+    Row(f"{_MIXER}.q_proj.weight", "keys hidden"),
+    Row(f"{_MIXER}.k_proj.weight", "keys hidden"),
+    Row(f"{_MIXER}.v_proj.weight", "values hidden"),
+    Row(f"{_MIXER}.q_conv1d.weight", "keys 1 window"),
+    Row(f"{_MIXER}.k_conv1d.weight", "keys 1 window"),
+    Row(f"{_MIXER}.v_conv1d.weight", "values 1 window"),
+    Row(f"{_MIXER}.dt_bias", "values"),
+    Row(f"{_MIXER}.A_log", "1 1 value_heads 1", when="!full_gate"),
+    Row(f"{_MIXER}.f_a_proj.weight", "decay_rank hidden"),
+    Row(f"{_MIXER}.f_b_proj.weight", "values decay_rank"),
+    Row(f"{_MIXER}.b_proj.weight", "value_heads hidden"),
+    Row(f"{_MIXER}.g_a_proj.weight", "decay_rank hidden", when="!full_gate"),
+    Row(f"{_MIXER}.g_b_proj.weight", "values decay_rank", when="!full_gate"),
+    Row(f"{_MIXER}.o_norm.weight", "value_head"),
+    Row(f"{_MIXER}.o_proj.weight", "hidden values"),
+)
+"""Attention whose state decays by a rate of each channel, with a convolution for each of q, k and v."""
+KDA_ARRAYS: Final = (
+    FusedArray(f"{_MIXER}.conv1d.weight", tuple(f"{_MIXER}.{one}_conv1d.weight" for one in "qkv")),
+    FusedArray(f"{_MIXER}.forget_gate.dt_bias", (f"{_MIXER}.dt_bias",)),
+    FusedArray(f"{_MIXER}.forget_gate.A_log", (f"{_MIXER}.A_log",)),
+    FusedArray(f"{_MIXER}.forget_gate.f_a_proj.weight", (f"{_MIXER}.f_a_proj.weight",)),
+    FusedArray(f"{_MIXER}.forget_gate.f_b_proj.weight", (f"{_MIXER}.f_b_proj.weight",)),
+)
+"""What transformers makes of those."""
+_K3_KDA: Final = (
+    Row(f"{_MIXER}.A_log", "*", when="full_gate"),
+    Row(f"{_MIXER}.g_proj.weight", "values hidden", when="full_gate"),
+)
+"""A gate without a latent; K3's files have more decays than heads, of which engines read the first."""
+_GATE: Final = Row(f"{_MIXER}.g_proj.weight", "vs hidden", when="output_gate")
+_MOE: Final = (
+    *(replace(row, dims=row.dims.replace("hidden", "routed")) for row in build_expert_rows(_MODULE, _NAMES)),
+    Row(f"{LAYER}.{_MODULE}.gate.weight", "experts hidden", when="moe"),
+    Row(f"{LAYER}.{_MODULE}.gate.e_score_correction_bias", "experts", when="moe"),
+    *build_shared_expert_rows(f"{_MODULE}.shared_experts"),
+    Row(f"{LAYER}.{_MODULE}.routed_expert_down_proj.weight", "routed hidden", when="moe latent"),
+    Row(f"{LAYER}.{_MODULE}.routed_expert_norm.weight", "routed", when="moe latent latent_norm"),
+    Row(f"{LAYER}.{_MODULE}.routed_expert_up_proj.weight", "hidden routed", when="moe latent"),
+)
+"""Experts, of Kimi-K3 in a latent, which one projection makes and another unfolds, both whole on every tp rank."""
+_RESIDUALS: Final = (
+    Row(f"{LAYER}.self_attention_res_norm.weight", "hidden", when="residuals"),
+    Row(f"{LAYER}.mlp_res_norm.weight", "hidden", when="residuals"),
+    Row(f"{LAYER}.self_attention_res_proj.weight", "1 hidden", when="residuals"),
+    Row(f"{LAYER}.mlp_res_proj.weight", "1 hidden", when="residuals"),
+)
+"""Attention residuals: each half of a layer weighs the sums of the blocks of layers before."""
+_ATTENTION: Final = add_condition((*LATENT, _GATE), "attention")
+_LAYER: Final = (*add_condition((*KDA, *_K3_KDA), "!attention"), *_ATTENTION, *DENSE, *_MOE, *NORMS, *_RESIDUALS)
+_ROUTER: Final = ("gate.weight", "gate.e_score_correction_bias")
+_SHARED: Final = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def build_kda_dims(heads: int, width: int, window: int) -> Mapping[str, LogicalDim]:
+    """Build the dims of KDA with so many heads of that width, and a convolution over `window` tokens."""
+    noun = "heads of linear attention"
+    whole = LogicalDim(heads * width, width, "tp", noun=noun)
+    return {
+        "keys": whole,
+        "values": whole,
+        "value_heads": LogicalDim(heads, axis="tp", noun=noun),
+        "value_head": LogicalDim(width),
+        "decay_rank": LogicalDim(width),
+        "window": LogicalDim(window),
+    }
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    linear = ModelConfig(_get_linear_config(config))
+    facts = build_latent_facts(config.over({"q_lora_rank": None}), mlp_bias=False)
+    facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=0)
+    return facts.also(
+        dims={
+            **build_kda_dims(
+                linear.size("num_heads", config.size("linear_num_heads", 32)),
+                linear.size("head_dim", config.size("linear_head_dim", 128)),
+                linear.size("short_conv_kernel_size", config.size("linear_conv_kernel_dim", 4)),
+            ),
+            "routed": LogicalDim(config.size("routed_expert_hidden_size", facts.size("hidden"))),
+        },
+        flags={
+            "attention": _list_attention_layers(config, linear),
+            "full_gate": linear.switch("use_full_rank_gate", default=False),
+            "output_gate": config.switch("mla_use_output_gate", default=False),
+            "latent": config.values.get("routed_expert_hidden_size") is not None,
+            "latent_norm": config.switch("latent_moe_use_norm", default=False),
+            "residuals": config.values.get("attn_res_block_size") is not None,
+        },
+    )
+
+
+def _get_linear_config(config: ModelConfig) -> Mapping[str, object]:
+    """Return what the config says of KDA in a config of its own, which transformers' own files lack."""
+    found = config.values.get("linear_attn_config") or {}
+    if not isinstance(found, dict):
+        raise SourceError(f"config.json has linear_attn_config = {found!r} where a config is expected")
+    return found
+
+
+def _list_attention_layers(config: ModelConfig, linear: ModelConfig) -> frozenset[int]:
+    """List the layers with latent attention; `full_attn_layers` and `kda_layers` count them from one.
+
+    Raises SourceError where those two do not share all layers between them.
+    """
+    layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
+    if isinstance(kinds, list):
+        return frozenset(n for n, kind in enumerate(kinds) if kind == "full_attention")
+    full, recurrent = (linear.values.get(key) for key in ("full_attn_layers", "kda_layers"))
+    if full is None or recurrent is None:
+        return frozenset(range(4, layers, 4))
+    if not isinstance(full, list) or not isinstance(recurrent, list):
+        raise SourceError("config.json has full_attn_layers or kda_layers that are no lists of layers")
+    if {*full, *recurrent} != {*range(1, layers + 1)} or len(full) + len(recurrent) != layers:
+        raise SourceError(f"config.json has full_attn_layers and kda_layers that do not share {layers} layers")
+    return frozenset(n - 1 for n in full)
+
+
+KIMI_LINEAR: Final = Family(
+    name="kimi_linear",
+    rows=(
+        *build_balanced_rows(_LAYER, "moe shared attention"),
+        Row(".output_attn_res_norm.weight", "hidden", when="residuals", on="last"),
+        Row(".output_attn_res_proj.weight", "1 hidden", when="residuals", on="last"),
+    ),
+    facts=_build_facts,
+    classes={"KimiLinearForCausalLM": ModelClass("model", "lm"), "KimiLinearModel": ModelClass()},
+    prefixes=("model",),
+    # as which transformers saves the MLPs of layers without experts
+    legacy={f"{_MODULE}.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    fused=(
+        *KDA_ARRAYS,
+        *build_fused_experts(_MODULE, _NAMES, within="mlp"),
+        *(FusedArray(f"{LAYER}.mlp.{one}", (f"{LAYER}.{_MODULE}.{one}",)) for one in (*_ROUTER, *_SHARED)),
+    ),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    aliases={
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "model_max_length": "max_position_embeddings",
+    },
+    assumed={
+        **assume_sizes(163840, 2304, 9216, 27, 32),
+        "moe_intermediate_size": 1024,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+    },
+)
