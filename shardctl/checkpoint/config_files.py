@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import complete_config
+from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file, read_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 CONFIG: Final = "config.json"
-SIDECAR: Final = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)

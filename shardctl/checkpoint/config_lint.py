@@ -7,18 +7,18 @@ experts and the vocabulary. Here is what no table can know, and the same counts 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import find_quantisation_config
+from shardctl.models.layer_names import count_layers
 from shardctl.models.predicting import (
     LAYER_KEYS,
     PREDICTING_KEYS,
     get_count,
     list_predicting_names,
-    merge_text_config,
 )
+from shardctl.models.text_config import merge_text_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.storage.bounded_text import TextLimits
 
-_LAYER_NAME: Final = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|layer))\.(\d+)\.")
 _EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
@@ -99,25 +98,26 @@ def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, A
 
 def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
     """Compare layers, experts and rows of the vocabulary of a model that no table describes."""
-    towers: dict[str, int] = {}
-    elements: Counter[str] = Counter()
-    experts = -1
-    for name, tensor in checkpoint.manifest.tensors.items():
-        layer, expert = _LAYER_NAME.match(name), _EXPERT_NAME.search(name)
-        if layer:
-            towers[layer[1]] = max(towers.get(layer[1], 0), int(layer[2]) + 1)
-            elements[layer[1]] += tensor.size
-        experts = max(experts, int(expert[1]) if expert else -1)
+    tensors = checkpoint.manifest.tensors
+    places = count_layers({name: tensor.shape for name, tensor in tensors.items()})
     declared = get_count(config, LAYER_KEYS)
-    if towers and declared is not None:
-        largest = max(towers, key=lambda tower: elements[tower])
-        if not declared <= towers[largest] <= declared + (get_count(config, PREDICTING_KEYS) or 0):
-            yield f"config.json declares {declared} layers, and the files hold {towers[largest]} of {largest}"
+    if places.towers and declared is not None:
+        sizes = [0] * places.layers
+        for name, layer in places.inside.items():
+            sizes[layer] += tensors[name].size
+        largest = max(places.towers, key=lambda tower: sum(sizes[tower.first : tower.last + 1]))
+        held = largest.numbers[-1] + 1
+        if not declared <= held <= declared + (get_count(config, PREDICTING_KEYS) or 0):
+            yield (
+                f"config.json declares {declared} layers, and the files hold {held} of "
+                f"{largest.patterns[0].removesuffix('.*')}"
+            )
+    experts = max((int(found[1]) + 1 for found in map(_EXPERT_NAME.search, tensors) if found), default=0)
     declared = get_count(config, _EXPERTS)
-    if experts >= 0 and declared is not None and experts + 1 != declared:
-        yield f"config.json declares {declared} experts, and the files hold {experts + 1}"
+    if experts and declared is not None and experts != declared:
+        yield f"config.json declares {declared} experts, and the files hold {experts}"
     rows = get_count(config, ("vocab_size",))
-    for name, tensor in checkpoint.manifest.tensors.items():
+    for name, tensor in tensors.items():
         if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
             yield f"config.json declares a vocabulary of {rows}, and {name} has {tensor.shape[0]} rows"
 

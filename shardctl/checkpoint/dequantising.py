@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
-from shardctl.checkpoint.config_files import SIDECAR
 from shardctl.dtype import FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
+from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.models.quantisation.storage import QuantisedArray
 
 if TYPE_CHECKING:

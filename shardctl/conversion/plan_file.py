@@ -18,12 +18,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
-from shardctl.checkpoint.config_files import CONFIG, SIDECAR, list_override_files
+from shardctl.checkpoint.config_files import CONFIG, list_override_files
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
+from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
 from shardctl.record import RECORD

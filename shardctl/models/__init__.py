@@ -2,7 +2,14 @@
 
 from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters
-from shardctl.models.describe import KvHeads, choose_model, describe_model, find_family, list_assumed_values
+from shardctl.models.describe import (
+    KvHeads,
+    choose_model,
+    describe_model,
+    find_family,
+    list_assumed_values,
+    name_usual_class,
+)
 from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
@@ -42,6 +49,7 @@ __all__ = [
     "list_block_encodings",
     "list_name_patterns",
     "load_rules",
+    "name_usual_class",
     "order_ties",
     "refuse_flat_parameters",
 ]

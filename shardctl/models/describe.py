@@ -41,6 +41,15 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
     return None
 
 
+def name_usual_class(kind: str) -> str:
+    """Name the class that most models of a `model_type` have.
+
+    >>> name_usual_class("qwen3")
+    'Qwen3ForCausalLM'
+    """
+    return next(next(iter(family.classes)) for family in FAMILIES if family.name == kind)
+
+
 def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:
     """List what a config's family assumes of keys that are absent, by key; nothing if no family knows it."""
     found = find_family(config)

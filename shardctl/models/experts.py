@@ -15,12 +15,15 @@ from shardctl.models.decoder import GATED, LAYER
 from shardctl.models.family import FusedArray, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
 _EXPERTS: Final = "%s.experts.{expert}.%s.weight"
+ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
+BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32")
+"""In fp32 in the checkpoints and, whatever the model's type, in transformers (`_keep_in_fp32_modules_strict`)."""
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -83,6 +86,11 @@ def build_predicting_rows(rows: Iterable[Row], layer: str, conditions: str) -> t
         for row in rows
         if not any(f"!{word}" in row.when.split() for word in met) and not row.buffer
     )
+
+
+def build_predicting_ends(layer: str, dims: Mapping[str, str]) -> tuple[Row, ...]:
+    """Build what a layer that predicts has besides, such as what joins two streams: dims by the names of modules."""
+    return tuple(Row(f"{layer}.{name}.weight", said, on="last", optional=True) for name, said in dims.items())
 
 
 def add_expert_facts(

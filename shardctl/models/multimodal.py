@@ -19,6 +19,7 @@ from shardctl.models.family import ModelClass
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.table import build_model
+from shardctl.models.text_config import list_text_configs
 from shardctl.models.untabled import place_tensor
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from shardctl.models.family import Family
     from shardctl.models.model import Model, ModelTensor
 
-_WORDS: Final = ("text", "llm", "language", "lm", "thinker", "decoder", "model")
-"""Words of the keys under which configs have that of the text model, the surest first."""
-_DEPTH: Final = 3
-"""How deep configs lie in each other; Qwen-Omni's is in `thinker_config.text_config`."""
 _TIED: Final = "tie_word_embeddings"
 _INHERITED: Final = ("dtype", "torch_dtype", _TIED)
 """What an outer config says of the text model, too."""
@@ -76,21 +73,10 @@ def has_text_half(config: Mapping[str, object]) -> bool:
 def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
     known = {family.name: family for family in FAMILIES if "lm" in next(iter(family.classes.values())).parts.split()}
-    found = []
-    for key, inner in _list_inner_configs(config, _DEPTH):
-        ranks = [n for n, word in enumerate(_WORDS) if word in key.removesuffix("_config").split("_")]
+    for inner in list_text_configs(config):
         family = known.get(str(inner.get("model_type", "")))
-        if ranks and family is not None:
-            found.append((ranks[0], family, inner))
-    for _, family, inner in sorted(found, key=lambda each: each[0]):
-        yield family, inner
-
-
-def _list_inner_configs(config: Mapping[str, object], depth: int) -> Iterator[tuple[str, Mapping[str, object]]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and depth:
-            yield key, value
-            yield from _list_inner_configs(value, depth - 1)
+        if family is not None:
+            yield family, inner
 
 
 class TextHalf:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.models.text_config import merge_text_config
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -12,17 +14,10 @@ PREDICTING_KEYS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "
 """How configs call the number of layers that predict further tokens."""
 LAYER_KEYS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """How configs call the number of other layers."""
-_TEXTS: Final = ("text_config", "llm_config", "language_config")
 _PREDICTING: Final = re.compile(r"(^|\.)(mtp|nextn|mtp_layers|mtp_block)\.")
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _TOWER: Final = re.compile(r"(?:^|\.)[^.]*(?:vision|visual|audio|image|encoder)")
 """Names of modules beside the text model, whose layers are numbered by themselves."""
-
-
-def merge_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with the keys of its text model among its own."""
-    inner: Mapping[str, Any] = next((config[key] for key in _TEXTS if isinstance(config.get(key), dict)), {})
-    return {**config, **inner}
 
 
 def get_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

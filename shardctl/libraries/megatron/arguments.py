@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.layers import TITLE, count_experts, is_tied
 from shardctl.manifest import OwnConfig
+from shardctl.models import name_usual_class
 from shardctl.models.config import ModelConfig
 from shardctl.models.rope import LLAMA3, parse_rope
 
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 
 LAST_ROW: Final = "vocabulary_padded_with_last_row"
 """An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""
-_CLASSES: Final = {
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 _USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
@@ -80,7 +70,7 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
     said = ModelConfig(arguments)
     dtype = str(arguments.get("params_dtype") or "").removeprefix("torch.")
     values: dict[str, object] = {
-        "architectures": [_CLASSES[family]],
+        "architectures": [name_usual_class(family)],
         "model_type": family,
         "vocab_size": arguments.get("vocab_size"),
         "tie_word_embeddings": tied,
@@ -91,7 +81,7 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         left = window[0] if isinstance(window, tuple) and window else None
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
     warning = (
-        f"config.json is made from {TITLE}'s args, which do not name the model: taken for {_CLASSES[family]} "
+        f"config.json is made from {TITLE}'s args, which do not name the model: taken for {name_usual_class(family)} "
         "(or use --config)"
     )
     return OwnConfig(values, (warning,))

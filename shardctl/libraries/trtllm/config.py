@@ -15,6 +15,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import MOST_RANKS, Mesh
+from shardctl.models import name_usual_class
 from shardctl.models.config import ModelConfig
 from shardctl.pieces import split_layers_evenly
 
@@ -27,15 +28,7 @@ _LLAMAS: Final = frozenset({"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForC
 _QWENS: Final = frozenset(
     {"QWenForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
-_CLASSES: Final = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
+_MODEL_TYPES: Final = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _ACTIVATIONS: Final = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation is called without its gate."""
 _MULTIPLIERS: Final = (
@@ -142,7 +135,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
     _refuse_unlike(config, head)
     activation = config.text("hidden_act", "silu")
     said: dict[str, object] = {
-        "architectures": [_CLASSES[kind]],
+        "architectures": [name_usual_class(kind)],
         "model_type": kind,
         "dtype": config.text("dtype", "bfloat16"),
         "hidden_act": _ACTIVATIONS.get(activation, activation),
@@ -181,7 +174,7 @@ def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
     if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
         raise UnsupportedError(
             f"config.json describes {ascii(architecture)[:60]}, whose arrays are not known here",
-            hint=f"known are {', '.join(_CLASSES.values())}",
+            hint=f"known are {', '.join(map(name_usual_class, _MODEL_TYPES))}",
         )
     experts = _has_array(arrays, "mlp.router.weight")
     if _has_array(arrays, "attention.q_layernorm.weight"):

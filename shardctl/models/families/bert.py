@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.decoder import assume_sizes
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
@@ -107,11 +108,5 @@ BERT: Final = Family(
     prefixes=("bert",),
     legacy={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     traits=ENCODER_TRAITS,
-    assumed={
-        "num_attention_heads": 12,
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-    },
+    assumed=assume_sizes(30522, 768, 3072, 12, 12),
 )

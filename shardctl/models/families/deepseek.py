@@ -22,11 +22,14 @@ from shardctl.models.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.experts import (
+    BALANCE,
     DENSE,
+    ROUTER,
     add_condition,
     add_expert_facts,
     build_expert_rows,
     build_fused_experts,
+    build_predicting_ends,
     build_predicting_rows,
     build_shared_expert_rows,
     count_experts,
@@ -42,9 +45,6 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
-BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32")
-"""In fp32 in the checkpoints and, whatever the model's type, in transformers (`_keep_in_fp32_modules_strict`)."""
 _SHARED: Final = build_shared_expert_rows("mlp.shared_experts")
 _SHARED_BIASES: Final = (
     Row(f"{LAYER}.mlp.shared_experts.gate_proj.bias", "sffn", when="moe mlp_bias"),
@@ -55,20 +55,21 @@ BALANCED_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, BALANCE, *_SHAR
 _V3_LAYER: Final = (*LATENT, *BALANCED_EXPERTS, *NORMS)
 _GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *BALANCED_EXPERTS, *NORMS)
 _NEXT: Final = ".layers.{next}"
-_NEXT_ENDS: Final = (
-    Row(f"{_NEXT}.embed_tokens.weight", "vocab hidden", on="last", optional=True),
-    Row(f"{_NEXT}.enorm.weight", "hidden", on="last", optional=True),
-    Row(f"{_NEXT}.hnorm.weight", "hidden", on="last", optional=True),
-    Row(f"{_NEXT}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
-    Row(f"{_NEXT}.shared_head.norm.weight", "hidden", on="last", optional=True),
-    Row(f"{_NEXT}.shared_head.head.weight", "vocab hidden", on="last", optional=True),
-)
+_ENDS: Final = {
+    "embed_tokens": "vocab hidden",
+    "enorm": "hidden",
+    "hnorm": "hidden",
+    "eh_proj": "hidden hidden+hidden",
+    "shared_head.norm": "hidden",
+    "shared_head.head": "vocab hidden",
+}
 """What a layer that predicts has besides: its own embedding and head, and what joins the two streams."""
 
 
 def build_balanced_rows(layer: tuple[Row, ...], conditions: str = "moe shared") -> tuple[Row, ...]:
     """Build the table of a model whose layers have the rows `layer`; those that predict meet all of `conditions`."""
-    return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *build_predicting_rows(layer, _NEXT, conditions), *_NEXT_ENDS)
+    following = (*build_predicting_rows(layer, _NEXT, conditions), *build_predicting_ends(_NEXT, _ENDS))
+    return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *following)
 
 
 def add_balanced_facts(facts: FamilyFacts, config: ModelConfig, *, moe: Collection[int], following: int) -> FamilyFacts:

@@ -23,11 +23,14 @@ from shardctl.models.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.experts import (
+    BALANCE,
     DENSE,
+    ROUTER,
     add_condition,
     add_expert_facts,
     build_expert_rows,
     build_fused_experts,
+    build_predicting_ends,
     build_predicting_rows,
     count_experts,
     list_sparse_layers,
@@ -39,11 +42,6 @@ from shardctl.models.windows import WindowRule
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
-
-
-def _build_ends(layer: str, names: dict[str, str]) -> tuple[Row, ...]:
-    """Return what a layer that predicts has besides, by the rows' own names."""
-    return tuple(Row(f"{layer}.{name}.weight", dims, on="last", optional=True) for name, dims in names.items())
 
 
 _LAYER: Final = tuple(row for row in (*QKVO, *GATED, *NORMS) if row.when in ("", "qkv_bias"))
@@ -65,7 +63,7 @@ MIMO: Final = Family(
         *LAST_NORM,
         *HEADS,
         *build_predicting_rows(_LAYER, _NEXT, ""),
-        *_build_ends(_NEXT, {**_ENDS, "input_proj": "hidden hidden+hidden"}),
+        *build_predicting_ends(_NEXT, {**_ENDS, "input_proj": "hidden hidden+hidden"}),
     ),
     facts=_build_facts,
     classes={"MiMoForCausalLM": ModelClass("model", "lm")},
@@ -152,13 +150,13 @@ MIMO_V2_FLASH: Final = Family(
         _OUTPUT,
         *DENSE,
         *build_expert_rows(),
-        Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe"),
-        Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32"),
+        ROUTER,
+        BALANCE,
         *NORMS,
         *LAST_NORM,
         *HEADS,
         *build_predicting_rows(_PREDICTING, _V2_NEXT, ""),
-        *_build_ends(
+        *build_predicting_ends(
             _V2_NEXT,
             {
                 "enorm": "hidden",

@@ -20,7 +20,8 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
+from shardctl.models.experts import add_expert_facts, count_experts
+from shardctl.models.families.mixtral import FUSED, MODULE, MOE, ROUTER
 from shardctl.models.family import Family, FusedArray, Row
 from shardctl.models.layer_traits import LayerTraits
 
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-_NAMES: Final = ("w1", "w3", "w2")
-_MODULE: Final = "block_sparse_moe"
-_ROUTER: Final = f"{LAYER}.{_MODULE}.gate.weight"
-_BALANCE: Final = f"{LAYER}.{_MODULE}.e_score_correction_bias"
+_BALANCE: Final = f"{LAYER}.{MODULE}.e_score_correction_bias"
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
@@ -47,8 +45,7 @@ MINIMAX_M2: Final = Family(
         Row(f"{LAYER}.self_attn.q_norm.weight", "q"),
         Row(f"{LAYER}.self_attn.k_norm.weight", "kv"),
         Row(_BALANCE, "experts"),
-        Row(_ROUTER, "experts hidden"),
-        *build_expert_rows(_MODULE, _NAMES),
+        *MOE,
         *NORMS,
         *LAST_NORM,
         *HEADS,
@@ -58,8 +55,8 @@ MINIMAX_M2: Final = Family(
     prefixes=("model",),
     fused=(
         FusedArray(f"{LAYER}.mlp.e_score_correction_bias", (_BALANCE,)),
-        FusedArray(f"{LAYER}.mlp.gate.weight", (_ROUTER,)),
-        *build_fused_experts(_MODULE, _NAMES, within="mlp"),
+        FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)),
+        *FUSED,
     ),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
     aliases={"num_experts": "num_local_experts"},

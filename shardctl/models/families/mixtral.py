@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from shardctl.models.family import FamilyFacts
 
 _NAMES: Final = ("w1", "w3", "w2")
-_MODULE: Final = "block_sparse_moe"
-_ROUTER: Final = f"{LAYER}.{_MODULE}.gate.weight"
-_MOE: Final = (Row(_ROUTER, "experts hidden"), *build_expert_rows(_MODULE, _NAMES))
-_FUSED: Final = build_fused_experts(_MODULE, _NAMES, within="mlp")
+MODULE: Final = "block_sparse_moe"
+ROUTER: Final = f"{LAYER}.{MODULE}.gate.weight"
+MOE: Final = (Row(ROUTER, "experts hidden"), *build_expert_rows(MODULE, _NAMES))
+FUSED: Final = build_fused_experts(MODULE, _NAMES, within="mlp")
 
 
 def _add_expert_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
@@ -54,11 +54,11 @@ def _build_phimoe_facts(config: ModelConfig) -> FamilyFacts:
 
 MIXTRAL: Final = Family(
     name="mixtral",
-    rows=(*EMBEDDING, *QKVO, *_MOE, *NORMS, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *MOE, *NORMS, *LAST_NORM, *HEADS),
     facts=_build_mixtral_facts,
     classes=build_decoder_classes("Mixtral"),
     prefixes=("model",),
-    fused=(FusedArray(f"{LAYER}.mlp.gate.weight", (_ROUTER,)), *_FUSED),
+    fused=(FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)), *FUSED),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
     aliases={"num_experts": "num_local_experts"},
     assumed={**assume_sizes(32000, 4096, 14336, 32, 32), "num_local_experts": 8},
@@ -68,7 +68,7 @@ PHIMOE: Final = Family(
     rows=(
         *EMBEDDING,
         *QKVO,
-        *_MOE,
+        *MOE,
         *BIASED_NORMS,
         *BIASED_LAST_NORM,
         *HEADS,
@@ -82,7 +82,7 @@ PHIMOE: Final = Family(
     },
     prefixes=("model",),
     renamed={"PhiMoEForCausalLM": "PhimoeForCausalLM"},
-    fused=(FusedArray(f"{LAYER}.mlp.router.weight", (_ROUTER,)), *_FUSED),
+    fused=(FusedArray(f"{LAYER}.mlp.router.weight", (ROUTER,)), *FUSED),
     traits=LayerTraits(
         activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2, narrow_experts=True
     ),

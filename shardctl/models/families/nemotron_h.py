@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError
 from shardctl.models.config import ModelConfig
 from shardctl.models.decoder import build_decoder_facts
-from shardctl.models.experts import add_expert_facts, build_predicting_rows
+from shardctl.models.experts import add_expert_facts, build_predicting_ends, build_predicting_rows
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
@@ -58,12 +58,10 @@ def _build_next_rows() -> tuple[Row, ...]:
     """The layers that predict: each of one kind, the first joins two streams, and the last has a norm of its own."""
     first, last, layer = "mtp.layers.{next_first}", "mtp.layers.{next_last}", "mtp.layers.%s"
     return (
-        Row(f"{first}.enorm.weight", "hidden", on="last", optional=True),
-        Row(f"{first}.hnorm.weight", "hidden", on="last", optional=True),
-        Row(f"{first}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
+        *build_predicting_ends(first, {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden"}),
         *build_predicting_rows((_NORM, *_ATTENTION), layer % "{next_attention}", "attention"),
         *build_predicting_rows((_NORM, *_MOE), layer % "{next_moe}", "moe shared"),
-        Row(f"{last}.final_layernorm.weight", "hidden", on="last", optional=True),
+        *build_predicting_ends(last, {"final_layernorm": "hidden"}),
     )
 
 

@@ -19,9 +19,9 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_condition, build_expert_rows, build_fused_experts
+from shardctl.models.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts
 from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER, add_delta_facts, build_mtp_rows
-from shardctl.models.families.qwen_moe import ROUTER, SHARED, add_qwen_experts
+from shardctl.models.families.qwen_moe import SHARED, add_qwen_experts
 from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
 from shardctl.models.family import Family, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
@@ -43,7 +43,7 @@ _LINEAR: Final = (
     Row(f"{LAYER}.linear_attn.in_proj_a.weight", "value_heads hidden"),
 )
 _MLP: Final = tuple(row for row in GATED if not row.when)
-_MOE: Final = (*ROUTER, *build_expert_rows(), *SHARED)
+_MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
 _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms32")
 
 

@@ -20,7 +20,7 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_condition, build_fused_experts, build_predicting_rows
+from shardctl.models.experts import add_condition, build_fused_experts, build_predicting_ends, build_predicting_rows
 from shardctl.models.families.qwen_moe import QWEN_MOE, add_qwen_experts
 from shardctl.models.family import Family, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
@@ -60,11 +60,11 @@ def build_mtp_rows(layer: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
     The state dict of transformers leaves them out.
     """
     return (
-        Row("mtp.fc.weight", "hidden hidden+hidden", on="last", optional=True),
+        *build_predicting_ends("mtp", {"fc": "hidden hidden+hidden"}),
         *build_predicting_rows(layer, MTP_LAYER, conditions),
-        Row("mtp.norm.weight", "hidden", on="last", optional=True),
-        Row("mtp.pre_fc_norm_embedding.weight", "hidden", on="last", optional=True),
-        Row("mtp.pre_fc_norm_hidden.weight", "hidden", on="last", optional=True),
+        *build_predicting_ends(
+            "mtp", {"norm": "hidden", "pre_fc_norm_embedding": "hidden", "pre_fc_norm_hidden": "hidden"}
+        ),
     )
 
 

@@ -20,9 +20,9 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import DENSE
+from shardctl.models.experts import DENSE, ROUTER
 from shardctl.models.families.qwen import QWEN3
-from shardctl.models.families.qwen_moe import QWEN3_MOE, ROUTER, add_qwen_experts
+from shardctl.models.families.qwen_moe import QWEN3_MOE, add_qwen_experts
 from shardctl.models.families.vision_towers import DEEPSTACK_EYES, build_qwen3_vision_facts
 from shardctl.models.family import FusedArray, Row
 from shardctl.models.layer_traits import LayerTraits
@@ -50,7 +50,7 @@ _TEXT: Final = replace(QWEN3, name="qwen3_vl_text", traits=_TRAITS)
 _MOE_TEXT: Final = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe_text",
-    rows=(*EMBEDDING, *QKVO, *HEAD_NORMS, *DENSE, *_EXPERTS, *ROUTER, *NORMS, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *HEAD_NORMS, *DENSE, *_EXPERTS, ROUTER, *NORMS, *LAST_NORM, *HEADS),
     facts=_build_moe_facts,
     fused=tuple(FusedArray(name, (name,), transposed=True) for name in (_GATE_UP, _DOWN)),
     traits=replace(_TRAITS, experts_per_token=4, narrow_experts=True),

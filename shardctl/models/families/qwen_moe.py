@@ -21,6 +21,7 @@ from shardctl.models.decoder import (
 )
 from shardctl.models.experts import (
     DENSE,
+    ROUTER,
     add_expert_facts,
     build_expert_rows,
     build_fused_experts,
@@ -36,12 +37,11 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-ROUTER: Final = (Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe"),)
 SHARED: Final = (
     *build_shared_expert_rows("mlp.shared_expert"),
     Row(f"{LAYER}.mlp.shared_expert_gate.weight", "1 hidden", when="moe shared"),
 )
-QWEN_MOE: Final = (*DENSE, *ROUTER, *build_expert_rows(), *SHARED)
+QWEN_MOE: Final = (*DENSE, ROUTER, *build_expert_rows(), *SHARED)
 """The MLP of a layer: dense, or of routed experts and perhaps a shared one, which a gate weighs."""
 _OLMOE_NORMS: Final = (
     Row(f"{LAYER}.self_attn.q_norm.weight", "q_norm"),
@@ -107,7 +107,7 @@ QWEN3_MOE: Final = Family(
         *HEAD_NORMS,
         *DENSE,
         *build_expert_rows(),
-        *ROUTER,
+        ROUTER,
         *NORMS,
         *LAST_NORM,
         *HEADS,
@@ -128,7 +128,7 @@ QWEN3_MOE: Final = Family(
 )
 OLMOE: Final = Family(
     name="olmoe",
-    rows=(*EMBEDDING, *QKVO, *_OLMOE_NORMS, *ROUTER, *build_expert_rows(), *NORMS, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *_OLMOE_NORMS, ROUTER, *build_expert_rows(), *NORMS, *LAST_NORM, *HEADS),
     facts=_build_olmoe_facts,
     classes={"OlmoeForCausalLM": ModelClass("model", "lm"), "OlmoeModel": ModelClass()},
     prefixes=("model",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, build_encoder_facts
 from shardctl.models.family import Family, ModelClass, Row
 
@@ -55,13 +56,7 @@ ROBERTA: Final = Family(
     classes=_build_classes("Roberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
-    assumed={
-        "num_attention_heads": 12,
-        "vocab_size": 50265,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-    },
+    assumed=assume_sizes(50265, 768, 3072, 12, 12),
 )
 XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
@@ -70,11 +65,5 @@ XLM_ROBERTA: Final = Family(
     classes=_build_classes("XLMRoberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
-    assumed={
-        "num_attention_heads": 12,
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-    },
+    assumed=assume_sizes(30522, 768, 3072, 12, 12),
 )

@@ -18,7 +18,9 @@ from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
     IN,
+    MATRIX,
     OUT,
+    PAIRS,
     PER_ROW,
     PER_TENSOR,
     SCALE,
@@ -31,6 +33,7 @@ from shardctl.models.quantisation.storage import (
     ScaledFloats,
     ScaledIntegers,
     WeightStorage,
+    build_block_form,
     build_packed_dim,
 )
 
@@ -50,7 +53,7 @@ _ACTIVATIONS: Final = tuple(
     for what, kinds in (("scale", SCALE), ("zero_point", _ZEROS), ("global_scale", SCALE))
 )
 """What static quantisation of activations needs; the config decides it together with the calibration."""
-_WHOLE: Final = QuantisedArray("weight", (), ((AlongDim(OUT), AlongDim(IN)),))
+_WHOLE: Final = QuantisedArray("weight", (), (MATRIX,))
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,11 @@ class _GroupWeights:
         if self.strategy == "channel":
             return PER_ROW
         if self.strategy in ("group", "tensor_group") and self.group:
-            return ((AlongDim(OUT), AlongDim(IN, self.group)),)
+            return (build_block_form(1, self.group),)
         block = parse_block_size(self.config, "block_structure") if self.strategy == "block" else None
         if block is None:
             raise UnsupportedError(f"compressed-tensors weights by {self.strategy!r} are not known")
-        return ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
+        return (build_block_form(*block),)
 
     def zeros(self) -> tuple[QuantisedArray, ...]:
         """Return the zero points of an asymmetric format."""
@@ -122,7 +125,7 @@ class _GroupWeights:
             arrays = (codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS)
             return WeightStorage(arrays, uncut, decoder=self._build_decoder(codes, scale))
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-            codes = QuantisedArray("weight_packed", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
+            codes = QuantisedArray("weight_packed", ("U8",), (PAIRS,))
             whole = QuantisedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
             pairs = None if self.zeros() else PackedFloats(codes, scale, whole, divided=True, rounded="BF16")
             return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS), decoder=pairs)
@@ -134,7 +137,7 @@ class _GroupWeights:
         }.get(self.form)
         if kinds is None:
             raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
-        codes = QuantisedArray("weight", kinds, ((AlongDim(OUT), AlongDim(IN)),))
+        codes = QuantisedArray("weight", kinds, (MATRIX,))
         decoder = self._build_decoder(codes, scale)
         return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut, decoder=decoder)
 

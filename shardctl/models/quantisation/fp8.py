@@ -17,29 +17,29 @@ from shardctl.models.quantisation.modelopt import build_modelopt_storage
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FP8,
-    IN,
-    OUT,
+    MATRIX,
+    PAIRS,
     PER_ROW,
     PER_TENSOR,
     SCALE,
-    AlongDim,
     PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
     ScaledFloats,
     WeightStorage,
+    build_block_form,
 )
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.quantisation.storage import Names
 
-_CODES: Final = QuantisedArray("weight", FP8, ((AlongDim(OUT), AlongDim(IN)),))
+_CODES: Final = QuantisedArray("weight", FP8, (MATRIX,))
 _INPUT: Final = QuantisedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
 _EXPONENTS: Final = ("F8_E8M0", *SCALE)
-_FP4_CODES: Final = QuantisedArray("weight", ("I8", "U8"), ((AlongDim(OUT), AlongDim(IN, 2)),))
-_FP4_SCALE: Final = QuantisedArray("scale weight_scale", _EXPONENTS, ((AlongDim(OUT), AlongDim(IN, 32)),))
+_FP4_CODES: Final = QuantisedArray("weight", ("I8", "U8"), (PAIRS,))
+_FP4_SCALE: Final = QuantisedArray("scale weight_scale", _EXPONENTS, (build_block_form(1, 32),))
 _FP4: Final = WeightStorage((_FP4_CODES, _FP4_SCALE), decoder=PackedFloats(_FP4_CODES, _FP4_SCALE))
 _PREDICTING: Final = "mtp."
 """How the names of layers begin that predict further tokens, which ModelOpt leaves as they are."""
@@ -58,7 +58,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         scale = QuantisedArray(
             "scale weight_scale_inv weight_scale" if experts else "weight_scale_inv weight_scale scale",
             _EXPONENTS if experts else SCALE,
-            ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),),
+            (build_block_form(*block),),
         )
     storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
     routed = _FP4 if experts == "fp4" else storage

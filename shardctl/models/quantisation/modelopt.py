@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.module_list import find_module_list, list_enclosing_modules, match_wildcards
+from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
     IN,
+    MATRIX,
     OUT,
+    PAIRS,
     PER_ROW,
     PER_TENSOR,
     SCALE,
@@ -29,6 +32,7 @@ from shardctl.models.quantisation.storage import (
     ScaledFloats,
     ScaledIntegers,
     WeightStorage,
+    build_block_form,
 )
 
 if TYPE_CHECKING:
@@ -37,12 +41,11 @@ if TYPE_CHECKING:
     from shardctl.models.quantisation.storage import Names, WeightDecoder
 
 _MIXED: Final = "MIXED_PRECISION"
-_MATRIX: Final = (AlongDim(OUT), AlongDim(IN))
-_FP8_CODES: Final = QuantisedArray("weight", FP8, (_MATRIX,))
-_INT8_CODES: Final = QuantisedArray("weight", ("I8",), (_MATRIX,))
+_FP8_CODES: Final = QuantisedArray("weight", FP8, (MATRIX,))
+_INT8_CODES: Final = QuantisedArray("weight", ("I8",), (MATRIX,))
 _INT4_CODES: Final = QuantisedArray("weight", ("U8",), ((AlongDim(OUT, 2), AlongDim(IN)),))
 """Two outputs a byte, the first in the lower half, each in two's complement (`pack_int4_in_uint8`)."""
-_FP4_CODES: Final = QuantisedArray("weight", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
+_FP4_CODES: Final = QuantisedArray("weight", ("U8",), (PAIRS,))
 """Two inputs a byte, the first in the lower half (torch/quantization/qtensor/nvfp4_tensor.py)."""
 _WHOLE: Final = QuantisedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1])
 _INPUT: Final = QuantisedArray("input_scale", FLOAT, PER_TENSOR[::-1], optional=True)
@@ -94,12 +97,12 @@ def _scale_rows(_group: int) -> QuantisedArray:
 
 def _scale_blocks(block: int) -> QuantisedArray:
     """Scales of square blocks, which ModelOpt keeps as it computes them: each dim of blocks with a dim of 1."""
-    rows, columns = AlongDim(OUT, block), AlongDim(IN, block)
+    rows, columns = build_block_form(block, block)
     return QuantisedArray("weight_scale weight_scale_inv", FLOAT, ((rows, 1, columns, 1), (rows, columns)))
 
 
 def _scale_groups(*dtypes: str) -> Callable[[int], QuantisedArray]:
-    return lambda group: QuantisedArray("weight_scale", dtypes, ((AlongDim(OUT), AlongDim(IN, group)),))
+    return lambda group: QuantisedArray("weight_scale", dtypes, (build_block_form(1, group),))
 
 
 _NVFP4: Final = _NumberFormat(_FP4_CODES, _scale_groups("F8_E4M3", *SCALE), (_WHOLE, _INPUT), 16)
@@ -161,7 +164,7 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantisationScheme:
     if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
         raise SourceError(
             f"{config.file} says {_MIXED}, and no table quantized_layers says which module has which precision",
-            hint=f"older checkpoints have it in hf_quant_config.json, which must be beside {config.file}",
+            hint=f"older checkpoints have it in {SIDECAR}, which must be beside {config.file}",
         )
     storages: dict[str, WeightStorage] = {}
     known: dict[str, WeightStorage | None] = {}

@@ -16,12 +16,11 @@ from shardctl.models.quantisation.module_list import find_module_list, match_exa
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
-    IN,
-    OUT,
+    MATRIX,
+    PAIRS,
     PER_ROW,
     PER_TENSOR,
     SCALE,
-    AlongDim,
     Form,
     PackedFloats,
     QuantisationMethod,
@@ -29,6 +28,7 @@ from shardctl.models.quantisation.storage import (
     QuantisedArray,
     ScaledFloats,
     WeightStorage,
+    build_block_form,
 )
 
 if TYPE_CHECKING:
@@ -87,17 +87,16 @@ def _build_storage(said: object, config: ModelConfig) -> WeightStorage | None:
     kind, scheme = settings.text("dtype", ""), settings.text("qscheme", "")
     group = settings.size("group_size", _GROUP) if scheme == "per_group" else 0
     exponents = scheme == "per_group" and settings.text("scale_format", "e8m0") == "e8m0"
-    whole = (AlongDim(OUT), AlongDim(IN))
     if kind == "fp4" and exponents:
-        codes = QuantisedArray("weight", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
-        scale = QuantisedArray("weight_scale", _EXPONENTS, ((AlongDim(OUT), AlongDim(IN, group)),))
+        codes = QuantisedArray("weight", ("U8",), (PAIRS,))
+        scale = QuantisedArray("weight_scale", _EXPONENTS, (build_block_form(1, group),))
         return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=PackedFloats(codes, scale))
     if kind == "fp8_e4m3" and (exponents or scheme in _SCALES or scheme == "per_block"):
-        codes = QuantisedArray("weight", FP8, (whole,))
+        codes = QuantisedArray("weight", FP8, (MATRIX,))
         scale = QuantisedArray("weight_scale", _EXPONENTS if exponents else SCALE, _list_scale_forms(settings))
         return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=ScaledFloats(codes, scale))
     if kind == "int8" and scheme in _SCALES:
-        codes = QuantisedArray("weight", ("I8",), (whole,))
+        codes = QuantisedArray("weight", ("I8",), (MATRIX,))
         zeros = QuantisedArray("weight_zero_point", _ZEROS, _SCALES[scheme], optional=True)
         return WeightStorage((codes, QuantisedArray("weight_scale", FLOAT, _SCALES[scheme]), zeros, *_ACTIVATIONS))
     raise UnsupportedError(f"Quark's {kind or 'weights without dtype'} {scheme.replace('_', ' ')} is not known")
@@ -111,11 +110,11 @@ def _list_scale_forms(settings: ModelConfig) -> tuple[Form, ...]:
     if scheme in _SCALES:
         return _SCALES[scheme]
     if scheme == "per_group":
-        return ((AlongDim(OUT), AlongDim(IN, settings.size("group_size", _GROUP))),)
+        return (build_block_form(1, settings.size("group_size", _GROUP)),)
     block = parse_block_size(settings, "block_size")
     if block is None:
         raise SourceError(f"{settings.file} has weights per_block, and no block_size")
-    return ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
+    return (build_block_form(*block),)
 
 
 QUARK: Final = QuantisationMethod(("quark",), _parse_scheme)

@@ -10,7 +10,8 @@ from shardctl.models.config import ModelConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SIDECAR: Final = "hf_quant_config.json"
+SIDECAR: Final = "hf_quant_config.json"
+"""Where ModelOpt up to 0.33 says how weights are quantised."""
 _KEYS: Final = ("quantization_config", "compression_config")
 
 
@@ -35,7 +36,7 @@ def _open_settings(settings: Mapping[str, Any]) -> ModelConfig:
     inner = settings.get("quantization")
     if not isinstance(inner, dict):
         return ModelConfig(settings)
-    return ModelConfig({"quant_method": "modelopt", **inner}, _SIDECAR)
+    return ModelConfig({"quant_method": "modelopt", **inner}, SIDECAR)
 
 
 def name_method(settings: ModelConfig) -> str:
@@ -58,7 +59,7 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
     inner = sidecar.get("quantization")
     if not isinstance(inner, dict):
         raise SourceError(
-            f"{_SIDECAR} has no table 'quantization'", hint=f"remove {_SIDECAR} if nothing wrote it for this model"
+            f"{SIDECAR} has no table 'quantization'", hint=f"remove {SIDECAR} if nothing wrote it for this model"
         )
     own = find_quantisation_config(config)
     if own is None:
@@ -67,7 +68,7 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
     if said is not None and said == there:
         missing = {key: value for key, value in inner.items() if key not in own.values}
         return {**config, _KEYS[0]: {**own.values, **missing}}, ()
-    words = f"config.json says {said or name_method(own)}, and {_SIDECAR} {there}"
+    words = f"config.json says {said or name_method(own)}, and {SIDECAR} {there}"
     return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
 
 

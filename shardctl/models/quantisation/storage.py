@@ -68,6 +68,21 @@ class OpenDim:
 
 Form = tuple["AlongDim | OpenDim | int", ...]
 """The dims of an array: one that follows the weight, one that no config tells, or a fixed extent."""
+
+
+def build_block_form(outputs: int, inputs: int) -> Form:
+    """Build the form of what blocks of a weight share, such as their scales; a block of one element is the weight's.
+
+    >>> build_block_form(1, 32)
+    (AlongDim(dim=0, block=1, stored=1), AlongDim(dim=1, block=32, stored=1))
+    """
+    return AlongDim(OUT, outputs), AlongDim(IN, inputs)
+
+
+MATRIX: Final = build_block_form(1, 1)
+"""The form of the weight itself."""
+PAIRS: Final = build_block_form(1, 2)
+"""That of codes of four bits, two of neighbouring inputs to a byte."""
 PER_TENSOR: Final[tuple[Form, ...]] = ((1,), ())
 PER_ROW: Final[tuple[Form, ...]] = ((AlongDim(OUT), 1), (AlongDim(OUT),))
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.binding import find_canonical_name
+from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.models.quantisation.storage import FP8
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def check_unexplained_codes(model: Model, stored: Manifest) -> tuple[str, ...]:
         return (f"config.json does not say how {found} came to be {kinds}: they are taken for plain numbers",)
     raise UnsupportedError(
         f"{codes[0].name} is {codes[0].dtype}, but config.json does not say how weights are quantised",
-        hint="ModelOpt up to 0.33 says it in hf_quant_config.json, which must be beside config.json; "
+        hint=f"ModelOpt up to 0.33 says it in {SIDECAR}, which must be beside config.json; "
         "of others, the quantised model's own config is needed (--config PATH)",
     )
 
