@@ -13,11 +13,12 @@ from shardctl.options import (
     SourceOptions,
     VerifyOptions,
 )
+from shardctl.planning.plan_result import PlanResult
 from shardctl.verbs.diff import DiffResult, diff
 from shardctl.verbs.digest import DigestResult, digest
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.verbs.inspect import InspectResult, inspect
-from shardctl.verbs.plan import PlanResult, plan
+from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import ReshardResult, reshard
 from shardctl.verbs.verify import VerifyResult, verify
 from shardctl.workers import ExecutionOptions

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
     from shardctl.estimate.term import MemoryTerm
     from shardctl.mesh import Mesh
-    from shardctl.verbs.plan import PlanResult
+    from shardctl.planning.plan_result import PlanResult
 
 _TEMPLATE: Final = "plan_page.html.jinja"
 _COLOURS: Final[dict[Category, str]] = {

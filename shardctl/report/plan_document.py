@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.term import MemoryTerm, Tier
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.mesh_search import MeshExploration
-    from shardctl.verbs.plan import PlanResult
+    from shardctl.planning.plan_result import PlanResult
 
 
 def build_plan_document(result: PlanResult) -> Document:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.planning.forecast import WorkloadEstimate
-    from shardctl.verbs.plan import PlanResult, RankPlan, StagePlan
+    from shardctl.planning.plan_result import PlanResult, RankPlan, StagePlan
 
 Detail = Literal["summary", "stage", "rank", "tensor"]
 

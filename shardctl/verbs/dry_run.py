@@ -11,14 +11,14 @@ from shardctl.conversion.preparing import open_conversion
 from shardctl.errors import AccessError
 from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, ReshardOptions
+from shardctl.planning.plan_result import describe_conversion
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.free_space import find_existing_parent
-from shardctl.verbs.plan import describe_conversion
 
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.options import SourceOptions
-    from shardctl.verbs.plan import PlanResult
+    from shardctl.planning.plan_result import PlanResult
 
 
 def rehearse_reshard(

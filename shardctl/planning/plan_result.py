@@ -1,0 +1,270 @@
+"""Holds what a plan says: what each rank and stage has and needs, and what the conversion costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.amounts import format_memory_size
+from shardctl.conversion.conversion_plan import choose_layout, choose_stages, filter_tensors
+from shardctl.estimate.search import WeightTotals
+from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
+from shardctl.mesh import Mesh
+from shardctl.planning.advice import PlanAdvice, advise_plan
+from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
+from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
+from shardctl.storage.free_space import find_existing_parent, measure_free_space
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.inventory import TensorInventory
+    from shardctl.options import PlanOptions, ReshardOptions
+    from shardctl.planning.mesh_search import MeshExploration
+
+
+_HEADERS: Final = 1 << 20
+"""Bytes of headers that a rank's files may have without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank holds; exact, from headers."""
+
+    rank: int
+    label: str
+    """Its place in words, such as ``pp0 tp1``."""
+    coordinate: Mapping[str, int]
+    replicas: int
+    """How many ranks hold just this: all that agree on every axis but dp and cp."""
+    tensors: int
+    weight_bytes: int
+    """Bytes of its parts of the weights, ties counted once."""
+    file_bytes: int
+    """Bytes of the files that this rank writes, headers and both names of ties included; 0 if none are written."""
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What one pipeline stage holds."""
+
+    stage: int
+    first_layer: int
+    layers: int
+    weight_bytes: int
+    """Bytes over all its ranks without replicas of dp and cp."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionCost:
+    """What moving the bytes will cost."""
+
+    read_bytes: int
+    write_bytes: int
+    files: int
+    peak_memory_bytes: int
+    """Host memory that the conversion will not exceed."""
+    threads: int
+    block_bytes: int
+    free_bytes: int | None
+    """Free space where the result would go; None if the file system does not know."""
+    possible: bool = True
+    """Whether the limit on host memory can hold it; if not, the numbers are those of the least that can."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """What `plan` says."""
+
+    path: str
+    layout: str
+    architecture: str
+    parameters: int
+    weight_bytes: int
+    """Of the checkpoint, each element once, in the types that will be written."""
+    weight_types: tuple[str, ...]
+    """The types that have a hundredth of these bytes at least, the most first."""
+    mesh: Mesh
+    stages: tuple[StagePlan, ...]
+    ranks: tuple[RankPlan, ...]
+    """The first of each group of ranks that hold the same."""
+    replication: float
+    """Bytes held by the distinct ranks together, over `weight_bytes`."""
+    forecast: WorkloadEstimate
+    """What the ranks need, in the order of `ranks`."""
+    explored: MeshExploration | None
+    """The meshes that were compared, if that was asked for."""
+    counsel: PlanAdvice
+    """What would have to change, if it does not fit."""
+    conversion: ConversionCost | None
+    """None where there is nothing to convert: a model of which there is only a config."""
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the answer is yes: devices and host can hold it, as far as limits were given."""
+        if self.explored is not None and not self.explored.found.ranked:
+            return False
+        return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
+
+
+def describe_conversion(
+    path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None, *, impossible: str = ""
+) -> PlanResult:
+    """Return a worked-out conversion, as numbers.
+
+    `near` is where free space is looked up. Without a purpose no forecast.
+
+    `impossible` says why the limit on host memory cannot hold it, if so.
+    """
+    about = build_estimated_model(work.checkpoint, work.reshard_options)
+    stages = work.stages or (about.inventory.layers,)
+    conversion = ConversionCost(
+        read_bytes=work.plan.read_bytes,
+        write_bytes=work.write_bytes,
+        files=len(work.plan.want.files) + len(work.carried) + 1,
+        peak_memory_bytes=work.budget.projected,
+        threads=work.budget.threads,
+        block_bytes=work.budget.block,
+        free_bytes=measure_free_space(find_existing_parent(near)),
+        possible=not impossible,
+    )
+    found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)
+    besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""
+    return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible, besides])))
+
+
+def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:
+    """Note what another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
+    if work.plan.want.dialect is None:
+        return ""
+    most = max(ranks, key=lambda rank: rank.file_bytes - rank.weight_bytes)
+    more = most.file_bytes - most.weight_bytes
+    if more <= max(_HEADERS, most.weight_bytes // 100):
+        return ""
+    return (
+        f"rank {most.rank} of layout {work.layout} holds {format_memory_size(more)} more than its part of the weights, "
+        "as copies or padding, which the estimate does not count"
+    )
+
+
+def describe_unstored_model(
+    path: str,
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    plan_options: PlanOptions,
+    about: EstimatedModel,
+) -> PlanResult:
+    """Plan a model that is not stored so: there is only a config, or it would have to be quantised, or not.
+
+    `about` is that model.
+    """
+    choose_layout(reshard_options)
+    mesh = reshard_options.mesh or Mesh.of()
+    model = checkpoint.require_model("a plan")
+    stages = choose_stages(model, filter_tensors(checkpoint.manifest, reshard_options), mesh, reshard_options.stages)
+    if reshard_options.stages is None and (about.dequantised or about.quantised is not None):
+        stages = WeightTotals(about.inventory).stages(mesh)
+    return _build_result(path, checkpoint, about, mesh, stages, plan_options, None, None)
+
+
+def _build_result(
+    path: str,
+    checkpoint: OpenedCheckpoint,
+    about: EstimatedModel,
+    mesh: Mesh,
+    stages: tuple[int, ...],
+    plan_options: PlanOptions | None,
+    work: PlannedConversion | None,
+    conversion: ConversionCost | None,
+) -> PlanResult:
+    forecast = estimate_workload(about, mesh, stages, plan_options)
+    counted: dict[int, tuple[int, int]] = {}
+    for rank in forecast.estimate.ranks:  # many share one tuple of parts
+        if id(rank.holding.parts) not in counted:
+            held = rank.holding
+            counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
+    files = _RankFiles(work)
+    ranks = tuple(
+        _build_rank_plan(rank.holding, files.sizes(rank.holding.rank), *counted[id(rank.holding.parts)])
+        for rank in forecast.estimate.ranks
+    )
+    weights = about.inventory.nbytes
+    return PlanResult(
+        path=path,
+        layout=work.layout if work is not None else "",
+        architecture=checkpoint.model.architecture if checkpoint.model else "",
+        parameters=about.parameters,
+        weight_bytes=weights,
+        weight_types=_list_weight_types(about.inventory),
+        mesh=mesh,
+        stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
+        ranks=ranks,
+        replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
+        forecast=forecast,
+        explored=None,
+        counsel=advise_plan(about, mesh, forecast),
+        conversion=conversion,
+        warnings=checkpoint.manifest.warnings,
+    )
+
+
+def _list_weight_types(inventory: TensorInventory) -> tuple[str, ...]:
+    sizes: Counter[str] = Counter()
+    for kind in inventory.kinds:
+        sizes[kind.dtype.name] += kind.count * kind.dtype.nbytes(kind.shape)
+    return tuple(name for name, size in sizes.most_common() if size * 100 >= sizes.total())
+
+
+class _RankFiles:
+    """Finds the files of weights of each rank by how their names begin, among as many files as there are ranks."""
+
+    def __init__(self, work: PlannedConversion | None) -> None:
+        self._work = work
+        files = work.plan.want.files if work is not None else {}
+        self._sizes = {path: file.size for path, file in files.items() if path.endswith(WEIGHT_SUFFIXES)}
+        self._turns = {path: turn for turn, path in enumerate(self._sizes)}
+        self._sorted = sorted(self._sizes)
+        self._known: dict[str, dict[str, int]] = {}
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """The bytes of each file of a rank, in the order in which they are written."""
+        if self._work is None:
+            return {}
+        prefix = self._work.prefix(rank)
+        if prefix not in self._known:
+            begin = end = bisect_left(self._sorted, prefix)
+            while end < len(self._sorted) and self._sorted[end].startswith(prefix):
+                end += 1
+            found = sorted(self._sorted[begin:end], key=self._turns.__getitem__)
+            self._known[prefix] = {path: self._sizes[path] for path in found}
+        return self._known[prefix]
+
+
+def _build_rank_plan(holding: RankHolding, sizes: dict[str, int], tensors: int, nbytes: int) -> RankPlan:
+    return RankPlan(
+        rank=holding.rank,
+        label=holding.label,
+        coordinate=holding.coordinate,
+        replicas=holding.ranks,
+        tensors=tensors,
+        weight_bytes=nbytes,
+        file_bytes=sum(sizes.values()),
+        files=tuple(sizes),
+    )
+
+
+def _build_stage_plans(stages: Sequence[int], ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
+    rows, first = [], 0
+    for stage, layers in enumerate(stages):
+        nbytes = sum(rank.weight_bytes for rank in ranks if rank.coordinate["pp"] == stage)
+        rows.append(StagePlan(stage, first, layers, nbytes))
+        first += layers
+    return tuple(rows)
