@@ -16,10 +16,12 @@ from shardctl.options import (
 from shardctl.planning.plan_result import PlanResult
 from shardctl.verbs.diff import DiffResult, diff
 from shardctl.verbs.digest import DigestResult, digest
+from shardctl.verbs.find_newest import NewestCheckpoint, find_newest
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.verbs.inspect import InspectResult, inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import ReshardResult, reshard
+from shardctl.verbs.reshard_each import ReshardEachResult, reshard_each
 from shardctl.verbs.verify import VerifyResult, verify
 from shardctl.workers import ExecutionOptions
 
@@ -33,8 +35,10 @@ __all__ = [
     "InspectOptions",
     "InspectResult",
     "Mesh",
+    "NewestCheckpoint",
     "PlanOptions",
     "PlanResult",
+    "ReshardEachResult",
     "ReshardOptions",
     "ReshardResult",
     "ShardctlError",
@@ -45,11 +49,13 @@ __all__ = [
     "contribute",
     "diff",
     "digest",
+    "find_newest",
     "finish",
     "inspect",
     "lens",
     "load",
     "plan",
     "reshard",
+    "reshard_each",
     "verify",
 ]

@@ -44,6 +44,11 @@ def reshard(
         bool, CommandOption(HelpPanel.GENERAL, "Check everything and print the plan, but write nothing.")
     ] = False,
     destination_options: DestinationOptions,
+    each: Annotated[
+        bool,
+        CommandOption(HelpPanel.GENERAL, "Convert every checkpoint that the pattern SRC matches, into DST/<its name>."),
+    ] = False,
+    fail_fast: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Let --each end at the first failure.")] = False,
     json: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print JSON lines: progress, then the result.")] = False,
     conversion: ReshardOptions,
     engine: Annotated[
@@ -59,7 +64,7 @@ def reshard(
         ),
     ] = None,
     source_options: SourceOptions,
-) -> None:
+) -> int:
     """Convert a checkpoint to another layout in a new directory. Resumes an interrupted run."""
     file = _read_followed_plan(context, plan) if plan is not None else None
     if file is not None:
@@ -73,13 +78,22 @@ def reshard(
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help lists the arguments")
     crew = _parse_worker(worker)
+    if fail_fast and not each:
+        raise UsageError("--fail-fast is for several checkpoints", hint="add --each, or leave it out")
+    if each:
+        if file is not None or crew is not None or engine == "ray" or dry_run:
+            raise UsageError(
+                "--each is for conversions that one process does, without a plan file",
+                hint="leave --plan, --worker, --engine ray and --dry-run out",
+            )
+        return _convert_each(src, dst, conversion, source_options, destination_options, fail_fast=fail_fast, json=json)
     if crew is not None and engine == "ray":
         raise UsageError(
             "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
         )
     if dry_run:
         _rehearse_conversion(src, dst, conversion, source_options, destination_options, file, json=json)
-        return
+        return 0
     if engine == "ray":
         verb, document, view = _build_ray_way()
     else:
@@ -106,6 +120,47 @@ def reshard(
             streams.print_record(document(done, seconds))
         else:
             streams.print_view(view(done, seconds))
+    return 0
+
+
+def _convert_each(
+    pattern: str,
+    dst: str,
+    conversion: ReshardOptions,
+    source_options: SourceOptions,
+    destination_options: DestinationOptions,
+    *,
+    fail_fast: bool,
+    json: bool,
+) -> int:
+    from shardctl.cli.progress import watch_progress
+    from shardctl.report.several import build_each_document, build_outcome_document, render_each, render_outcome
+    from shardctl.verbs.reshard_each import EachOutcome
+    from shardctl.verbs.reshard_each import reshard_each as verb
+
+    def tell(outcome: EachOutcome) -> None:
+        streams.print_warnings(outcome.result.warnings if outcome.result is not None else ())
+        if json:
+            streams.print_record(build_outcome_document(outcome))
+        else:
+            streams.print_view(render_outcome(outcome))
+
+    done = verb(
+        pattern,
+        dst,
+        conversion,
+        source_options=source_options,
+        destination_options=destination_options,
+        fail_fast=fail_fast,
+        watch=partial(watch_progress, "reshard", json=json),
+        tell=tell,
+    )
+    with raise_when_finished():
+        if json:
+            streams.print_record(build_each_document(done))
+        else:
+            streams.print_view(render_each(done))
+    return done.exit_code
 
 
 def _parse_worker(text: str | None) -> "WorkerId | None":

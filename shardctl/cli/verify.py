@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from shardctl.cli import arguments, streams
-from shardctl.options import VerifyOptions
+from shardctl.errors import UsageError
+from shardctl.options import SourceOptions, VerifyOptions
+from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
 
 EXAMPLES = """
@@ -18,6 +20,13 @@ Examples:
 def verify(
     src: arguments.Source,
     *,
+    newest_good: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "SRC is a run: print the name of its newest checkpoint that is whole, and exit with 3 if none is.",
+        ),
+    ] = False,
     verify_options: VerifyOptions,
     junit: Annotated[Path | None, arguments.declare_report("Write the result as JUnit XML.")] = None,
     summary: Annotated[Path | None, arguments.declare_report("Write the result as Markdown.")] = None,
@@ -26,6 +35,10 @@ def verify(
     source_options: arguments.StoredSource,
 ) -> int:
     """Check that a checkpoint is complete, equals its source, loads and computes. Exits with 3 if not."""
+    if newest_good:
+        if junit or summary:
+            raise UsageError("--newest-good has no report", hint="leave --junit and --summary out, or use --json")
+        return _find_newest(src, verify_options, source_options, threads, json=json)
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report import junit as junit_xml
@@ -47,3 +60,20 @@ def verify(
     if os.environ.get("GITHUB_ACTIONS"):
         streams.print_message(format_github_annotations(found))
     return 0 if found.ok else 3
+
+
+def _find_newest(
+    run: str, verify_options: VerifyOptions, source_options: SourceOptions, threads: int | None, *, json: bool
+) -> int:
+    from shardctl.cli.progress import watch_effort
+    from shardctl.report.several import build_newest_document
+    from shardctl.verbs.find_newest import find_newest as verb
+
+    with watch_effort("verify", threads) as work:
+        found = verb(run, verify_options, source_options=source_options, effort=work)
+    streams.print_warnings(f"{each.name} is passed over: {each.reasons[0]}" for each in found.passed)
+    if json:
+        streams.print_document(build_newest_document(found))
+    elif found.name:
+        streams.print_text(f"{found.name}\n")
+    return 0 if found.name else 3

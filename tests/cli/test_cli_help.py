@@ -79,6 +79,8 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--worker",
         "--engine",
         "--prove",
+        "--each",
+        "--fail-fast",
     }
     own = {
         "--detail",
