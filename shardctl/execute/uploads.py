@@ -2,7 +2,8 @@
 
 Objects have no names to exchange, so they get their final ones at once, and what makes a checkpoint of them comes last:
 
-1. The plan is noted before the first object, below `.shardctl/`, where no loader looks.
+1. The plan is noted before the first object, below `.shardctl/`, where no loader looks, and only where none is: of two
+   runs that begin at the same moment one is refused.
 2. An object is complete or absent: its parts become an object when the last one is there.
 3. A group is noted after its objects, with their ETags: a rerun keeps those that still have them.
 4. Objects with tensors come first, then index and side files, `config.json` next to last, `shardctl.json` last; before
@@ -99,7 +100,7 @@ class BucketUploads:
             earlier = None
         plan = earlier or {**wanted, "replaces": replaces}
         if earlier is None:
-            bucket.write(_PLAN, json.dumps(plan).encode())
+            _claim_place(bucket, plan)
         uploads = cls(bucket, plan, worker)
         if worker is not None and not resume:
             uploads.forget_worker(worker)
@@ -209,10 +210,7 @@ class BucketUploads:
 
     def _require_place(self) -> None:
         if noted_plan(self._bucket) != self._plan:
-            raise DestinationError(
-                f"{self._bucket.name} was taken by another run, which has finished or is still running",
-                hint="only one run may write to a destination: choose another prefix for this one",
-            )
+            raise _taken(self._bucket)
 
     def _at(self, path: str) -> str:
         """Return the key of a file of the result until it is published."""
@@ -288,6 +286,26 @@ def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> byt
     if plan is None or there is None or there.etag == (plan["replaces"] or {}).get("etag"):
         return None
     return bucket.read(RECORD)
+
+
+def _claim_place(bucket: CloudBucket, plan: Mapping[str, Any]) -> None:
+    """Note a plan; raises DestinationError if another run did so, or finished, since this one looked."""
+    if not bucket.create(_PLAN, json.dumps(plan).encode()):
+        if noted_plan(bucket) != plan:
+            raise _taken(bucket)
+        return
+    known = (plan["replaces"] or {}).get("files", {})
+    beside = [path for path in bucket.objects() if not path.startswith(STATE) and path not in plan["files"]]
+    if any(path not in known for path in beside):
+        bucket.delete([_PLAN])
+        raise _taken(bucket)
+
+
+def _taken(bucket: CloudBucket) -> DestinationError:
+    return DestinationError(
+        f"{bucket.name} was taken by another run, which has finished or is still running",
+        hint="only one run may write to a destination: choose another prefix for this one",
+    )
 
 
 def _require_own(bucket: CloudBucket, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

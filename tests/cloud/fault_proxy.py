@@ -1,6 +1,7 @@
 """A store as its network makes it: a proxy on loopback that passes requests on, or does to them what a test asks."""
 
 import http.client
+import sys
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ class FaultProxy:
         self.upstream = urllib.parse.urlsplit(upstream)
         self.fault = lambda method, path: None  # noqa: ARG005 - the names are the protocol
         self.requests = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -28,6 +29,13 @@ class FaultProxy:
     def close(self):
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *where):
+        """Print nothing about clients that were killed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*where)
 
 
 class _Handler(BaseHTTPRequestHandler):

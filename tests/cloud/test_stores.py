@@ -11,9 +11,11 @@ import pytest
 from cloud_models import llama, on_disk
 
 from shardctl.errors import ChangedError, DestinationError
+from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
+from shardctl.storage.cloud.settings import QUICK
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -118,3 +120,62 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_finished_and_the_nex
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert place.held("out/") == wanted
+
+
+def begun_together(monkeypatch, other):
+    """Lets another run go on between the moment when this one has looked, and the one when it notes its plan."""
+    create, left = CloudBucket.create, [other]
+
+    def overtaken(*args):
+        if left:
+            left.pop()()
+        return create(*args)
+
+    monkeypatch.setattr(CloudBucket, "create", overtaken)
+
+
+def stop_before_publishing(source, address):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BucketUploads, "publish", lambda *_: (_ for _ in ()).throw(DestinationError("stopped")))
+        with pytest.raises(DestinationError, match="stopped"):
+            reshard(source, address, TP2)
+
+
+def test_of_two_runs_that_begin_at_once_one_is_refused(place, source, tmp_path, monkeypatch):
+    reshard(source, tmp_path / "out", TP2)
+    begun_together(monkeypatch, lambda: stop_before_publishing(source, place.address("out")))
+    with pytest.raises(DestinationError, match="was taken by another run"):
+        reshard(source, place.address("out"), ReshardOptions(to="hf"))
+    reshard(source, place.address("out"), TP2)
+    assert place.held("out/") == on_disk(tmp_path / "out")
+
+
+def test_a_checkpoint_that_is_finished_in_the_meantime_is_not_replaced(place, source, tmp_path, monkeypatch):
+    reshard(source, tmp_path / "out", TP2)
+    begun_together(monkeypatch, lambda: reshard(source, place.address("out"), TP2))
+    with pytest.raises(DestinationError, match="was taken by another run"):
+        reshard(source, place.address("out"), ReshardOptions(to="hf"))
+    assert place.held("out/") == on_disk(tmp_path / "out")
+
+
+def test_two_runs_with_one_plan_write_the_same(place, source, tmp_path, monkeypatch):
+    reshard(source, tmp_path / "out", TP2)
+    begun_together(monkeypatch, lambda: stop_before_publishing(source, place.address("out")))
+    reshard(source, place.address("out"), TP2)
+    assert place.held("out/") == on_disk(tmp_path / "out")
+
+
+def test_a_store_without_conditional_writes_is_written_to(open_place, source, tmp_path):
+    place, refused, tries = open_place("s3"), [], QUICK["max_retries"] + 1
+
+    def unimplemented(method, path):
+        if method == "PUT" and path.endswith("plan.json") and len(refused) < tries:
+            refused.append(path)
+            return 501, b"<Error><Code>NotImplemented</Code></Error>"
+        return None
+
+    place.proxy.fault = unimplemented
+    reshard(source, tmp_path / "out", TP2)
+    reshard(source, place.address("out"), TP2)
+    assert place.held("out/") == on_disk(tmp_path / "out")
+    assert len(refused) == tries

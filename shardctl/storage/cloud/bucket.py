@@ -155,6 +155,25 @@ class CloudBucket:
         """Put a small object: all of it, or nothing."""
         self._tried("writing", path, lambda: self._obstore.put(self._store, self._key(path), content))
 
+    def create(self, path: str, content: bytes) -> bool:
+        """Put a small object if there is none of that name; returns whether it was put.
+
+        A store that has no conditional writes says that they are not implemented, and puts it in any case.
+        """
+
+        def put() -> bool:
+            try:
+                self._obstore.put(self._store, self._key(path), content, mode="create")
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+            except self._obstore.exceptions.BaseError as error:
+                if "NotImplemented" not in str(error):
+                    raise
+                self._obstore.put(self._store, self._key(path), content)
+            return True
+
+        return self._tried("writing", path, put)
+
     def upload(self, path: str, file: Path, size: int) -> BucketObject:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays.
 
