@@ -15,7 +15,19 @@ ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     (
         *("amounts", "box", "dtype", "errors", "garbage_collection", "settings", "value", "version", "workers"),
-        *("affine", "bands", "cast", "copyplan", "dialect", "digest", "manifest", "mesh", "pieces", "placement"),
+        *(
+            "affine",
+            "bands",
+            "cast",
+            "copyplan",
+            "dialect",
+            "digest",
+            "manifest",
+            "mesh",
+            "pieces",
+            "placement",
+            "tiles",
+        ),
         *("record", "shares", "storage", "training", "views"),
     ),
     ("models",),

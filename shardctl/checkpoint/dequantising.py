@@ -44,7 +44,8 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out,
     SourceError for a weight of which some arrays are missing.
     """
-    from shardctl.checkpoint.dequantised_source import DequantisedSource
+    from shardctl.checkpoint.computed_source import ComputedSource
+    from shardctl.models.dequantisation.weight import DECODING_BYTES
 
     model, config = checkpoint.model, checkpoint.config
     if model is None or config is None or model.plain is None:
@@ -75,7 +76,7 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     note = f"the values of {len(values):,} quantised weights were worked out as {dtype}"
     return replace(
         checkpoint,
-        source=DequantisedSource(checkpoint.source, weights, threads, note=note),
+        source=ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
         manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
         model=plain,
         config=models.drop_quantisation_config(config),

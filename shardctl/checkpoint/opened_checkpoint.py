@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
@@ -50,6 +51,10 @@ class OpenedCheckpoint:
     """Whether bytes are taken that cannot be compared with the hash that their place promises."""
     encoded: tuple[Tensor, ...] = ()
     """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
+    adapted: tuple[Tensor, ...] = ()
+    """The tensors as they are stored of which adapters have changed some."""
+    resources: ExitStack = field(default_factory=ExitStack)
+    """What is closed together with the checkpoint: adapters that are merged into it."""
     part: str = ""
     """Which part of a model this is, as `--only` calls it, if it was split off."""
     completed: str = ""

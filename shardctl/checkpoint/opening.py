@@ -71,6 +71,7 @@ def open_checkpoint(
             stack.callback(base.close)
             others = replace(source_options, complete_from=None, config=None)
             checkpoint = complete_checkpoint(checkpoint, _read_checkpoint(base, others))
+        stack.enter_context(checkpoint.resources)
         yield checkpoint
 
 

@@ -124,5 +124,6 @@ def _collect_options(kind: type[object], given: Mapping[str, object]) -> object:
             flags = make_options(each.option.flags, {name: given[name] for name in names & given.keys()})
             values[each.name] = flags.make_value()
         elif given.get(each.name) is not None:
-            values[each.name] = given[each.name]
+            value = given[each.name]
+            values[each.name] = tuple(value) if isinstance(value, list) else value
     return make_options(kind, values)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapters
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
@@ -65,7 +66,10 @@ _SPECIAL_OPTIONS: Final = tuple(
 )
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
-_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED, ONLY, COMPLETED)
+_INHERITED: Final = (
+    *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped"),
+    *(DEQUANTISED, MERGED, ONLY, COMPLETED),
+)
 
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
@@ -136,7 +140,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
-    checkpoint = split_checkpoint(_dequantise_if_cast(checkpoint, reshard_options), reshard_options.only)
+    checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
     tensors = (
         checkpoint.manifest.tensors.values()
         if reshard_options.include is None and reshard_options.exclude is None
@@ -258,17 +262,16 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
             )
 
 
-def _dequantise_if_cast(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
-    """Return the checkpoint; where a cast is asked for and weights are quantised, with their values in their place."""
-    if (
-        reshard_options.dtype == "keep"
-        or checkpoint.config is None
-        or find_quantisation_config(checkpoint.config) is None
-    ):
-        return checkpoint
-    return dequantise_checkpoint(
-        checkpoint, _get_cast_type(reshard_options), _choose_threads(checkpoint, reshard_options)
-    )
+def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
+    """Return the checkpoint with the weights that are wanted of it.
+
+    Where a cast is asked for, quantised weights are taken back to numbers; adapters are merged into the result.
+    """
+    threads = _choose_threads(checkpoint, reshard_options)
+    quantised = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
+    if quantised and reshard_options.dtype != "keep":
+        checkpoint = dequantise_checkpoint(checkpoint, _get_cast_type(reshard_options), threads)
+    return merge_adapters(checkpoint, reshard_options.merge, threads)
 
 
 def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
@@ -384,6 +387,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "include": reshard_options.include,
         "exclude": reshard_options.exclude,
         "optimizer_states": reshard_options.optimizer_states,
+        MERGED: describe_adapters(reshard_options.merge) or None,
         **_collect_special_options(reshard_options),
     }
     return {key: value for key, value in shaping.items() if value is not None}

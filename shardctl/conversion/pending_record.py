@@ -116,10 +116,13 @@ def _find_address(work: PlannedConversion) -> dict[str, str]:
 def _list_expected_digests(work: PlannedConversion) -> dict[str, str]:
     """List the digests of tensors as shardctl once wrote them, if it wrote the source."""
     recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
+    changed = {tensor.name for tensor in work.checkpoint.adapted}
     return {
         name: recorded[name].digest
         for name, tensor in work.have.tensors.items()
-        if name in recorded and (recorded[name].dtype, recorded[name].shape) == (tensor.dtype, tensor.shape)
+        if name in recorded
+        and name not in changed
+        and (recorded[name].dtype, recorded[name].shape) == (tensor.dtype, tensor.shape)
     }
 
 

@@ -235,6 +235,8 @@ def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
         value = getattr(of, declared.name)
         if isinstance(value, Mesh):
             value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
+        elif isinstance(value, tuple):
+            value = [name_to_text(str(each.absolute())) for each in value]
         found[declared.key] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
     return found
 
@@ -330,6 +332,12 @@ class _PlanFileReader:
             raise self.wrong(key, "a string")
         return value
 
+    def paths(self, value: object, key: str) -> tuple[Path, ...]:
+        """Return several paths."""
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return tuple(self.path_of(each, f"{key}[{number}]") for number, each in enumerate(value))
+
     def path_text(self, value: object, key: str) -> str:
         """Return a path or an address."""
         path = name_from_text(self.text(value, key))
@@ -364,6 +372,7 @@ _READERS: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] 
     str: _PlanFileReader.text,
     Path: _PlanFileReader.path_of,
     Mesh: _PlanFileReader.mesh,
+    tuple[Path, ...]: _PlanFileReader.paths,
 }
 """By the type of an option, what reads it."""
 

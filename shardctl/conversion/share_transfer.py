@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from shardctl.checkpoint.dequantised_source import DequantisedSource
+from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.record_crcs import build_crc_tracker, refuse_damage
 from shardctl.errors import ChangedError, SourceError
 from shardctl.execute.engine import CopyOutcome, execute_plan
@@ -71,8 +71,8 @@ def move_share(
     work.checkpoint.source.heed(stop)
     tracker = build_crc_tracker(work.checkpoint, refuse_damage)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
-    tensors += work.checkpoint.encoded
-    if isinstance(work.checkpoint.source, DequantisedSource):
+    tensors += (*work.checkpoint.encoded, *work.checkpoint.adapted)
+    if isinstance(work.checkpoint.source, ComputedSource):
         work.checkpoint.source.track(tracker)
     require_agreement(tensors, work.checkpoint.source, effort)
     with _require_unchanged(work, versions, discard):

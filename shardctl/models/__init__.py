@@ -1,5 +1,6 @@
 """Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
+from shardctl.models.binding import find_weight_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters
 from shardctl.models.describe import (
@@ -44,6 +45,7 @@ __all__ = [
     "drop_quantisation_config",
     "find_family",
     "find_quantisation_config",
+    "find_weight_name",
     "has_text_half",
     "list_assumed_values",
     "list_block_encodings",

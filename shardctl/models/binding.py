@@ -65,6 +65,12 @@ def find_canonical_name(model: Model, name: str) -> str | None:
     return None
 
 
+def find_weight_name(model: Model | None, name: str) -> str:
+    """Find the canonical name of a tensor that transformers' class calls `name`: the first of a tie, or `name`."""
+    meant = find_canonical_name(model, name) if model is not None else None
+    return model.aliases.get(meant, meant) if model is not None and meant is not None else name
+
+
 def list_older_names(model: Model, name: str) -> tuple[str, ...]:
     """List what `name`, without the base model's prefix, was called by older versions of the class."""
     dotted = f".{name}."

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 INDEX: Final = pattern(r"\{(\w+)\}")
 """An index in the name of a row."""
+TRANSPOSED: Final = ("gpt2",)
+"""Families whose linear weights are `[in, out]`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Declares what a checkpoint is converted to: the options that `plan`, `reshard` and the plan file share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from shardctl.mesh import Mesh
@@ -95,6 +96,16 @@ class ReshardOptions:
         ),
     ] = None
     """`text` and `vision` are models inside one that sees or hears; a pattern is such as `model.visual.**`."""
+    merge: Annotated[
+        tuple[Path, ...],
+        CommandOption(
+            HelpPanel.WRITING,
+            "Merge this adapter of PEFT (LoRA, DoRA) into the weights; may be repeated.",
+            metavar="DIR",
+            accepts=list[Path],
+        ),
+    ] = ()
+    """Adapters that are merged one after the other, as PEFT's `merge_and_unload` does."""
     include: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Write only tensors with a matching name.", metavar="REGEX")
     ] = None

@@ -33,6 +33,16 @@ class VerifyOptions:
         ),
     ] = None
     """Every copy of an element is compared, in whatever layouts the two are."""
+    merge: Annotated[
+        tuple[Path, ...],
+        CommandOption(
+            HelpPanel.GENERAL,
+            "An adapter that was merged into the source; may be repeated.",
+            metavar="DIR",
+            accepts=list[Path],
+        ),
+    ] = ()
+    """Adapters of PEFT, in the order in which `reshard --merge` had them."""
     require: Annotated[
         LevelName | None,
         CommandOption(HelpPanel.GENERAL, "Run this level as well, and exit with 3 if it cannot be run."),

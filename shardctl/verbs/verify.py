@@ -11,6 +11,7 @@ from shardctl.checkpoint.companion_comparison import check_companions, compare_c
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
 from shardctl.checkpoint.dequantising import dequantise_as
+from shardctl.checkpoint.merging import MERGED, merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
@@ -65,6 +66,8 @@ def verify(
     names = [n for n in LEVELS[verify_options.highest_level()] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
+    if against is None and verify_options.merge:
+        raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
     run = _VerifyRun(
         names,
         verify_options,
@@ -112,7 +115,9 @@ class _VerifyRun:
                 if self.verify_options.against is not None:
                     other = stack.enter_context(open_checkpoint(self.verify_options.against, self.source_options))
                     self.require_base(checkpoint, other)
-                    other = split_as(checkpoint, dequantise_as(checkpoint, other, self.effort.threads))
+                    other = dequantise_as(checkpoint, other, self.effort.threads)
+                    other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
+                    other = split_as(checkpoint, other)
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -140,7 +145,15 @@ class _VerifyRun:
             if other is not None:
                 full = "content" in self.names
                 against = str(self.verify_options.against)
-                level = _check_identity(checkpoint, other, against, self.effort, strict=self.strict, full=full)
+                level = _check_identity(
+                    checkpoint,
+                    other,
+                    against,
+                    self.effort,
+                    strict=self.strict,
+                    full=full,
+                    merged=bool(self.verify_options.merge),
+                )
                 if not full:
                     level.add(_check_replicas(checkpoint, self.effort))
                 levels.append(level)
@@ -252,9 +265,14 @@ def _check_identity(
     *,
     strict: bool,
     full: bool,
+    merged: bool,
 ) -> LevelResult:
     level, began = LevelResult("identity", strict=strict), time.monotonic()
     level.add(_list_warnings(other, f"in {against}: "))
+    if not merged and _has_merged(checkpoint) and not _has_merged(other):
+        assert checkpoint.record is not None  # noqa: S101 - asked before
+        message = f"the adapter {checkpoint.record.options[MERGED]} was merged into it; name it with --merge"
+        level.add(iter([CheckFinding("warning", "identity", message)]))
     if other.part:
         level.notes.append(f"compared with a part of {against}: {other.part}")
     mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
@@ -302,3 +320,7 @@ def _check_pair(
 
 def _has_cast(checkpoint: OpenedCheckpoint) -> bool:
     return bool(checkpoint.record and not {"dtype", "retyped"}.isdisjoint(checkpoint.record.options))
+
+
+def _has_merged(checkpoint: OpenedCheckpoint) -> bool:
+    return bool(checkpoint.record and MERGED in checkpoint.record.options)

@@ -323,7 +323,7 @@ def test_an_adapter_is_refused_with_a_hint(tmp_path, name):
     (tmp_path / "training_args.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedError, match="holds an adapter") as raised:
         scan(tmp_path)
-    assert "merge_and_unload" in raised.value.hint
+    assert "--merge" in raised.value.hint
 
 
 def test_an_adapter_beside_a_model_travels_along(tmp_path):

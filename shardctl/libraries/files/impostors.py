@@ -86,7 +86,7 @@ def refuse_adapter(source: Source) -> None:
     if adapters and not weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}:
         raise UnsupportedError(
             f"{source.name} holds an adapter (such as LoRA), not a model",
-            hint="merge it into its base model first (peft: `merge_and_unload`), and give the merged model",
+            hint=f"shardctl reshard BASE OUT --merge {source.name} merges it into its base",
         )
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardctl.models.dequantisation.tile import Span, WeightTile
+    from shardctl.models.dequantisation.tile import WeightTile
     from shardctl.models.quantisation.storage import PackedByInput, QuantisedArray, ScaledIntegers
+    from shardctl.tiles import Span
 
 _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an integer of AWQ's the codes of eight neighbouring outputs are."""

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from shardctl.bands import BandBuffer, ByteReader
     from shardctl.manifest import Chunk, Tensor
     from shardctl.models.quantisation.storage import Form, QuantisedArray
+    from shardctl.tiles import Span
 
-Span = tuple[int, int]
-"""First index, and the one behind the last."""
 IN_BETWEEN: Final = ("F16", "BF16")
 """Types narrower than F32 that owners of methods compute in."""
 _TYPES: Final[Mapping[str, DTypeLike]] = {
@@ -69,11 +68,11 @@ class LocatedArray:
         index = BoxIndex([chunk.box for chunk in chunks])
         for expert in range(tensor.shape[0]):
             whole = Box((expert, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:]))
-            found = [_drop_first_dim(narrow_chunk(chunks[n], box)) for n, box in index.overlapping(whole)]
+            found = [drop_first_dim(narrow_chunk(chunks[n], box)) for n, box in index.overlapping(whole)]
             yield LocatedArray(replace(tensor, shape=tensor.shape[1:], chunks=tuple(found)), form, ChunkIndex(found))
 
 
-def _drop_first_dim(chunk: Chunk) -> Chunk:
+def drop_first_dim(chunk: Chunk) -> Chunk:
     """Return a chunk of one index of the first dim, without that dim."""
     box = Box(chunk.box.origin[1:], chunk.box.shape[1:])
     if isinstance(chunk.where, ConstantFill):

@@ -17,21 +17,23 @@ from shardctl.models.dequantisation.floats import decode_packed_floats, decode_s
 from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
 from shardctl.models.dequantisation.tile import WeightTile
 from shardctl.models.quantisation.storage import OUT, PackedFloats, ScaledFloats, ScaledIntegers
+from shardctl.tiles import split_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
     from shardctl.bands import BandBuffer, ByteReader
     from shardctl.dtype import DType
-    from shardctl.models.dequantisation.tile import DecodedTile, LocatedArray, Span
+    from shardctl.models.dequantisation.tile import DecodedTile, LocatedArray
     from shardctl.models.quantisation.storage import WeightDecoder
+    from shardctl.tiles import Span
 
 TILE: Final = 1 << 18
 """Elements of a tile, more or less: its F32 values take 1 MiB."""
-DECODING_BYTES: Final = 8 << 20
-"""Memory that one thread needs to decode tiles (measured: 3 to 6 MiB)."""
+DECODING_BYTES: Final = 9 << 20
+"""Memory that one thread needs to decode tiles (measured: 3 to 6 MiB) and to gather what they are decoded from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class QuantisedWeight:
         item, width = self.dtype.unit_bytes, self.rows[1]
         out = np.frombuffer(into, np.uint8)
         overflowed = written = 0
-        for rows, columns in _split_run(offset // item, (offset + len(out)) // item, width):
+        for rows, columns in split_run(offset // item, (offset + len(out)) // item, width, TILE):
             count = (rows[1] - rows[0]) * (columns[1] - columns[0]) * item
             overflowed += self._decode(reader, buffer, (rows, columns), out[written : written + count])
             written += count
@@ -96,22 +98,3 @@ def _decode_tile(decoder: WeightDecoder, tile: WeightTile) -> DecodedTile:
     if isinstance(decoder, ScaledIntegers):
         return decode_scaled_integers(decoder, tile)
     return decode_packed_integers(decoder, tile)
-
-
-def _split_run(start: int, stop: int, width: int) -> Iterator[tuple[Span, Span]]:
-    """Yield rows and columns of tiles that make up the elements from `start` to `stop` of rows of `width`, in order.
-
-    >>> list(_split_run(3, 14, 4))
-    [((0, 1), (3, 4)), ((1, 3), (0, 4)), ((3, 4), (0, 2))]
-    """
-    while start < stop:
-        row, column = divmod(start, width)
-        whole = (stop - row * width) // width
-        if column or not whole or width > TILE:
-            end = min(width, column + stop - start, column + TILE)
-            yield (row, row + 1), (column, end)
-            start = row * width + end
-        else:
-            rows = min(whole, max(TILE // width, 1))
-            yield (row, row + rows), (0, width)
-            start += rows * width

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.binding import find_canonical_name, list_older_names
-from shardctl.models.family import Row
+from shardctl.models.family import TRANSPOSED, Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
 from shardctl.models.quantisation.autoround import AUTOROUND
@@ -52,8 +52,6 @@ _WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
 _SPARED_DIMS: Final = ("experts ", "index_heads ")
 """The first dims of what nobody quantises: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
-_TRANSPOSED: Final = ("gpt2",)
-"""Families whose linear weights are `[in, out]`."""
 _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
@@ -81,7 +79,7 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     scheme = method.read(settings.over({"expert_dtype": config.get("expert_dtype")}))  # where DeepSeek-V4 has it
     if scheme is None:
         return model
-    if model.family in _TRANSPOSED:
+    if model.family in TRANSPOSED:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
     with limit_matching():
         return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)

@@ -1,33 +1,55 @@
-"""Reads quantised weights as floating-point numbers, through files that do not exist and are decoded when read."""
+"""Reads tensors that are worked out of others, through files that do not exist and are computed when read."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shardctl.bands import BandBuffer
-from shardctl.models.dequantisation.weight import DECODING_BYTES
 from shardctl.storage.crc_tracker import CrcReader
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from shardctl.models.dequantisation.weight import QuantisedWeight
+    from shardctl.bands import ByteReader
     from shardctl.storage import FileProofs, FileStat, Source, Span
     from shardctl.storage.crc_tracker import CrcTracker
     from shardctl.workers import StopRequest
 
 _SCRATCH: Final = 1 << 20
-"""Bytes that gapped reads of a weight's arrays are gathered in."""
+"""Bytes that gapped reads of a tensor's arrays are gathered in."""
 
 
-class DequantisedSource:
-    """A source with one more file for each weight that is quantised in it, which holds its values."""
+class ComputedArray(Protocol):
+    """An array whose elements follow from what is stored."""
 
-    def __init__(self, source: Source, weights: Mapping[str, QuantisedWeight], threads: int, note: str) -> None:
-        """`weights` are the weights by the path of their file; as many `threads` read at once."""
-        self._source, self._weights, self._threads, self._note = source, weights, threads, note
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def read_values(self, reader: ByteReader, buffer: BandBuffer, offset: int, into: memoryview) -> int:
+        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite."""
+
+
+class ComputedSource:
+    """A source with one more file for each array that is worked out, and the files of other sources it takes."""
+
+    def __init__(
+        self,
+        source: Source,
+        arrays: Mapping[str, ComputedArray],
+        *,
+        thread_bytes: int,
+        note: str,
+        others: Mapping[str, tuple[Source, str]] | None = None,
+    ) -> None:
+        """`arrays` are what is computed, by the path of its file, with the bytes that all threads need for that.
+
+        `others` are files of other sources: by the path that this source has for it, the source and its own path.
+        """
+        self._source, self._arrays, self._thread_bytes, self._note = source, arrays, thread_bytes, note
+        self._others = others or {}
         self._local = threading.local()
         self._lock = threading.Lock()
         self._overflowed: dict[str, int] = {}
@@ -50,15 +72,17 @@ class DequantisedSource:
 
     @property
     def held_bytes(self) -> int:
-        """What the source itself holds, and what its threads decode in."""
-        return self._source.held_bytes + self._threads * (DECODING_BYTES + _SCRATCH)
+        """What the sources themselves hold, and what their threads compute in."""
+        others = {id(other): other.held_bytes for other, _ in self._others.values()}
+        return self._source.held_bytes + self._thread_bytes + sum(others.values())
 
     def files(self) -> Mapping[str, FileStat]:
         """Return the files that exist."""
-        return self._source.files()
+        others = {path: other.files()[own] for path, (other, own) in self._others.items()}
+        return {**self._source.files(), **others} if others else self._source.files()
 
     def notes(self) -> tuple[str, ...]:
-        """Return what came out about the files, and which weights have values that the wanted type does not hold."""
+        """Return what came out about the files, and which tensors have values that the wanted type does not hold."""
         overflowed = tuple(
             f"{name}: {count:,} finite values became infinite" for name, count in sorted(self._overflowed.items())
         )
@@ -77,7 +101,8 @@ class DequantisedSource:
         self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
     ) -> None:
         """Compare files with their hashes, as the source itself does."""
-        self._source.prove(whole, earlier=earlier, allow_unverified=allow_unverified)
+        own = [path for path in whole if path not in self._others]
+        self._source.prove(own, earlier=earlier, allow_unverified=allow_unverified)
 
     def cautions(self) -> tuple[str, ...]:
         """Return what may go wrong with reading these files."""
@@ -85,7 +110,8 @@ class DequantisedSource:
 
     def restat(self, path: str) -> FileStat | None:
         """Return the file's state now."""
-        return self._source.restat(path)
+        other, own = self._others.get(path, (self._source, path))
+        return other.restat(own)
 
     def beside(self, name: str) -> bytes | None:
         """Return the content of a small file beside a source that is one file."""
@@ -93,7 +119,7 @@ class DequantisedSource:
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Pass on what will be read next of files that exist."""
-        self._source.expect([span for span in spans if span[0] not in self._weights])
+        self._source.expect([span for span in spans if span[0] not in self._arrays and span[0] not in self._others])
 
     def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
@@ -102,20 +128,23 @@ class DequantisedSource:
     def track(self, tracker: CrcTracker) -> None:
         """Tell `tracker` of all that is read of the arrays from now on."""
         self._tracker = tracker
+        if isinstance(self._source, ComputedSource):
+            self._source.track(tracker)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from a file that exists, or with values of a weight."""
-        weight = self._weights.get(path)
-        if weight is None:
-            self._source.read_at(path, offset, into)
+        """Fill `into` from a file that exists, or with values of an array."""
+        array = self._arrays.get(path)
+        if array is None:
+            other, own = self._others.get(path, (self._source, path))
+            other.read_at(own, offset, into)
             return
         if not hasattr(self._local, "buffer"):
             self._local.buffer = BandBuffer(_SCRATCH)
-            self._local.reader = CrcReader(self._source.read_at, self._tracker) if self._tracker else self._source
-        overflowed = weight.read_values(self._local.reader, self._local.buffer, offset, into)
+            self._local.reader = CrcReader(self.read_at, self._tracker) if self._tracker else self
+        overflowed = array.read_values(self._local.reader, self._local.buffer, offset, into)
         if overflowed:
             with self._lock:
-                self._overflowed[weight.name] = self._overflowed.get(weight.name, 0) + overflowed
+                self._overflowed[array.name] = self._overflowed.get(array.name, 0) + overflowed
 
     def close(self) -> None:
         """Release what the source holds."""

@@ -1,0 +1,204 @@
+"""Makes of an opened checkpoint one into which adapters are merged, as PEFT's `merge_and_unload` does.
+
+What follows, from the plan of a conversion to the comparison of its result, takes it for any other checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl import models
+from shardctl.box import Box
+from shardctl.copyplan import cover_tensor
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.libraries.peft.adapter import open_adapter
+from shardctl.libraries.peft.settings import ADAPTER_CONFIG
+from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from shardctl.checkpoint.computed_source import ComputedArray
+    from shardctl.checkpoint.merge_targets import MergeTarget
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.libraries.peft.adapter import Adapter
+    from shardctl.libraries.peft.modules import AdaptedModule
+    from shardctl.models.adaptation.strided_view import StridedView
+
+MERGED: Final = "merge"
+"""The option of a record that names the adapters that were merged into what its checkpoint holds."""
+
+
+def merge_adapters(checkpoint: OpenedCheckpoint, paths: Sequence[Path], threads: int) -> OpenedCheckpoint:
+    """Return `checkpoint` with adapters merged into it one after the other, which is done when weights are read.
+
+    Raises SourceError where an adapter does not fit the checkpoint, UnsupportedError for one of a kind that cannot be
+    merged, and for a checkpoint whose weights are quantised.
+    """
+    for number, path in enumerate(paths):
+        adapter = checkpoint.resources.enter_context(open_adapter(path))
+        label = adapter.folder.resolve().name + (f" ({number + 1})" if number else "")
+        checkpoint = _AdapterMerge(checkpoint, adapter, label).merge(threads)
+    return checkpoint
+
+
+@dataclass(slots=True)
+class _AdapterMerge:
+    """One adapter on its way into a checkpoint."""
+
+    checkpoint: OpenedCheckpoint
+    adapter: Adapter
+    label: str
+    """What the adapter is called in the paths of its files."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    arrays: dict[str, ComputedArray] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        """The path that the adapter's tensors have in the result's source."""
+        return f"{self.label}/{self.adapter.file}"
+
+    def merge(self, threads: int) -> OpenedCheckpoint:
+        """Return the checkpoint with the adapter merged into it."""
+        from shardctl.checkpoint.computed_source import ComputedSource
+        from shardctl.models.adaptation.adapted_weight import ADAPTING_BYTES
+
+        before, adapter = self.checkpoint, self.adapter
+        if before.config is not None and models.find_quantisation_config(before.config) is not None:
+            raise UnsupportedError(
+                "an adapter cannot be merged into quantised weights",
+                hint="add --dtype bf16, which takes them back to numbers first",
+            )
+        self.tensors = dict(before.manifest.tensors)
+        for name, tensor in adapter.tensors.replaced.items():
+            self._replace(name, tensor)
+        targets = self._find_targets()
+        for target in targets:
+            self._adapt(target)
+        changed = {n: t for n, t in before.manifest.tensors.items() if self.tensors[n] is not t}
+        others = {self.file: (adapter.source, adapter.file)}
+        files = {**before.manifest.files, self.file: CheckpointFile(self.file, adapter.size)}
+        note = f"{len(changed):,} tensors have the adapter {self.label} merged into them ({adapter.settings.kind})"
+        thread_bytes = threads * ADAPTING_BYTES
+        return replace(
+            before,
+            source=ComputedSource(before.source, self.arrays, thread_bytes=thread_bytes, note=note, others=others),
+            manifest=replace(before.manifest, tensors=self.tensors, files=files),
+            adapted=(*before.adapted, *changed.values()),
+        )
+
+    def _find_targets(self) -> list[MergeTarget]:
+        """Find what each module of the adapter changes; raises SourceError for modules that the base does not have."""
+        from shardctl.checkpoint.merge_targets import find_target
+
+        found, missing = [], []
+        for module in self.adapter.tensors.modules.values():
+            targets = list(find_target(self.checkpoint, self.adapter.settings, module))
+            found += targets
+            if not targets:
+                missing.append(module.module)
+        self._refuse_missing(missing)
+        return found
+
+    def _refuse_missing(self, missing: Sequence[str]) -> None:
+        if missing:
+            base, names = self.adapter.settings.base, format_first_few(missing)
+            raise SourceError(
+                f"the adapter changes {names}, and {self.checkpoint.source.name} has no such module",
+                hint=f"it was trained on {base}" if base else f"see base_model_name_or_path in {ADAPTER_CONFIG}",
+            )
+
+    def _replace(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor of the adapter in the place of one of the base."""
+        from shardctl.models.adaptation.adapted_vector import AdaptedVector
+        from shardctl.models.adaptation.strided_view import StridedView
+
+        canonical = models.find_weight_name(self.checkpoint.model, name)
+        base = self.tensors.get(canonical)
+        if base is None:
+            self._refuse_missing([name])
+            return
+        if base.shape != tensor.shape:
+            raise SourceError(
+                f"the adapter has a {name} of {list(tensor.shape)}, and the base one of {list(base.shape)}",
+                hint="the vocabulary may have been resized before training; resize that of the base, too",
+            )
+        if base.ties:
+            raise UnsupportedError(
+                f"the adapter has its own {name}, which the base shares with {', '.join((base.name, *base.ties))}"
+            )
+        view = StridedView.of(tensor).in_file(self.file)
+        if base.dtype == tensor.dtype:
+            self.tensors[canonical] = _place(base, view.where)
+            return
+        self._check_computable(base, view)
+        path = self._name_path(canonical)
+        flat = replace(view, shape=(tensor.size,), where=Region(self.file, view.where.offset, (view.dtype.unit_bytes,)))
+        self.arrays[path] = AdaptedVector(canonical, flat.index(), base.dtype)
+        self.tensors[canonical] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
+
+    def _adapt(self, target: MergeTarget) -> None:
+        """Put a tensor, and a bias, in the place of what is adapted of them."""
+        base = self.tensors[target.name]
+        if any(self._is_computed(chunk) for chunk in base.chunks):
+            raise UnsupportedError(f"the adapter changes {base.name} in two ways")
+        chunks = []
+        for part, weight in target.build_weights(base, self._find_views(target.module)):
+            self._check_computable(base)
+            path = self._name_path(weight.name)
+            self.arrays[path] = weight
+            lead = len(base.shape) - len(weight.shape)
+            strides = (*(weight.nbytes,) * lead, *compute_dense_strides(base.dtype, weight.shape))
+            chunks.append(Chunk(part, base.dtype, Region(path, 0, strides), base.chunks[0].name))
+        self.tensors[target.name] = replace(base, chunks=tuple(chunks))
+        if target.module.bias is not None:
+            self._add_bias(target)
+
+    def _add_bias(self, target: MergeTarget) -> None:
+        from shardctl.bands import ChunkIndex
+        from shardctl.models.adaptation.adapted_vector import AdaptedVector
+
+        name = target.bias_name
+        base = self.tensors.get(name)
+        added = self._find_views(target.module)["bias"]
+        if base is None or base.shape != added.shape:
+            raise SourceError(f"the adapter adds a bias to {target.module.module}, which has none in the base")
+        self._check_computable(base, added)
+        path = self._name_path(name)
+        stored = ChunkIndex(cover_tensor(base))
+        self.arrays[path] = AdaptedVector(name, stored, base.dtype, added.index(), target.scaling)
+        self.tensors[name] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
+
+    def _find_views(self, module: AdaptedModule) -> dict[str, StridedView]:
+        from shardctl.models.adaptation.strided_view import StridedView
+
+        parts = {"down": module.down, "up": module.up, "bias": module.bias, "magnitude": module.magnitude}
+        return {name: StridedView.of(part).in_file(self.file) for name, part in parts.items() if part is not None}
+
+    def _name_path(self, name: str) -> str:
+        """Name the file of a tensor that is worked out, which tells other settings of an adapter apart."""
+        return f"{name} (with {self.label}, {self.adapter.config_hash[:8]})"
+
+    def _is_computed(self, chunk: Chunk) -> bool:
+        return isinstance(chunk.where, Region) and chunk.where.file in self.arrays
+
+    def _check_computable(self, *stored: Tensor | StridedView) -> None:
+        """Raise UnsupportedError for types that PEFT does not compute with in F32."""
+        from shardctl.models.adaptation.numbers import COMPUTABLE
+
+        for each in stored:
+            if each.dtype.name not in COMPUTABLE:
+                raise UnsupportedError(f"{each.name} is {each.dtype}, into which no adapter can be merged")
+
+
+def _place(base: Tensor, where: Region) -> Tensor:
+    """Return a tensor whose elements lie elsewhere."""
+    chunk = Chunk(Box.whole(base.shape), base.dtype, where, base.chunks[0].name)
+    return replace(base, chunks=(chunk,))
+
+
+def describe_adapters(paths: Sequence[Path]) -> str:
+    """Return what a record calls adapters: paths are the business of one machine."""
+    return ", ".join(path.resolve().name for path in paths)

@@ -1,0 +1,1 @@
+"""Reads adapters as PEFT writes them."""

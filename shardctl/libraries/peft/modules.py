@@ -1,0 +1,85 @@
+"""Sorts the tensors of an adapter by the module that each belongs to.
+
+Names: PEFT 0.18 to 0.21 (utils/save_and_load.py, `get_peft_model_state_dict`). A module's own weight, and a bias that
+was trained, is called `base_layer.weight` there; several parameters of one module, such as the arrays of its experts,
+are told apart by how often `base_layer` stands before the matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardctl.manifest import Tensor
+
+_PREFIX: Final = "base_model.model."
+_PARTS: Final = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+_PART: Final = re.compile(
+    rf"(?P<module>.+?)(?P<inside>(?:\.base_layer)*)\.(?P<part>{'|'.join(map(re.escape, _PARTS))})"
+)
+
+
+@dataclass(slots=True)
+class AdaptedModule:
+    """The tensors that an adapter has for one weight."""
+
+    module: str
+    """The name of the module in the base."""
+    inside: int
+    """How many parameters of the same module have been adapted after this one."""
+    embedding: bool = False
+    down: Tensor | None = None
+    """`[rank, in]`; of all experts of a layer, `[experts * rank, in]`."""
+    up: Tensor | None = None
+    """`[out, rank]`; of all experts, `[out, rank * experts]`."""
+    bias: Tensor | None = None
+    magnitude: Tensor | None = None
+
+
+@dataclass(slots=True)
+class AdapterTensors:
+    """The tensors of an adapter."""
+
+    modules: dict[tuple[str, int], AdaptedModule] = field(default_factory=dict)
+    replaced: dict[str, Tensor] = field(default_factory=dict)
+    """Whole tensors that take the place of those of the base, by their names there."""
+
+
+def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
+    """Sort the tensors of an adapter.
+
+    Raises UnsupportedError for names that PEFT's LoRA does not have, SourceError for one matrix without the other.
+    """
+    found = AdapterTensors()
+    for tensor in tensors:
+        if not tensor.name.startswith(_PREFIX):
+            raise UnsupportedError(f"the adapter has a tensor {tensor.name!r:.200}, and PEFT's begin with {_PREFIX}")
+        name = tensor.name.removeprefix(_PREFIX)
+        match = _PART.fullmatch(name)
+        if match is None:
+            if "lora_" in name:
+                raise UnsupportedError(f"what {tensor.name!r:.200} is to an adapter is not known")
+            found.replaced[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = tensor
+            continue
+        key = match["module"], match["inside"].count(".base_layer")
+        module = found.modules.setdefault(key, AdaptedModule(*key))
+        module.embedding |= "embedding" in match["part"]
+        setattr(module, _PARTS[match["part"]], tensor)
+    for module in found.modules.values():
+        if module.down is None or module.up is None:
+            raise SourceError(f"of {module.module} the adapter has one matrix and not the other")
+    return found

@@ -1,0 +1,137 @@
+"""Reads what `adapter_config.json` says of an adapter: its rank, its scaling, and what it cannot be merged with.
+
+Sources: PEFT 0.18 to 0.21 (tuners/lora/config.py; tuners/lora/model.py, `_create_and_replace`; utils/other.py,
+`get_pattern_key`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.config import ModelConfig
+from shardctl.models.quantisation.expressions import compile_expression
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.quantisation.expressions import ModuleExpression
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+_REFUSED: Final = {
+    "alora_invocation_tokens": "it acts on some tokens only (aLoRA)",
+    "arrow_config": "it chooses between adapters for each token (Arrow)",
+    "layer_replication": "it repeats layers of the base",
+    "megatron_config": "it was trained on layers of Megatron-LM",
+    "trainable_token_indices": "it replaces rows of the embedding",
+    "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
+    "use_qalora": "its inputs are pooled (QA-LoRA)",
+    "kasa_config": "it is a KaSA adapter",
+    "monteclora_config": "it is a MonteCLoRA adapter",
+    "velora_config": "it is a VeLoRA adapter",
+}
+"""Settings of which a value that is not empty means that the merge is another one, or none."""
+_CHANGING: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that change the base, too, when the adapter is made and each time it is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What a merge needs to know."""
+
+    base: str
+    """Where the base was when the adapter was trained; empty if that is not said."""
+    kind: str
+    """What people call it: `LoRA`, `rsLoRA`, `DoRA`."""
+    rank: int
+    alpha: float
+    stabilised: bool
+    """Whether the scaling divides by the root of the rank (rsLoRA)."""
+    dora: bool
+    transposed: bool
+    """Whether weights are `[in, out]` (`fan_in_fan_out`)."""
+    targets: tuple[str, ...]
+    """The modules and parameters that it says that it changes, as names or endings of names."""
+    parameters: tuple[str, ...]
+    """Those of them that are parameters, such as all experts of a layer."""
+    version: tuple[int, ...]
+    """Of PEFT, of which 0.18 and later say theirs; empty otherwise."""
+    ranks: tuple[tuple[ModuleExpression, int], ...] = ()
+    alphas: tuple[tuple[ModuleExpression, float], ...] = ()
+    """Ranks and alphas of their own of modules whose names match."""
+
+    def find_rank(self, module: str) -> int:
+        """Find the rank that a module should have."""
+        return next((rank for expression, rank in self.ranks if expression.matches(module)), self.rank)
+
+    def compute_scaling(self, module: str, rank: int) -> float:
+        """Compute what the product of a module's matrices is multiplied with."""
+        alpha = next((alpha for expression, alpha in self.alphas if expression.matches(module)), self.alpha)
+        return alpha / math.sqrt(rank) if self.stabilised else alpha / rank
+
+
+def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
+    """Parse the content of `adapter_config.json`.
+
+    Raises UnsupportedError for an adapter that cannot be merged as a product of two matrices, SourceError for settings
+    that make no sense.
+    """
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedError(
+            f"{ADAPTER_CONFIG} says {kind!r:.50}, and only adapters of the type LORA are known",
+            hint="merge it with PEFT (`merge_and_unload`) and give the merged model",
+        )
+    for key, meaning in _REFUSED.items():
+        if values.get(key):
+            raise UnsupportedError(f"the adapter cannot be merged: {meaning} ({key} in {ADAPTER_CONFIG})")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGING):
+        raise UnsupportedError(
+            f"the adapter belongs to a base that it has changed itself (init_lora_weights is {start!r:.50})",
+            hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",
+        )
+    config = ModelConfig(values, ADAPTER_CONFIG)
+    dora, stabilised = (config.switch(key, default=False) for key in ("use_dora", "use_rslora"))
+    parameters = _read_names(values, "target_parameters")
+    return AdapterSettings(
+        base=config.text("base_model_name_or_path", ""),
+        kind=" with ".join(filter(None, ("DoRA" if dora else "", "rsLoRA" if stabilised else ""))) or "LoRA",
+        rank=config.size("r"),
+        alpha=_read_number(values.get("lora_alpha", 8), "lora_alpha"),
+        stabilised=stabilised,
+        dora=dora,
+        transposed=config.switch("fan_in_fan_out", default=False),
+        targets=(*_read_names(values, "target_modules"), *parameters),
+        parameters=parameters,
+        version=tuple(int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if part.isdecimal()),
+        ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
+        alphas=tuple(_read_pattern(values, "alpha_pattern")),
+    )
+
+
+def _read_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Read one expression, or a list of names."""
+    found = values.get(key) or []
+    names = [found] if isinstance(found, str) else found
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SourceError(f"{ADAPTER_CONFIG} has {key} = {found!r:.100} where a list of names is expected")
+    return tuple(sorted(names))
+
+
+def _read_pattern(values: Mapping[str, Any], key: str) -> list[tuple[ModuleExpression, float]]:
+    found = values.get(key) or {}
+    if not isinstance(found, dict):
+        raise SourceError(f"{ADAPTER_CONFIG} has {key} = {found!r:.100} where a table is expected")
+    return [
+        (compile_expression(rf"(.*\.)?({entry})$", ADAPTER_CONFIG, entry), _read_number(value, f"{key} of {entry}"))
+        for entry, value in found.items()
+    ]
+
+
+def _read_number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SourceError(f"{ADAPTER_CONFIG} has {what} = {value!r:.50} where a number is expected")
+    return value

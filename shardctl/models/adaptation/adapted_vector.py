@@ -1,0 +1,46 @@
+"""Presents a tensor that an adapter replaces, or a bias that it adds to, as if it were stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from shardctl.cast import cast_elements
+from shardctl.dtype import BY_NAME
+from shardctl.models.adaptation.numbers import read_numbers
+
+if TYPE_CHECKING:
+    from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
+    from shardctl.dtype import DType
+
+_RUN: Final = 1 << 18
+"""Elements that are worked out at a time."""
+_F32: Final = BY_NAME["F32"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedVector:
+    """Elements in a row, as another type than they are stored in, or with a multiple of others added to them."""
+
+    name: str
+    stored: ChunkIndex
+    dtype: DType
+    added: ChunkIndex | None = None
+    scaling: float = 1.0
+
+    def read_values(self, reader: ByteReader, buffer: BandBuffer, offset: int, into: memoryview) -> int:
+        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite."""
+        item = self.dtype.unit_bytes
+        out = np.frombuffer(into, np.uint8)
+        first, last = offset // item, (offset + len(out)) // item
+        overflowed = 0
+        for start in range(first, last, _RUN):
+            span = start, min(start + _RUN, last)
+            values = read_numbers(reader, buffer, self.stored, (span,))
+            if self.added is not None:
+                values = values + read_numbers(reader, buffer, self.added, (span,)) * np.float32(self.scaling)
+            place = out[(span[0] - first) * item : (span[1] - first) * item]
+            overflowed += cast_elements(values.view(np.uint8).reshape(-1), _F32, self.dtype, place).overflowed
+        return overflowed
