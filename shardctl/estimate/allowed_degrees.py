@@ -11,9 +11,10 @@ from shardctl.mesh import AXES, EXPERT_AXES, Mesh
 from shardctl.placement import CutSection, can_divide, check_cuts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.estimate.inventory import TensorInventory, TensorKind
+    from shardctl.placement import PartitionSpec
 
 MOST: Final = 1024
 """Degrees up to which alternatives are looked for."""
@@ -33,10 +34,10 @@ class MeshRefusal:
     """The degrees up to twice the one asked for that do work, in order."""
 
     def __str__(self) -> str:
-        return f"{self.reason}; {self.axis} can be {_format_degrees(self.works)}" if self.works else self.reason
+        return f"{self.reason}; {self.axis} can be {format_degrees(self.works)}" if self.works else self.reason
 
 
-def _format_degrees(degrees: Sequence[int]) -> str:
+def format_degrees(degrees: Sequence[int]) -> str:
     """Format degrees in a line: all in a row as a range, of many the first and the last."""
     if len(degrees) > 2 and degrees[-1] == len(degrees):  # noqa: PLR2004 - two are no range
         return f"1 to {degrees[-1]}"
@@ -75,13 +76,7 @@ class AllowedDegrees:
     @cached_property
     def _sections(self) -> Mapping[str, frozenset[CutSection]]:
         """By axis what must be divided exactly."""
-        found: dict[str, set[CutSection]] = {}
-        for kind in self.kinds:
-            if kind.spec.member:
-                found.setdefault(kind.spec.member.axis, set()).add(CutSection(kind.spec.member.count))
-            for cut in (cut for dim in kind.spec.cuts for cut in dim):
-                found.setdefault(cut.axis, set()).update(cut.sections)
-        return {axis: frozenset(sections) for axis, sections in found.items()}
+        return list_sections(kind.spec for kind in self.kinds)
 
     def allows(self, axis: str, degree: int) -> bool:
         """Return whether the axis can have the degree."""
@@ -120,6 +115,17 @@ class AllowedDegrees:
             except CutError as error:
                 return error.message
         raise AssertionError(f"placement cuts what {axis}={degree} cannot divide")
+
+
+def list_sections(specs: Iterable[PartitionSpec]) -> Mapping[str, frozenset[CutSection]]:
+    """List by axis what must be divided exactly."""
+    found: dict[str, set[CutSection]] = {}
+    for spec in specs:
+        if spec.member:
+            found.setdefault(spec.member.axis, set()).add(CutSection(spec.member.count))
+        for cut in (cut for dim in spec.cuts for cut in dim):
+            found.setdefault(cut.axis, set()).update(cut.sections)
+    return {axis: frozenset(sections) for axis, sections in found.items()}
 
 
 def build_single_axis_mesh(axis: str, degree: int) -> Mesh:

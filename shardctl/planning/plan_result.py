@@ -15,6 +15,7 @@ from shardctl.mesh import Mesh
 from shardctl.planning.advice import PlanAdvice, advise_plan
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
 from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
+from shardctl.planning.quantised_degrees import find_quantised_degrees
 from shardctl.storage.free_space import find_existing_parent, measure_free_space
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.inventory import TensorInventory
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
+    from shardctl.planning.quantised_degrees import QuantisedDegrees
 
 
 _HEADERS: Final = 1 << 20
@@ -91,6 +93,8 @@ class PlanResult:
     """Of the checkpoint, each element once, in the types that will be written."""
     weight_types: tuple[str, ...]
     """The types that have a hundredth of these bytes at least, the most first."""
+    quantised_degrees: Mapping[str, QuantisedDegrees]
+    """By axis, the degrees that do not cut blocks of quantised weights; empty if no weights are quantised."""
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     ranks: tuple[RankPlan, ...]
@@ -204,6 +208,7 @@ def _build_result(
         parameters=about.parameters,
         weight_bytes=weights,
         weight_types=_list_weight_types(about.inventory),
+        quantised_degrees=find_quantised_degrees(None if about.dequantised else checkpoint.model, about.inventory),
         mesh=mesh,
         stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
         ranks=ranks,

@@ -50,6 +50,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "parameters": result.parameters,
         "weight_bytes": result.weight_bytes,
         "weight_types": list(result.weight_types),
+        "quantised_degrees": {axis: asdict(degrees) for axis, degrees in result.quantised_degrees.items()},
         "mesh": build_mesh_fields(result.mesh),
         "stages": [asdict(stage) for stage in result.stages],
         "ranks": [asdict(rank) | {"needs": place} for rank, place in zip(result.ranks, places, strict=True)],

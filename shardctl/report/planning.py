@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.console import Group
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.estimate.allowed_degrees import format_degrees
 from shardctl.estimate.devices import GB, TERA
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.planning.forecast import BUSY
@@ -50,7 +51,7 @@ def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | Non
         parts += render_calibration(planned.forecast.calibration)
     if planned.explored is not None:
         parts += render_ranking(planned.explored, everything=detail == "tensor")
-    parts += [render_line(text) for text in (_format_replication(planned), _format_conversion(planned)) if text]
+    parts += [render_line(text) for text in _list_last_lines(planned) if text]
     return Group(*parts)
 
 
@@ -196,6 +197,21 @@ def _render_ranks(planned: PlanResult) -> RenderableType:
 def _build_rank_key(rank: RankPlan) -> tuple[int, ...]:
     """Build what ranks of one line have in common."""
     return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, rank.file_bytes
+
+
+def _list_last_lines(planned: PlanResult) -> tuple[str, ...]:
+    return _format_quantised_degrees(planned), _format_replication(planned), _format_conversion(planned)
+
+
+def _format_quantised_degrees(planned: PlanResult) -> str:
+    """Format which degrees leave the blocks of quantised weights whole; empty if no weights are quantised."""
+    found = []
+    for axis, degrees in planned.quantised_degrees.items():
+        text = f"{axis} can be {format_degrees(degrees.allowed)}"
+        if degrees.blocked:
+            text += f" ({format_degrees(degrees.blocked)} would cut blocks of quantised weights)"
+        found.append(text)
+    return f"degrees: {'; '.join(found)}" if found else ""
 
 
 def _format_replication(planned: PlanResult) -> str:

@@ -141,6 +141,7 @@ def test_plan_as_json(say, source):
     assert list(document) == [
         *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
         "weight_types",
+        "quantised_degrees",
         *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "offload", "strategies"),
         *("calibration", "search", "advice", "types", "conversion", "warnings"),
     ]

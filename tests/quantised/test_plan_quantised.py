@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
-from codes import CODECS, LLAMA, encoded, write
+from codes import CODECS, LLAMA, encoded, plain_state, write
 
+from shardctl.cli.program import run
+from shardctl.errors import CutError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
@@ -57,3 +59,28 @@ def test_experts_with_scales_of_their_own(tmp_path):
     state = encoded(codec, {n: t for n, t in plain.items() if n not in routers}) | routers
     source = write(tmp_path / "source", {**config, "quantization_config": codec.settings}, state)
     assert_planned(source, tmp_path / "ranks", Mesh.of(tp=4, ep=4))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_degrees_that_work_are_listed_unasked_and_are_those_that_can_be_planned(quantised, name):
+    found = plan(quantised(name), ReshardOptions()).quantised_degrees["tp"]
+    for degree in range(1, 17):
+        if degree in found.allowed:
+            plan(quantised(name), ReshardOptions(mesh=Mesh.of(tp=degree)))
+        else:
+            with pytest.raises(CutError):
+                plan(quantised(name), ReshardOptions(mesh=Mesh.of(tp=degree)))
+    assert not set(found.allowed) & set(found.blocked)
+
+
+def test_a_plan_says_which_degrees_would_cut_blocks(quantised, capsys):
+    source = quantised("fp8-blocks")
+    found = plan(source, ReshardOptions()).quantised_degrees["tp"]
+    assert found.blocked
+    assert run(["plan", str(source)]) == 0
+    assert "would cut blocks of quantised weights" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_quantised_has_no_such_degrees(tmp_path):
+    source = write(tmp_path / "source", LLAMA, plain_state(LLAMA))
+    assert plan(source, ReshardOptions()).quantised_degrees == {}

@@ -1,0 +1,45 @@
+"""Finds which degrees of tp and ep leave the blocks, groups and packed integers of quantised weights whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.estimate.allowed_degrees import AllowedDegrees, list_sections
+from shardctl.placement import can_divide
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.estimate.inventory import TensorInventory
+    from shardctl.models import Model
+
+_AXES: Final = ("tp", "ep")
+_MOST: Final = 128
+"""Degrees up to which all are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedDegrees:
+    """The degrees of one axis for a quantised checkpoint."""
+
+    allowed: tuple[int, ...]
+    """Those up to 128 that work."""
+    blocked: tuple[int, ...]
+    """Those that would work if the weights were not quantised."""
+
+
+def find_quantised_degrees(model: Model | None, inventory: TensorInventory) -> Mapping[str, QuantisedDegrees]:
+    """Find them by axis; empty for a model that is not quantised or whose cuts are not known."""
+    if model is None or model.plain is None or not model.encodings:
+        return {}
+    law = AllowedDegrees(inventory)
+    sections = list_sections(tensor.spec for tensor in model.plain.tensors.values())
+    found = {}
+    for axis in _AXES:
+        if axis not in sections or axis in inventory.unknown:
+            continue
+        allowed = law.degrees(axis, _MOST)
+        plain = [n for n in range(1, _MOST + 1) if all(can_divide(section, n) for section in sections[axis])]
+        found[axis] = QuantisedDegrees(allowed, tuple(n for n in plain if n not in allowed))
+    return found
