@@ -344,7 +344,9 @@ class _AnatomyReader:
         norms = [row for row in rows if _is_norm(row)]
         whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]
         self.norm = self.norm_kind(whole, rows)
-        within = [row for row in norms if row not in whole] if attention and not attention.latent else []
+        mixed = named.known("inner")  # a recurrent mixer beside attention has a norm of its own
+        heads = attention is not None and not attention.latent
+        within = [row for row in norms if row not in whole and row.dims != mixed] if heads else []
         return ModelLayer(
             hidden=named.size("hidden"),
             attention=attention,

@@ -25,6 +25,7 @@ _WHOLE: Final = (
     "minimax_m3_sparse",
     "linear_attention",
     "mamba",
+    "conv",
 )
 """What `layer_types` calls layers without a window: they see every token, or choose of all, or have no attention."""
 

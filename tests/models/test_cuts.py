@@ -44,9 +44,12 @@ UNPLANNED = {
 }
 """Families for which transformers has no plan."""
 PARTLY_PLANNED = {
+    "afmoe": "its plan is for the routed experts, and leaves attention and the shared ones whole",
     "bamba": "its plan is for the head alone",
     "deepseek_v3": "its plan is for the MLPs, and leaves latent attention whole",
     "deepseek_v4": "its plan is for the routed experts, and leaves attention and the shared ones whole",
+    "falcon_h1": "its plan is for the head alone",
+    "glm4_moe_lite": "its plan leaves shared experts whole",
     "gpt_oss": "it has a plan for expert parallelism only",
     "granitemoe": "its plan is for the experts, and leaves attention whole",
     "granitemoehybrid": "the same",
@@ -55,6 +58,8 @@ PARTLY_PLANNED = {
     "jamba": "its plan is for the experts that most Jambas have, and leaves attention and Mamba whole",
     "minimax_m3_vl": "its plan is for attention and the routed experts, and leaves the indexer and other MLPs whole",
     "minimax_m3_vl_text": "the same",
+    "lfm2": "its plan is for the head alone",
+    "lfm2_moe": "its plan is for the experts, and leaves attention and convolutions whole",
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",

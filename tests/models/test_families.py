@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 import transformers
 from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, on_meta, state
 
@@ -93,8 +94,11 @@ def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     wide = re.compile("|".join(rf"(^|\.){part}($|\.)" for part in kind._keep_in_fp32_modules_strict or ("$^",)))
     model, usual = describe_model(config), dtype_of(real)
     whole = {name for name, tensor in real.state_dict().items() if not tensor.is_floating_point()}
+    kept = {name for name, buffer in real.named_buffers() if buffer.dtype == torch.float32}
     for tensor in model.own():
-        expected = "I64" if tensor.name in whole else "F32" if wide.search(tensor.name) else usual.name
+        expected = (
+            "I64" if tensor.name in whole else "F32" if wide.search(tensor.name) or tensor.name in kept else usual.name
+        )
         assert tensor.dtype.name == expected, tensor.name
 
 

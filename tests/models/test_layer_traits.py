@@ -160,11 +160,13 @@ def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
         assert bool(routers) == (layer.experts is not None)
         for router in routers:
             more = {
+                "expert_bias": torch.zeros(layer.experts.count, device="meta"),
                 "e_score_correction_bias": torch.zeros(layer.experts.count, device="meta"),
                 "input_ids": torch.zeros(3, device="meta", dtype=torch.long),
             }
             asked = {key: more[key] for key in signature(router.forward).parameters if key in more}
-            made = router(torch.ones((3, layer.hidden), device="meta", dtype=torch.bfloat16), **asked)
+            size = (1, 3, layer.hidden) if name == "afmoe" else (3, layer.hidden)
+            made = router(torch.ones(size, device="meta", dtype=torch.bfloat16), **asked)
             assert made[1].dtype == (torch.float32 if layer.experts.wide else torch.bfloat16)
 
 

@@ -118,6 +118,9 @@ def shrink(module, projections):
             setattr(owner, count, value // WORLD)
     if "conv1d" in projections:
         module.conv_dim = module.conv1d.weight.shape[0]
+    if hasattr(module, "mup_vector"):  # Falcon-H1: a factor for each row of `in_proj`, all of them 1 by default
+        module.mup_vector.data = module.mup_vector[..., : module.in_proj.weight.shape[0]]
+        module.groups_time_state_size //= WORLD
     keys = next((name for name in ("k_proj", "kv_proj") if name in projections), None)
     if keys is not None and projections[keys] is None and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups //= WORLD  # fewer queries share the head that both ranks have

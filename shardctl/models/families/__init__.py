@@ -2,19 +2,21 @@
 
 from typing import Final
 
+from shardctl.models.families.afmoe import AFMOE
 from shardctl.models.families.apertus import APERTUS
 from shardctl.models.families.arcee import ARCEE
-from shardctl.models.families.bamba import BAMBA, GRANITE_MOE_HYBRID
+from shardctl.models.families.bamba import BAMBA, FALCON_H1, GRANITE_MOE_HYBRID
 from shardctl.models.families.bart import BART, MBART, WHISPER
 from shardctl.models.families.bert import BERT
 from shardctl.models.families.bloom import BLOOM
 from shardctl.models.families.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.families.cohere import COHERE, COHERE2
-from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE
 from shardctl.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from shardctl.models.families.deepseek_v4 import DEEPSEEK_V4
 from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.ernie import ERNIE4_5
+from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
 from shardctl.models.families.exaone import EXAONE4
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
@@ -32,6 +34,7 @@ from shardctl.models.families.hunyuan import HY_V3
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K3, KIMI_K25
 from shardctl.models.families.kimi_linear import KIMI_LINEAR
+from shardctl.models.families.lfm2 import LFM2, LFM2_MOE
 from shardctl.models.families.llama import CWM, HELIUM, LLAMA
 from shardctl.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
@@ -51,7 +54,7 @@ from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from shardctl.models.families.qwen3_next import QWEN3_NEXT
 from shardctl.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
-from shardctl.models.families.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
+from shardctl.models.families.qwen_moe import FLEX_OLMO, OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.families.seed_oss import SEED_OSS
 from shardctl.models.families.smollm import SMOLLM3
@@ -71,6 +74,7 @@ from shardctl.models.families.vit import VIT
 from shardctl.models.family import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    AFMOE,
     APERTUS,
     ARCEE,
     BAMBA,
@@ -89,9 +93,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
     DEEPSEEK_V4,
     DISTILBERT,
     ERNIE4_5,
+    ERNIE4_5_MOE,
     EXAONE4,
     FALCON,
+    FALCON_H1,
     FALCON_MAMBA,
+    FLEX_OLMO,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -101,6 +108,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GLM_MOE_DSA,
     GPT2,
     GPTJ,
@@ -116,9 +124,11 @@ FAMILIES: Final[tuple[Family, ...]] = (
     HYPERCLOVAX,
     HY_V3,
     JAMBA,
-    KIMI_K3,
     KIMI_K25,
+    KIMI_K3,
     KIMI_LINEAR,
+    LFM2,
+    LFM2_MOE,
     LLAMA,
     LLAMA4,
     LLAMA4_TEXT,

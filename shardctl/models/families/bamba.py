@@ -1,11 +1,14 @@
 """Describes Bamba and Granite 4: layers of Mamba 2, and a few of attention, each with an MLP or experts behind.
 
+Falcon-H1 has both in every layer, side by side.
+
 Names and shapes follow transformers 5 (`models/bamba/modeling_bamba.py`,
 `models/granitemoehybrid/modeling_granitemoehybrid.py`). Granite's shared expert is there without routed ones, too.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
@@ -31,20 +34,31 @@ if TYPE_CHECKING:
 
 _MIXER: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
 _ATTENTION: Final = add_condition((row for row in QKVO if not row.buffer), "attention")
-_BAMBA: Final = (
-    *EMBEDDING,
+_FEED_FORWARD: Final = (
     Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
     Row(f"{LAYER}.feed_forward.gate_proj.bias", "ffn", when="mlp_bias"),
     Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
     Row(f"{LAYER}.feed_forward.up_proj.bias", "ffn", when="mlp_bias"),
     Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
     Row(f"{LAYER}.feed_forward.down_proj.bias", "hidden", when="mlp_bias"),
+)
+_NORMS: Final = (
     Row(f"{LAYER}.input_layernorm.weight", "hidden"),
     Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
-    *_MIXER,
-    *_ATTENTION,
-    Row(".final_layernorm.weight", "hidden", on="last"),
-    *HEADS,
+)
+_ENDS: Final = (Row(".final_layernorm.weight", "hidden", on="last"), *HEADS)
+_BAMBA: Final = (*EMBEDDING, *_FEED_FORWARD, *_NORMS, *_MIXER, *_ATTENTION, *_ENDS)
+_BESIDE: Final = tuple(
+    replace(row, when="out_bias") if row.name.endswith("out_proj.bias") else row
+    for row in build_mixer2_rows(f"{LAYER}.mamba", norm="mixer_norm")
+)
+_FALCON: Final = (
+    *EMBEDDING,
+    *_FEED_FORWARD,
+    *_BESIDE,
+    *(row for row in QKVO if not row.buffer),
+    *_NORMS,
+    *_ENDS,
 )
 _GRANITE: Final = (
     *EMBEDDING,
@@ -58,9 +72,12 @@ _GRANITE: Final = (
 )
 
 
-def _add_mixer_facts(facts: FamilyFacts, config: ModelConfig, attention: frozenset[int]) -> FamilyFacts:
-    """`facts`, and those of Mamba 2 in all layers but those of `attention`."""
-    heads, inner = config.size("mamba_n_heads", 128), config.size("mamba_expand", 2) * config.size("hidden_size")
+def _add_mixer_facts(
+    facts: FamilyFacts, config: ModelConfig, attention: frozenset[int], *, channels: int = 0
+) -> FamilyFacts:
+    """`facts`, and those of Mamba 2 in all layers but those of `attention`; with as many `channels`, if it is said."""
+    heads, expand = config.size("mamba_n_heads", 128), config.size("mamba_expand", 2)
+    inner = channels or expand * config.size("hidden_size")
     if inner % heads:
         raise SourceError(f"config.json has {heads} mamba_n_heads, which do not divide {inner} channels")
     head = inner // heads if config.values.get("mamba_d_head", "auto") == "auto" else config.size("mamba_d_head")
@@ -107,6 +124,21 @@ def _build_granite_facts(config: ModelConfig) -> FamilyFacts:
     return _add_mixer_facts(facts, config, attention)
 
 
+def _build_falcon_facts(config: ModelConfig) -> FamilyFacts:
+    silent = "mamba_d_ssm" not in config.values
+    channels = 1024 if silent else config.count("mamba_d_ssm", 0)
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(
+        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
+    )
+    return _add_mixer_facts(facts, config, frozenset(), channels=channels).also(
+        flags={
+            "out_bias": config.switch("projectors_bias", default=False),
+            "mixer_norm": config.switch("mamba_rms_norm", default=False),
+        }
+    )
+
+
 BAMBA: Final = Family(
     name="bamba",
     rows=_BAMBA,
@@ -126,4 +158,13 @@ GRANITE_MOE_HYBRID: Final = Family(
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
     aliases={"layers_block_type": "layer_types"},
+)
+FALCON_H1: Final = Family(
+    name="falcon_h1",
+    rows=_FALCON,
+    facts=_build_falcon_facts,
+    classes={"FalconH1ForCausalLM": ModelClass("model", "lm"), "FalconH1Model": ModelClass()},
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(128000, 4096, 14336, 32, 32),
 )

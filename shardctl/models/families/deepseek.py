@@ -1,8 +1,8 @@
-"""Describes DeepSeek-V2 and V3 (latent attention) and GLM-4.5: shared and routed experts after dense layers.
+"""Describes DeepSeek-V2 and V3 and GLM-4.7-Flash (latent attention) and GLM-4.5: experts after dense layers.
 
-Names and shapes follow the Hub (`models/deepseek_v3/modeling_deepseek_v3.py`, and its namesakes `deepseek_v2` and
-`glm4_moe`). V3 and GLM-4.5 have layers after the last that predict further tokens; the Hub has them, and transformers
-leaves them out.
+Names and shapes follow the Hub (`models/deepseek_v3/modeling_deepseek_v3.py`, and its namesakes `deepseek_v2`,
+`glm4_moe` and `glm4_moe_lite`). All but V2 have layers after the last that predict further tokens; the Hub has them,
+and transformers leaves them out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     count_experts,
     list_later_layers,
+    list_sparse_layers,
 )
 from shardctl.models.family import Family, ModelClass, Row, RowIndex
 from shardctl.models.latent_attention import LATENT, build_latent_facts
@@ -51,6 +52,7 @@ _SHARED_BIASES: Final = (
     Row(f"{LAYER}.mlp.shared_experts.up_proj.bias", "sffn", when="moe mlp_bias"),
     Row(f"{LAYER}.mlp.shared_experts.down_proj.bias", "hidden", when="moe mlp_bias"),
 )
+BIASED_SHARED: Final = tuple(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair)
 BALANCED_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, BALANCE, *_SHARED)
 _V3_LAYER: Final = (*LATENT, *BALANCED_EXPERTS, *NORMS)
 _GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *BALANCED_EXPERTS, *NORMS)
@@ -94,6 +96,12 @@ def _build_v3_facts(config: ModelConfig) -> FamilyFacts:
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 3), following=1)
 
 
+def _build_glm4_lite_facts(config: ModelConfig) -> FamilyFacts:
+    sizes = config.over({"q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192})
+    facts = build_latent_facts(sizes, mlp_bias=False)
+    return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=1)
+
+
 def _build_glm4_moe_facts(config: ModelConfig) -> FamilyFacts:
     facts = build_decoder_facts(
         config,
@@ -113,7 +121,7 @@ DEEPSEEK_V2: Final = Family(
         *add_condition(GATED, "!moe"),
         *build_expert_rows(),
         ROUTER,
-        *(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair),
+        *BIASED_SHARED,
         *NORMS,
         *LAST_NORM,
         *HEADS,
@@ -169,6 +177,22 @@ GLM4_MOE: Final = Family(
         **assume_sizes(151552, 4096, 10944, 46, 96),
         "moe_intermediate_size": 1408,
         "n_routed_experts": 128,
+        "n_shared_experts": 1,
+    },
+)
+GLM4_MOE_LITE: Final = Family(
+    name="glm4_moe_lite",
+    rows=DEEPSEEK_V3.rows,
+    facts=_build_glm4_lite_facts,
+    classes={"Glm4MoeLiteForCausalLM": ModelClass("model", "lm"), "Glm4MoeLiteModel": ModelClass()},
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4),
+    aliases={**_NAMES, "head_dim": "qk_rope_head_dim"},
+    assumed={
+        **assume_sizes(154880, 2048, 10240, 47, 20),
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
         "n_shared_experts": 1,
     },
 )

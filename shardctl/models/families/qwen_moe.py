@@ -1,6 +1,6 @@
-"""Describes Qwen2-MoE, Qwen3-MoE and OLMoE: routed experts in `mlp.experts.N`, a shared one in Qwen2's.
+"""Describes Qwen2-MoE, Qwen3-MoE, OLMoE and FlexOlmo: routed experts in `mlp.experts.N`, a shared one in Qwen2's.
 
-Names and shapes follow the Hub (`models/qwen2_moe/modeling_qwen2_moe.py`, and its namesakes for Qwen3 and OLMoE).
+Names and shapes follow the Hub (`models/qwen2_moe/modeling_qwen2_moe.py`, and its namesakes for the others).
 """
 
 from __future__ import annotations
@@ -136,4 +136,25 @@ OLMOE: Final = Family(
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={**assume_sizes(50304, 2048, 2048, 16, 16), "num_experts": 64},
+)
+FLEX_OLMO: Final = Family(
+    name="flex_olmo",
+    rows=(
+        *EMBEDDING,
+        *QKVO,
+        *_OLMOE_NORMS,
+        ROUTER,
+        *build_expert_rows(),
+        Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
+        Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
+        *LAST_NORM,
+        *HEADS,
+    ),
+    facts=_build_olmoe_facts,
+    classes={"FlexOlmoForCausalLM": ModelClass("model", "lm"), "FlexOlmoModel": ModelClass()},
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=5, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={**assume_sizes(100352, 4096, 11008, 32, 32), "num_experts": 7},
 )
