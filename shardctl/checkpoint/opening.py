@@ -22,6 +22,7 @@ from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.catalogue import FORMATS
+from shardctl.libraries.gguf.reading import describe_gguf, find_gguf_file
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.models.derived import derive_model
@@ -100,9 +101,9 @@ def _read_checkpoint(
     record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
-    only = _find_only_config(source, source_options)
-    if only is not None:
-        return _build_described_checkpoint(source, only, source_options)
+    described = _describe_source(source, source_options)
+    if described is not None:
+        return described
     stored = _scan_container(source, source_options)
     if stored.training is None:
         stored = separate_states(
@@ -275,6 +276,24 @@ def _build_described_checkpoint(source: Source, only: ConfigReading, source_opti
     _refuse_warnings(manifest, source_options)
     stored = replace(manifest, tensors={})
     return OpenedCheckpoint(source, stored, manifest, model, None, only.values, None, hypothetical=True)
+
+
+def _describe_source(source: Source, source_options: SourceOptions) -> OpenedCheckpoint | None:
+    """Describe a source of which no tensor could be converted: a GGUF file, or a config; None if it is neither."""
+    gguf = find_gguf_file(source) if source_options.described and source_options.container is None else None
+    if gguf is not None:
+        return _build_gguf_checkpoint(source, gguf)
+    only = _find_only_config(source, source_options)
+    return _build_described_checkpoint(source, only, source_options) if only is not None else None
+
+
+def _build_gguf_checkpoint(source: Source, path: str) -> OpenedCheckpoint:
+    """Build a checkpoint that is only described: no tensor of it is converted."""
+    manifest, config = describe_gguf(source, path)
+    model = models.build_untabled_model(config, manifest).model
+    if config is not None:
+        model = replace(model, text=config)
+    return OpenedCheckpoint(source, manifest, manifest, model, None, config, None, hypothetical=True)
 
 
 def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:

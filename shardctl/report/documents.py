@@ -63,6 +63,8 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
     }
     if found.address:
         document["address"] = found.address
+    if found.drafter:
+        document["drafter"] = found.drafter
     if found.training is not None:
         document["training"] = {
             "writer": found.training.writer,

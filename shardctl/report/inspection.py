@@ -47,6 +47,8 @@ def _list_file_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
 def _list_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
     yield from _list_file_facts(found)
     yield "model", _describe_model(found)
+    if found.drafter:
+        yield "drafter", f"{found.drafter}: it guesses tokens for a larger model, and is none by itself"
     amount = f"{format_count(found.parameters)} parameters in {format_plural(len(found.tensors), 'tensor')}"
     yield "weights", f"{amount}, {format_file_size(found.nbytes)} ({format_memory_size(found.nbytes)})"
     for number, share in enumerate(found.dtypes):

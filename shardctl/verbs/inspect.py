@@ -10,6 +10,7 @@ from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
+from shardctl.models.drafters import name_drafter
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.training import split_state_name
 
@@ -110,6 +111,8 @@ class InspectResult:
     """Of a source that is elsewhere: where just these files are, with their commit if there is one."""
     hypothetical: bool = False
     """Whether there are no weights: all this is what the config describes."""
+    drafter: str = ""
+    """Which kind of drafter it is, such as `EAGLE-3`; empty for a model that stands alone."""
     derivation: RuleDerivation | None = None
     """How the rules were derived, where no table has them and that was asked for."""
 
@@ -153,6 +156,9 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
+        drafter=name_drafter(
+            checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
+        ),
     )
 
 

@@ -106,7 +106,10 @@ FOREIGN: Final = {
     ".engine": "TensorRT engine",
     ".mlmodel": "Core ML",
 }
-"""Suffixes of containers that shardctl knows by name and does not read."""
+"""Suffixes of containers that shardctl knows by name and does not convert."""
+_HINTS: Final = {
+    ".gguf": "inspect and plan describe it, given the file itself; to convert, give the model's safetensors files",
+}
 
 
 def refuse_foreign(source: Source) -> None:
@@ -115,6 +118,6 @@ def refuse_foreign(source: Source) -> None:
         suffix = path[path.rfind(".") :].lower() if "." in path else ""
         if "/" not in path and suffix in FOREIGN:
             raise UnsupportedError(
-                f"{path} is a checkpoint in the format {FOREIGN[suffix]}, which shardctl does not read",
-                hint="give the model's safetensors or torch files; most repositories hold them too",
+                f"{path} is a checkpoint in the format {FOREIGN[suffix]}, which shardctl does not convert",
+                hint=_HINTS.get(suffix, "give the model's safetensors or torch files; most repositories hold them too"),
             )

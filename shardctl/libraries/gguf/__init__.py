@@ -1,0 +1,1 @@
+"""GGUF, llama.cpp's format, whose headers alone are read."""
