@@ -9,23 +9,28 @@ read again, at once if they are few and otherwise by `prove`. So every byte that
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from bisect import bisect_right, insort
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import attrgetter
+from bisect import insort
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError
+from shardctl.storage.hashed_file import (
+    BY_START,
+    HashedFile,
+    PromisedHash,
+    StretchNote,
+    build_change_error,
+    claim_hash,
+    compare_hash,
+    list_spans,
+)
 from shardctl.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from hashlib import _Hash
 
     Reread = Callable[[str, int, memoryview], None]
     """Fills memory from an offset of a file; raises as any read does."""
+
 
 PIECE: Final = 1 << 20
 """Bytes read again at once, by each of `_THREADS`: larger pieces are fewer requests, and more memory beside the plan's.
@@ -51,103 +56,8 @@ _CATCH_UP: Final = 64 << 20
 their way together. Of what is more, `prove` reads the rest of the file again."""
 _MOST_NOTES: Final = 1 << 16
 """Stretches noted at once, of all files: about 16 MB, and what 64 GB have in pieces of 1 MiB that come backwards."""
-_MARKS: Final = 64
-"""States of a hash kept of one file, from which a part of it is hashed again: each 200 bytes or so, against reading
-more again."""
 _ALMOST: Final = 8
 """A file of which all but one byte in so many was read, or less, is read whole, so that it can be hashed."""
-
-_ON_THE_WAY: Final = "something on the way changed it; run again, and if that does not help, fetch it another way"
-
-
-@dataclass(frozen=True, slots=True)
-class PromisedHash:
-    """What the hash of a file should be."""
-
-    size: int
-    """Bytes of the file."""
-    digest: str
-    """In hexadecimal; empty if nothing is promised."""
-    state: _Hash
-    """The hash of no byte of the file yet."""
-
-
-@dataclass(slots=True, eq=False)
-class _StretchNote:
-    """A stretch that was given out and is to be seen again."""
-
-    start: int
-    stop: int
-    digest: bytes
-    """Its SHA-256."""
-    again: _Hash = field(default_factory=hashlib.sha256)
-    """Of the bytes that were seen again."""
-
-    def see(self, path: str, start: int, data: memoryview) -> bool:
-        """Take what a part of the file has of this stretch; returns whether that was the rest of it."""
-        low, high = max(self.start, start), min(self.stop, start + len(data))
-        if low < high:
-            self.again.update(data[low - start : high - start])
-        if high < self.stop:
-            return False
-        if self.again.digest() != self.digest:
-            raise _build_change_error(path, self.start, self.stop)
-        return True
-
-
-_BY_START: Final = attrgetter("start")
-
-
-@dataclass(slots=True)
-class _HashedFile:
-    """How far a file is hashed; `turn` guards all of it."""
-
-    promise: PromisedHash
-    state: _Hash
-    position: int = 0
-    """Bytes hashed so far, from the first."""
-    frontier: int = 0
-    """Bytes hashed once the thread that is hashing is done."""
-    busy: bool = False
-    begun: bool = False
-    given: int = 0
-    """Bytes given out, counted again where they were read again."""
-    compared: bool = False
-    flights: list[tuple[int, int]] = field(default_factory=list)
-    """Stretches that are being fetched, or wait to be hashed."""
-    ahead: list[_StretchNote] = field(default_factory=list)
-    """Stretches that the hash will come to, in their order."""
-    behind: list[_StretchNote] = field(default_factory=list)
-    """Stretches of which it has passed at least the beginning."""
-    marks: list[tuple[int, _Hash]] = field(default_factory=list)
-    """The hash after so many bytes, in rising order."""
-    forgotten: bool = False
-    """Whether more stretches came out of order than are noted."""
-    turn: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def proved(self) -> bool:
-        return self.compared and not self.ahead and not self.behind and not self.forgotten
-
-    @property
-    def due(self) -> bool:
-        """Whether a thread is fetching the next byte to hash, or has it."""
-        return self.busy or any(start <= self.position < stop for start, stop in self.flights)
-
-    def read_bytes(self) -> int:
-        """Read how much of the file was given out."""
-        if self.forgotten or not self.promise.digest:
-            return min(self.given, self.promise.size)
-        end, total = self.position, self.position
-        for note in self.ahead:
-            total += max(note.stop - max(note.start, end), 0)
-            end = max(end, note.stop)
-        return total
-
-    def mark(self) -> None:
-        self.marks.append((self.position, self.state.copy()))
-        if len(self.marks) > _MARKS:
-            del self.marks[3::2]  # the ends of the first stretches stay: headers are what is read twice most often
 
 
 class FileHashes:
@@ -155,7 +65,7 @@ class FileHashes:
 
     def __init__(self, promised: Mapping[str, PromisedHash], reread: Reread) -> None:
         """`promised` is what the hash of each file should be, `reread` reads stretches without telling this object."""
-        self._files = {path: _HashedFile(promise, promise.state.copy()) for path, promise in promised.items()}
+        self._files = {path: HashedFile(promise, promise.state.copy()) for path, promise in promised.items()}
         for file in self._files.values():
             file.mark()
         self._reread = reread
@@ -189,7 +99,7 @@ class FileHashes:
         finally:
             self.fail(path, start, stop)
 
-    def _wait(self, file: _HashedFile, start: int, stop: int) -> None:
+    def _wait(self, file: HashedFile, start: int, stop: int) -> None:
         """Return when it is the turn of this stretch, or when nobody is about to bring what comes before."""
         with file.turn:
             seen, since = file.position, time.monotonic()
@@ -200,7 +110,7 @@ class FileHashes:
                     return
                 file.turn.wait(_LOOK)
 
-    def _close_gap(self, path: str, file: _HashedFile, start: int) -> None:
+    def _close_gap(self, path: str, file: HashedFile, start: int) -> None:
         """Read the few bytes before a stretch that nobody else will."""
         with file.turn:
             position = file.position
@@ -212,7 +122,7 @@ class FileHashes:
         finally:
             self.fail(path, position, start)
 
-    def _catch_up(self, path: str, file: _HashedFile) -> None:
+    def _catch_up(self, path: str, file: HashedFile) -> None:
         """Read again what came before it was its turn, if that is not much."""
         with file.turn:
             position = end = file.position
@@ -228,7 +138,7 @@ class FileHashes:
         finally:
             self.fail(path, position, end)
 
-    def _again(self, path: str, file: _HashedFile, start: int, stop: int) -> None:
+    def _again(self, path: str, file: HashedFile, start: int, stop: int) -> None:
         for offset, data in self._pieces(path, start, stop):
             self._take(path, file, offset, data, given=False)
 
@@ -239,10 +149,10 @@ class FileHashes:
             self._reread(path, offset, data)
             yield offset, data
 
-    def _take(self, path: str, file: _HashedFile, start: int, data: memoryview, *, given: bool) -> None:
+    def _take(self, path: str, file: HashedFile, start: int, data: memoryview, *, given: bool) -> None:
         """Hash what is new of a stretch, if the hash has come so far; note what is not, if it was `given` out."""
         stop = start + len(data)
-        with _claim_hash(file, start, stop) as (position, seen):
+        with claim_hash(file, start, stop) as (position, seen):
             if position is None:
                 known = stop
             else:
@@ -258,29 +168,29 @@ class FileHashes:
                     self._notes -= len(done)
                 complete = known < stop == file.promise.size
                 if complete:
-                    _compare_hash(path, file)
+                    compare_hash(path, file)
         if given and known > start:
             self._note(file, start, data[: known - start])
-        if complete and sum(high - low for low, high in _list_spans(file)) <= _CATCH_UP:
+        if complete and sum(high - low for low, high in list_spans(file)) <= _CATCH_UP:
             self._recheck(path, file)
 
-    def _note(self, file: _HashedFile, start: int, data: memoryview) -> None:
-        note = _StretchNote(start, start + len(data), hashlib.sha256(data).digest())
+    def _note(self, file: HashedFile, start: int, data: memoryview) -> None:
+        note = StretchNote(start, start + len(data), hashlib.sha256(data).digest())
         with file.turn:
             if self._notes >= _MOST_NOTES:
                 file.forgotten = True
                 return
             self._notes += 1
             if start >= file.frontier:
-                insort(file.ahead, note, key=_BY_START)
+                insort(file.ahead, note, key=BY_START)
             else:
                 file.behind.append(note)
 
-    def _recheck(self, path: str, file: _HashedFile) -> None:
+    def _recheck(self, path: str, file: HashedFile) -> None:
         """See again the stretches that the hash had passed: hashed from a state before them to one behind them."""
         with file.turn:
-            notes, file.behind = sorted(file.behind, key=_BY_START), []
-            spans, marks = _list_spans(file, notes), dict(file.marks)
+            notes, file.behind = sorted(file.behind, key=BY_START), []
+            spans, marks = list_spans(file, notes), dict(file.marks)
             marks[file.position] = file.state.copy()
         for low, high in spans:
             state = marks[low].copy()
@@ -289,7 +199,7 @@ class FileHashes:
                 state.update(data)
                 open_notes = [n for n in open_notes if n.start >= offset + len(data) or not n.see(path, offset, data)]
             if state.digest() != marks[high].digest():
-                raise _build_change_error(path, low, high)
+                raise build_change_error(path, low, high)
         with file.turn:
             self._notes -= len(notes)
 
@@ -338,54 +248,6 @@ def _compute_grace(distance: int, size: int) -> float:
     if distance <= _GAP:
         return _LOOK if distance >= _TENSOR else 0.0
     return _GRACE if size >= PIECE and distance < _NEAR else 0.0
-
-
-@contextmanager
-def _claim_hash(file: _HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[_StretchNote]]]:
-    """Give one thread where the hash is, or None if it is not at `start` yet, and the notes up to `stop`."""
-    with file.turn:
-        while file.busy:
-            file.turn.wait()
-        due = start <= file.position
-        position = file.position if due else None
-        notes = [note for note in file.ahead if note.start < stop] if due and file.ahead else []
-        if due:
-            file.busy, file.frontier = True, max(stop, file.position)
-    try:
-        yield position, notes
-    finally:
-        if due:
-            with file.turn:
-                file.busy = False
-                file.turn.notify_all()
-
-
-def _build_change_error(path: str, start: int, stop: int) -> ChangedError:
-    return ChangedError(f"{path}: bytes {start} to {stop - 1} were read twice, and are not the same", hint=_ON_THE_WAY)
-
-
-def _compare_hash(path: str, file: _HashedFile) -> None:
-    found, promised = file.state.hexdigest(), file.promise.digest
-    if found != promised:
-        raise ChangedError(
-            f"{path} differs from its stated hash: its {file.state.name} is {found}, but {promised} is expected",
-            hint=_ON_THE_WAY,
-        )
-    file.compared = True
-
-
-def _list_spans(file: _HashedFile, notes: list[_StretchNote] | None = None) -> list[tuple[int, int]]:
-    """List the stretches, from one known state of the hash to another, in which noted ones lie."""
-    places = [*(position for position, _ in file.marks), file.position]
-    spans: list[tuple[int, int]] = []
-    for note in sorted(file.behind, key=_BY_START) if notes is None else notes:
-        low = places[bisect_right(places, note.start) - 1]
-        high = next(place for place in places if place >= note.stop)
-        if spans and low < spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(high, spans[-1][1]))
-        else:
-            spans.append((low, high))
-    return spans
 
 
 def is_almost_all(part: int, size: int) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, format_first_few
 from shardctl.storage import FileProofs, FileStat, require_span
 from shardctl.storage.bounded_text import CONFIG_TEXT, check_size
-from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes, PromisedHash
+from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes
+from shardctl.storage.hashed_file import PromisedHash
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
