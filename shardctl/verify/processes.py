@@ -12,12 +12,9 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import sys
-import threading
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -27,11 +24,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import ShardctlError
+from shardctl.verify.process_traces import (
+    SHOWN,
+    describe_exit,
+    find_innermost_frame,
+    is_in_collective,
+    quote_last_lines,
+    read_process_usage,
+)
+from shardctl.verify.worker_process import RankProcess, build_environment, run_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from ctypes import Array, c_int64
     from multiprocessing.process import BaseProcess
+
 
 Start = Literal["forkserver", "spawn"]
 """How a rank's process begins: as a copy of a small one that has imported `PRELOAD`, or all afresh.
@@ -48,10 +55,6 @@ _GRACE: Final = 0.3
 """Seconds in which others may fail of the same cause, and in which stacks are written."""
 _STILL: Final = 0.05
 """Seconds of processor time, of all ranks together, that count as none: background threads wake now and then."""
-_TOLD: Final = 4
-"""Lines of a failed rank's output that are shown."""
-_KILL_WITH_PARENT: Final = 1
-"""PR_SET_PDEATHSIG of `prctl(2)`."""
 
 
 class RankError(ShardctlError):
@@ -71,32 +74,6 @@ class RankError(ShardctlError):
 
 class NotStartedError(ShardctlError):
     """The system would not start a process for each rank, or they could not meet: it says nothing of the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """What a worker is told of itself."""
-
-    number: int
-    world: int
-    beats: Array[c_int64]
-    """One count a rank."""
-
-    def beat(self) -> None:
-        """Say that work goes on; without `silence` not needed by work that uses the processor or the disk."""
-        self.beats[self.number] += 1
-
-
-def build_environment(world: int) -> dict[str, str]:
-    """Build the environment of ranks that share this machine: a share of the cores, and no network."""
-    threads = str(max((os.cpu_count() or 1) // world, 1))
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # a loader's threads must not enter collectives in an order of their own
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def run_ranks(
@@ -129,7 +106,7 @@ def run_ranks(
     with TemporaryDirectory(prefix="shardctl-ranks-", ignore_cleanup_errors=True) as folder:
         processes = [
             context.Process(
-                target=_run_worker,
+                target=run_worker,
                 args=(pickled, RankProcess(number, world, beats), folder, variables),
                 name=f"rank {number}",
                 daemon=True,
@@ -216,10 +193,9 @@ class _ProcessRun:
         gone = [number for number in failed if not self.result(number).exists()]
         if gone:
             number, output = gone[0], self._output(gone[0])
-            told = _select_last_lines(output)
-            message = f"rank {number} {_describe_exit(self.processes[number].exitcode)}"
+            message = f"rank {number} {describe_exit(self.processes[number].exitcode)}"
             return RankError(
-                message + _quote_lines(told), ranks=gone, output=output, hint=_find_death_hint(self, number)
+                message + quote_last_lines(output), ranks=gone, output=output, hint=_find_death_hint(self, number)
             )
         raised = {number: json.loads(self.result(number).read_bytes()) for number in failed}
         number = min(raised, key=lambda n: raised[n]["time"])
@@ -236,12 +212,12 @@ class _ProcessRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
         time.sleep(_GRACE)
-        stacks = {number: _find_innermost_frame(self._output(number)) for number in alive}
-        waiting = [number for number in alive if _is_in_collective(self._output(number))]
+        stacks = {number: find_innermost_frame(self._output(number)) for number in alive}
+        waiting = [number for number in alive if is_in_collective(self._output(number))]
         guilty = [number for number in alive if number not in waiting] or alive
         fewest = min(self.beats[number] for number in guilty)
         guilty = [number for number in guilty if self.beats[number] == fewest]
-        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:_TOLD] if stacks[number])
+        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:SHOWN] if stacks[number])
         names = ", ".join(map(str, guilty))
         message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
         return RankError(message, ranks=guilty, output=self._output(guilty[0]))
@@ -260,7 +236,7 @@ class _ProcessRun:
         for process in self.processes:
             if process.pid is None or process.exitcode is not None:
                 continue
-            found = _read_process_usage(process.pid)
+            found = read_process_usage(process.pid)
             if found is None:
                 return None
             seconds, waits = seconds + found[0], waits + found[1]
@@ -283,117 +259,7 @@ class _ProcessRun:
                 process.close()
 
 
-def _run_worker(pickled: bytes, rank: RankProcess, folder: str, environment: Mapping[str, str]) -> None:
-    """Run a rank's process; it never returns."""
-    _isolate_process(Path(folder, f"{rank.number}.log"))
-    os.environ.update(environment)
-    torch = sys.modules.get("torch")
-    if torch is not None and "OMP_NUM_THREADS" in environment:  # imported before it could be told
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    said: dict[str, object]
-    code = 0
-    try:
-        said = {"result": pickle.loads(pickled)(rank)}  # noqa: S301 - what the parent made a moment ago
-        text = json.dumps(said)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
-        traceback.print_exc()
-        message = error.message if isinstance(error, ShardctlError) else str(error)
-        hint = error.hint if isinstance(error, ShardctlError) else None
-        said = {"error": type(error).__name__, "message": message, "hint": hint, "time": time.time()}
-        text, code = json.dumps(said), 1
-    partial = Path(folder, f"{rank.number}.partial")
-    partial.write_text(text)
-    partial.rename(Path(folder, f"{rank.number}.json"))
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)  # not to wait for threads of a communication library that wait for others
-
-
-def _isolate_process(log: Path) -> None:
-    """Give the process a group of its own, output to a file, stacks on demand, and death with the parent."""
-    import ctypes
-    import faulthandler
-
-    try:
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    except FileNotFoundError:  # the run was interrupted before this process was known
-        os._exit(1)
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, name="shardctl-parent", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, place in ((nothing, 0), (sink, 1), (sink, 2)):
-        os.dup2(descriptor, place)
-    sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
-
-
-def _end_with_parent() -> None:
-    """End this process and all that it started when the one that asked for it is gone."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.killpg(0, signal.SIGKILL)
-
-
-def _read_process_usage(pid: int) -> tuple[float, int] | None:
-    """Read processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
-
-    `proc(5)`: state is the third field of `stat`, after a name in parentheses; utime and stime are the 14th and 15th.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        reads = Path(f"/proc/{pid}/io").read_text()
-    except OSError:
-        return (0.0, 0) if Path("/proc/self/stat").exists() else None
-    ticks = int(fields[11]) + int(fields[12])
-    counted = re.findall(r"^(?:read_bytes|write_bytes): (\d+)$", reads, re.MULTILINE)
-    waiting = int(fields[0] == "D")
-    return ticks / os.sysconf("SC_CLK_TCK"), sum(map(int, counted)) + waiting
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
-    return f"exited with code {code} before it had a result"
-
-
 def _find_death_hint(run: _ProcessRun, number: int) -> str | None:
     if run.processes[number].exitcode != -signal.SIGKILL:
         return None
     return "the system may have run out of memory; fewer processes need less"
-
-
-def _select_last_lines(output: str) -> list[str]:
-    return [line.strip() for line in output.splitlines() if line.strip()][-_TOLD:]
-
-
-def _quote_lines(lines: Sequence[str]) -> str:
-    return f"; the last it said: {' | '.join(lines)}" if lines else ""
-
-
-def _find_innermost_frame(output: str) -> str:
-    """Find where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
-    frames = _list_main_stack(output)
-    found = re.search(r'File "([^"]*)", line (\d+) in (.+)', frames[0]) if frames else None
-    return f"{found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
-
-
-def _is_in_collective(output: str) -> bool:
-    """Return whether the main thread waits in torch's communication."""
-    return any("torch/distributed" in frame for frame in _list_main_stack(output))
-
-
-def _list_main_stack(output: str) -> list[str]:
-    """List the frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
-    dump = output.rpartition("(most recent call first):")[2]
-    return [line for line in dump.splitlines() if line.lstrip().startswith("File ")]

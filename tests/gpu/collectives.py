@@ -6,10 +6,12 @@ import functools
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from shardctl.verify.processes import RankError, RankProcess, run_ranks
+from shardctl.verify.processes import RankError, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from shardctl.verify.worker_process import RankProcess
 
 WORLD = 2
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send and receive", "barrier")

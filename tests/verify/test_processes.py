@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UnsupportedError
-from shardctl.verify.processes import NotStartedError, RankError, RankProcess, build_environment, run_ranks
+from shardctl.verify.processes import NotStartedError, RankError, run_ranks
+from shardctl.verify.worker_process import RankProcess, build_environment
 
 LONG = 600
 """Seconds that a rank waits that is to be ended."""

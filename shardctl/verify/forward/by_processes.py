@@ -17,7 +17,8 @@ from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
 from shardctl.verify.forward.comparison import compare_in_process
 from shardctl.verify.forward.team import ProcessTeam
-from shardctl.verify.processes import NotStartedError, RankError, build_environment, run_ranks
+from shardctl.verify.processes import NotStartedError, RankError, run_ranks
+from shardctl.verify.worker_process import build_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
-    from shardctl.verify.processes import RankProcess, Start
+    from shardctl.verify.processes import Start
+    from shardctl.verify.worker_process import RankProcess
 
 _TIMEOUT: Final = timedelta(seconds=120)
 """In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""

@@ -26,7 +26,8 @@ from shardctl.verify.forward.result import SecondOpinion
 from shardctl.verify.forward.shards import CheckpointShards
 from shardctl.verify.forward.tolerance import measure_distance
 from shardctl.verify.forward.verdict import select_output
-from shardctl.verify.processes import NotStartedError, RankError, build_environment, run_ranks
+from shardctl.verify.processes import NotStartedError, RankError, run_ranks
+from shardctl.verify.worker_process import build_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
-    from shardctl.verify.processes import RankProcess
+    from shardctl.verify.worker_process import RankProcess
 
 Torch = Any
 _SHARE: Final = 2
