@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
+from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.kept_tensors import GROUPS
+from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
 from shardctl.estimate.profiles import get_runtime
 from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
 from shardctl.estimate.schedule import count_in_flight, count_losses
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import ModelAnatomy, ModelLayer
-    from shardctl.models.layer_traits import NormKind
+
 
 _NAMES: Final[Mapping[Group, str]] = {
     "norms": "kept by norms",
@@ -36,18 +38,6 @@ _NAMES: Final[Mapping[Group, str]] = {
 _SKEW: Final = 1.3
 """How much more than an even part of the tokens a rank's experts are expected to get at most; routers are trained to
 balance, and do so within some tens of percent."""
-
-_WIDE: Final = 4
-"""Bytes of an element of what flows between layers that add in fp32."""
-_HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
-    "rms": "rms heads",
-    "rms32": "rms32 heads",
-    "layer": "layer heads",
-    "layer32": "layer32 heads",
-    "bare32": "bare32 heads",
-}
-_NORMS: Final = 2
-"""Before attention and before the MLP; where there are more, they are behind both."""
 
 
 def estimate_activations(
@@ -70,50 +60,11 @@ def estimate_activations(
 
 
 @dataclass(frozen=True, slots=True)
-class _ByteAmount:
-    """Bytes, and how they came about."""
-
-    factors: tuple[tuple[str, float, float], ...] = ()
-    """`(what is counted, bytes for each, how many)`"""
-
-    @property
-    def nbytes(self) -> float:
-        return sum(width * count for _, width, count in self.factors)
-
-    def __add__(self, other: _ByteAmount) -> _ByteAmount:
-        """Return both together; the same of several layers is added up."""
-        found: dict[tuple[str, float], float] = {}
-        for name, width, count in (*self.factors, *other.factors):
-            found[name, width] = found.get((name, width), 0) + count
-        return _ByteAmount(tuple((name, width, count) for (name, width), count in found.items()))
-
-    def times(self, layers: int) -> _ByteAmount:
-        """Return that of so many layers."""
-        return _ByteAmount(tuple((name, width, count * layers) for name, width, count in self.factors))
-
-    def without(self) -> _ByteAmount:
-        """Return the same, to be taken away."""
-        return _ByteAmount(tuple((name, -width, count) for name, width, count in self.factors))
-
-    def named(self) -> tuple[tuple[str, float, float], ...]:
-        """Return the factors with widths of the same things added up, and a number behind names of different things."""
-        widths: dict[tuple[str, float], float] = {}
-        for name, width, count in self.factors:
-            widths[name, count] = widths.get((name, count), 0) + width
-        seen: dict[str, int] = {}
-        found = []
-        for (name, count), width in widths.items():
-            seen[name] = seen.get(name, 0) + 1
-            found.append((name if seen[name] == 1 else f"{name}_{seen[name]}", width, count))
-        return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
 class _PeakCandidate:
     """A candidate for the worst moment."""
 
     name: str
-    besides: _ByteAmount
+    besides: ByteAmount
     """What is alive besides what the layers keep."""
     freed: float
     """Bytes that later layers kept, and that are gone by then."""
@@ -130,9 +81,9 @@ class _AlikeLayers:
     """Layers that are alike."""
 
     numbers: tuple[int, ...]
-    kept: Mapping[str, _ByteAmount]
+    kept: Mapping[str, ByteAmount]
     """Of one of them, by the name of the term."""
-    moments: tuple[tuple[str, _ByteAmount], ...]
+    moments: tuple[tuple[str, ByteAmount], ...]
     """What is alive in each moment of the backward pass of one, besides what all keep."""
 
     @property
@@ -163,6 +114,7 @@ class _RankActivations:
         virtual = work.virtual_stages
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)
+        self.flags = list_model_flags(anatomy, work, parts=self.parts)
 
     def terms(self) -> Iterator[MemoryTerm]:
         """Yield the terms, in the order of the groups."""
@@ -174,10 +126,10 @@ class _RankActivations:
         for number in self.numbers:
             alike.setdefault(self.anatomy.layers[number], []).append(number)
         kinds = [self._alike(layer, numbers) for layer, numbers in alike.items()]
-        kept: dict[str, _ByteAmount] = {}
+        kept: dict[str, ByteAmount] = {}
         for kind in kinds:
             for name, amount in kind.kept.items():
-                kept[name] = kept.get(name, _ByteAmount()) + amount.times(len(kind.numbers))
+                kept[name] = kept.get(name, ByteAmount()) + amount.times(len(kind.numbers))
         for name, amount in kept.items():
             yield from self._term(name, amount, skewed=name == _NAMES["experts"])
         if self.first:
@@ -186,14 +138,15 @@ class _RankActivations:
 
     def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
-        sizes, flags = dict(compute_layer_sizes(layer, self.style, self.share)), self._flags(layer)
+        sizes = dict(compute_layer_sizes(layer, self.style, self.share))
+        flags = self.flags | list_layer_flags(layer, self.style.norm)
         if why := _find_unknown_part(layer):
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         full, selective = self.work.recompute == "full", self.work.recompute == "selective"
         groups = self.runtime.kept
-        again = _ByteAmount()
+        again = ByteAmount()
         if full:
             kept = {"inputs of layers": self._amount(self.runtime.checkpoint, sizes, flags)}
             for tensors in groups.values():
@@ -214,15 +167,15 @@ class _RankActivations:
 
     def _worst(self, kinds: Sequence[_AlikeLayers]) -> Iterator[MemoryTerm]:
         """Yield the head's terms and that of the worst moment."""
-        head = self._head() if self.last and self.anatomy.generates else _ByteAmount()
+        head = self._head() if self.last and self.anatomy.generates else ByteAmount()
         peaks = [*self._layer_peaks(kinds), *self._head_peaks()]
         if not peaks:
             return
         worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
         yield from self._term("kept by the head and the loss", head, self.losses - (not worst.with_head))
         if worst.nbytes > 0:
-            inputs = _collect_inputs(worst.besides)
-            formula = _format_formula(worst.besides) + (" - freed" if worst.freed else "")
+            inputs = worst.besides.collect_inputs()
+            formula = worst.besides.format_formula() + (" - freed" if worst.freed else "")
             yield self._made(
                 f"alive in the {worst.name}",
                 "workspace",
@@ -244,29 +197,25 @@ class _RankActivations:
         if not (self.last and self.anatomy.generates):
             return
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        flags = self._style_flags()
-        yield self._moment(self.runtime.loss, sizes, flags, with_head=True)
-        yield self._moment(self.runtime.norm, sizes, flags, with_head=False)
+        yield self._moment(self.runtime.loss, sizes, with_head=True)
+        yield self._moment(self.runtime.norm, sizes, with_head=False)
 
-    def _moment(
-        self, moment: PeakMoment, sizes: Mapping[Size, float], flags: frozenset[Flag], *, with_head: bool
-    ) -> _PeakCandidate:
-        return _PeakCandidate(moment.name, self._amount(moment.alive, sizes, flags), 0, with_head)
+    def _moment(self, moment: PeakMoment, sizes: Mapping[Size, float], *, with_head: bool) -> _PeakCandidate:
+        return _PeakCandidate(moment.name, self._amount(moment.alive, sizes, self.flags), 0, with_head)
 
-    def _head(self) -> _ByteAmount:
+    def _head(self) -> ByteAmount:
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        flags = self._style_flags()
-        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
+        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, self.flags)
 
-    def _embedding(self) -> _ByteAmount:
+    def _embedding(self) -> ByteAmount:
         sizes = compute_head_sizes(
             self.anatomy.layers[0].hidden if self.anatomy.layers else self.anatomy.hidden, 0, self.share
         )
-        return self._amount(self.runtime.embedding, sizes, self._style_flags())
+        return self._amount(self.runtime.embedding, sizes, self.flags)
 
     def _amount(
         self, tensors: Iterable[KeptTensor], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
-    ) -> _ByteAmount:
+    ) -> ByteAmount:
         """Return the bytes of those of `tensors` that are there; those of attention's core only if `core`."""
         found: dict[tuple[str, float], float] = {}
         for saved in tensors:
@@ -277,57 +226,18 @@ class _RankActivations:
                 )
                 width = self.width if saved.width is None else saved.width
                 found[name, count / parts] = found.get((name, count / parts), 0) + width
-        return _ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
-
-    def _style_flags(self) -> frozenset[Flag]:
-        """Return what holds of all layers, and of what follows the last."""
-        flags: set[Flag] = {self.style.norm, "fused" if self.work.flash else "scores"}
-        if self.style.dropout:
-            flags.add("drop")
-        if self.style.attention_dropout:
-            flags.add("drop scores")
-        if self.style.capped_scores:
-            flags.add("cap scores")
-        if self.style.capped_logits:
-            flags.add("cap logits")
-        if self.width < _WIDE and any(layer.wide for layer in self.anatomy.layers):
-            flags.add("wide")
-        if self.parts > 1:
-            flags.add("gathers")
-        return frozenset(flags)
-
-    def _flags(self, layer: ModelLayer) -> frozenset[Flag]:
-        flags = set(self._style_flags())
-        flags.add("gated" if layer.gated else "plain")
-        if layer.feeds:
-            flags.add("then mlp")
-        cross = layer.attention is not None and layer.attention.cross
-        if layer.norms - cross > _NORMS and self.style.norm != "layer":
-            flags.add("norm behind")
-        if layer.attention is not None:
-            flags.add("latent" if layer.attention.kind == "latent" else "full")
-            if layer.attention.gated:
-                flags.add("gated attention")
-        if layer.head_norm is not None:
-            flags.add(_HEAD_NORMS[layer.head_norm])
-        if layer.state is not None and layer.state.scan is not None:
-            flags.add(layer.state.scan.kind)
-        if layer.experts is not None:
-            flags.add("wide weights" if layer.experts.wide else "narrow weights")
-            if layer.experts.shared_gate:
-                flags.add("gated shared")
-        return frozenset(flags)
+        return ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
 
     def _term(
-        self, name: str, amount: _ByteAmount, times: float | None = None, *, skewed: bool = False
+        self, name: str, amount: ByteAmount, times: float | None = None, *, skewed: bool = False
     ) -> Iterator[MemoryTerm]:
         """Yield a term of what all microbatches in flight keep, if anything."""
         factor = self.flights if times is None else times
         if not amount.nbytes or not factor:
             return
-        inputs = {"m": factor, **_collect_inputs(amount)}
+        inputs = {"m": factor, **amount.collect_inputs()}
         yield self._made(
-            name, "activations", amount.nbytes * factor, f"m * ({_format_formula(amount)})", inputs, skewed=skewed
+            name, "activations", amount.nbytes * factor, f"m * ({amount.format_formula()})", inputs, skewed=skewed
         )
 
     def _made(
@@ -350,14 +260,6 @@ class _RankActivations:
             f"profile {self.work.profile}: {self.runtime.source}",
             (round(nbytes * low), round(nbytes * high * (_SKEW if skewed else 1))),
         )
-
-
-def _format_formula(amount: _ByteAmount) -> str:
-    return " + ".join(f"{width:g} * {name}" for name, width, _ in amount.named())
-
-
-def _collect_inputs(amount: _ByteAmount) -> dict[str, float]:
-    return {name: count for name, _, count in amount.named()}
 
 
 def _find_unknown_part(layer: ModelLayer) -> str:

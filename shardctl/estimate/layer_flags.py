@@ -1,0 +1,70 @@
+"""Lists what holds of a model or a layer that decides which tensors training keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.estimate.kept_tensors import Flag
+    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.models.anatomy import ModelAnatomy, ModelLayer
+    from shardctl.models.layer_traits import NormKind
+
+
+_WIDE: Final = 4
+"""Bytes of an element of what flows between layers that add in fp32."""
+_HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
+    "rms": "rms heads",
+    "rms32": "rms32 heads",
+    "layer": "layer heads",
+    "layer32": "layer32 heads",
+    "bare32": "bare32 heads",
+}
+_NORMS: Final = 2
+"""Before attention and before the MLP; where there are more, they are behind both."""
+
+
+def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, *, parts: int) -> frozenset[Flag]:
+    """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided."""
+    style = anatomy.style
+    flags: set[Flag] = {style.norm, "fused" if work.flash else "scores"}
+    if style.dropout:
+        flags.add("drop")
+    if style.attention_dropout:
+        flags.add("drop scores")
+    if style.capped_scores:
+        flags.add("cap scores")
+    if style.capped_logits:
+        flags.add("cap logits")
+    if BY_NAME[work.dtype].bits < 8 * _WIDE and any(layer.wide for layer in anatomy.layers):
+        flags.add("wide")
+    if parts > 1:
+        flags.add("gathers")
+    return frozenset(flags)
+
+
+def list_layer_flags(layer: ModelLayer, norm: NormKind) -> frozenset[Flag]:
+    """List what holds of one layer, in a model whose norms are of a kind."""
+    flags: set[Flag] = {"gated" if layer.gated else "plain"}
+    if layer.feeds:
+        flags.add("then mlp")
+    cross = layer.attention is not None and layer.attention.cross
+    if layer.norms - cross > _NORMS and norm != "layer":
+        flags.add("norm behind")
+    if layer.attention is not None:
+        flags.add("latent" if layer.attention.kind == "latent" else "full")
+        if layer.attention.gated:
+            flags.add("gated attention")
+    if layer.head_norm is not None:
+        flags.add(_HEAD_NORMS[layer.head_norm])
+    if layer.state is not None and layer.state.scan is not None:
+        flags.add(layer.state.scan.kind)
+    if layer.experts is not None:
+        flags.add("wide weights" if layer.experts.wide else "narrow weights")
+        if layer.experts.shared_gate:
+            flags.add("gated shared")
+    return frozenset(flags)
