@@ -12,7 +12,7 @@ from shardctl.errors import UsageError
 from shardctl.estimate.term import MemoryTerm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
     from shardctl.estimate.holding import RankHolding
@@ -35,27 +35,6 @@ NVFP4: Final = CacheElement(Fraction(9, 2))
 """4 bits, and an E4M3 scale for 16 elements of a head (vLLM's `nvfp4_kv_cache_full_dim`, `utils/torch_utils.py`)."""
 
 
-def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
-    """Compute bytes that one more token of one sequence adds on a rank, as long as it is within every window.
-
-    `dtype` is the cache's (safetensors' name), `layers` those of the rank's stage, by default all. Encoders cache
-    nothing, states do not grow, and a cross-attention's cache grows with the encoder's tokens, not with these.
-    Raises UsageError for a dtype that does not exist.
-    """
-    bits = _get_dtype(dtype).bits
-    return (
-        sum(
-            n
-            * (
-                count_elements_per_token(one, tp) * bits
-                + sum(some.elements * bits // some.tokens for some in one.besides if not some.waiting)
-            )
-            for one, n in _count_attentions(anatomy, layers).items()
-        )
-        // 8
-    )
-
-
 def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
     """Count elements that a layer caches of one token on a rank.
 
@@ -74,24 +53,6 @@ def count_units_per_rank(units: int, tp: int) -> int:
     (2, 1, 0)
     """
     return -(-units // tp)
-
-
-def compute_state_bytes(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
-    """Compute bytes per sequence on a rank that do not grow, as transformers keeps them."""
-    kind = _get_dtype(dtype)
-    return sum(
-        n * _compute_layer_state_bytes(one, kind, tp, smallest=False)
-        for one, n in _count_states(anatomy, layers).items()
-    )
-
-
-def compute_cross_bytes_per_token(
-    anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None
-) -> int:
-    """Compute bytes on a rank for one token of the encoder that a decoder attends to."""
-    bits = _get_dtype(dtype).bits
-    found = _count_attentions(anatomy, layers)
-    return sum(n * count_elements_per_token(one, tp) for one, n in found.items() if one.cross) * bits // 8
 
 
 def count_source_tokens(anatomy: ModelAnatomy, work: ServingWorkload) -> int:
@@ -122,10 +83,11 @@ def list_cache_terms(
 
 
 def _list_terms(
-    anatomy: ModelAnatomy, layers: range, mesh: Mesh, work: ServingWorkload, cached: CacheElement, active: DType
+    anatomy: ModelAnatomy, held: range, mesh: Mesh, work: ServingWorkload, cached: CacheElement, active: DType
 ) -> Iterator[MemoryTerm]:
     tp, cp = mesh.degree("tp"), mesh.degree("cp") * work.decode_cp
-    found = _count_attentions(anatomy, layers)
+    layers = anatomy.layers[held.start : held.stop]
+    found = _count_attentions(layers)
     pages = -(-work.context // work.page)
     common = {"B": work.batch, "c": work.context, "p": work.page, "bytes": float(cached.bits / 8)}
     for kind, name in (("full", "keys and values"), ("latent", "latent keys and values")):
@@ -170,7 +132,7 @@ def _list_terms(
             {**_collect_head_symbols(crossing, tp), **common, "s": source},
             f"CrossAttentionSpec, {_PAGES}",
         )
-    states = _count_states(anatomy, layers)
+    states = Counter(layer.state for layer in layers if layer.state is not None)
     if states:
         most, least = (
             sum(n * _compute_layer_state_bytes(one, active, tp, smallest=small) for one, n in states.items())
@@ -292,21 +254,13 @@ def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[s
     return {"L": count, "kv_heads": one.kv_heads, "head_dim": one.head_dim, "tp": tp}
 
 
-def _count_attentions(anatomy: ModelAnatomy, layers: range | None) -> Counter[LayerAttention]:
+def _count_attentions(layers: Sequence[ModelLayer]) -> Counter[LayerAttention]:
     """Count how many layers there are of each kind of attention that caches."""
     return Counter(
         layer.attention
-        for layer in _select_layers(anatomy, layers)
+        for layer in layers
         if layer.attention is not None and not layer.attention.borrowed and not layer.encoder
     )
-
-
-def _count_states(anatomy: ModelAnatomy, layers: range | None) -> Counter[LayerState]:
-    return Counter(layer.state for layer in _select_layers(anatomy, layers) if layer.state is not None)
-
-
-def _select_layers(anatomy: ModelAnatomy, layers: range | None) -> tuple[ModelLayer, ...]:
-    return anatomy.layers if layers is None else anatomy.layers[layers.start : layers.stop]
 
 
 def _get_dtype(name: str) -> DType:

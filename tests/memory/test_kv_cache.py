@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cache_bytes import bytes_per_source_token, bytes_per_token, hold_layers, state_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EncoderDecoderCache
 
 from shardctl.errors import UsageError
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.kv_cache import (
-    compute_bytes_per_token,
-    compute_cross_bytes_per_token,
-    compute_state_bytes,
-    list_cache_terms,
-)
+from shardctl.estimate.kv_cache import list_cache_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.mesh import Mesh
@@ -60,11 +55,6 @@ def cases():
         layers = build_anatomy(shortened(path.stem)).layers
         if any(layer.attention is not None and layer.attention.window == WINDOW for layer in layers):
             yield pytest.param(shortened(path.stem), id=f"{path.stem} with a short window")
-
-
-def rank(shape, layers=None):
-    """A rank that holds all layers, or some."""
-    return RankHolding(0, "only", {}, 1, 0, layers if layers is not None else range(len(shape.layers)), ())
 
 
 def build(config):
@@ -122,7 +112,7 @@ def test_bytes_are_those_of_the_cache_of_transformers(config):
     """Two sequences of eleven tokens; of MLA, transformers 5 caches the latents."""
     shape = build_anatomy(config)
     dtype = SAFETENSORS[config.get("dtype", "float32")]
-    terms = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(TOKENS, BATCH, page=1), dtype=dtype)
+    terms = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(TOKENS, BATCH, page=1), dtype=dtype)
     expected = cached(build(config), config)
     if config.get("new_decoder_architecture"):
         # transformers' Falcon repeats keys and values for every query before it caches them; vLLM's does not.
@@ -194,17 +184,17 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_bytes_per_token(name):
     config, expected = PUBLISHED[name]
-    assert compute_bytes_per_token(build_anatomy(config), dtype="BF16") == expected
-    assert compute_bytes_per_token(build_anatomy(config), dtype="F8_E4M3") == expected // 2
-    assert compute_bytes_per_token(build_anatomy(config), dtype="F32") == expected * 2
+    assert bytes_per_token(build_anatomy(config), dtype="BF16") == expected
+    assert bytes_per_token(build_anatomy(config), dtype="F8_E4M3") == expected // 2
+    assert bytes_per_token(build_anatomy(config), dtype="F32") == expected * 2
 
 
 def test_a_published_cache_of_the_llama_3_1_series():
     """128k tokens in fp16: 15.62 and 39.06 GB (huggingface.co/blog/llama31, "Inference Memory Requirements")."""
     for name, gib in (("Llama-3.1-8B", 15.62), ("Llama-3.1-70B", 39.06)):
-        assert compute_bytes_per_token(
-            build_anatomy(PUBLISHED[name][0]), dtype="F16"
-        ) * 128_000 / 2**30 == pytest.approx(gib, abs=0.01)
+        assert bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="F16") * 128_000 / 2**30 == pytest.approx(
+            gib, abs=0.01
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,21 +210,24 @@ def test_a_published_cache_of_the_llama_3_1_series():
     ],
 )
 def test_tp_divides_heads_replicates_scarce_ones_and_leaves_latents_whole(name, tp, expected):
-    assert compute_bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
+    assert bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
 
 
 def test_a_stage_holds_its_own_layers_only():
     shape = build_anatomy(PUBLISHED["Llama-3.1-405B"][0])
     stages = [range(8), range(8, 126)]
-    each = [compute_bytes_per_token(shape, dtype="BF16", layers=stage) for stage in stages]
+    each = [bytes_per_token(shape, dtype="BF16", layers=stage) for stage in stages]
     assert each == [8 * 4096, 118 * 4096]
     terms = [
-        list_cache_terms(shape, rank(shape, stage), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16")
+        list_cache_terms(shape, hold_layers(shape, stage), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16")
         for stage in stages
     ]
     assert [sum_terms(some).nbytes for some in terms] == [n * 64 * 3 for n in each]
     assert (
-        list_cache_terms(shape, rank(shape, range(126, 126)), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16") == ()
+        list_cache_terms(
+            shape, hold_layers(shape, range(126, 126)), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16"
+        )
+        == ()
     )
 
 
@@ -243,7 +236,7 @@ def test_pages_round_up_and_cp_divides_them():
 
     def needed(context, page, **mesh):
         work = ServingWorkload(context, 1, page=page)
-        (term,) = list_cache_terms(shape, rank(shape), Mesh.of(**mesh), work, dtype="BF16")
+        (term,) = list_cache_terms(shape, hold_layers(shape), Mesh.of(**mesh), work, dtype="BF16")
         assert term.exact
         return term.nbytes // 131_072
 
@@ -257,11 +250,11 @@ def test_pages_round_up_and_cp_divides_them():
 
 def test_the_type_of_the_cache_can_be_chosen():
     shape = build_anatomy(PUBLISHED["Llama-3.1-8B"][0])
-    (bf16,) = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(4096), dtype="BF16")
-    (fp8,) = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(4096, kv_dtype="F8_E4M3"), dtype="BF16")
+    (bf16,) = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(4096), dtype="BF16")
+    (fp8,) = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(4096, kv_dtype="F8_E4M3"), dtype="BF16")
     assert bf16.nbytes == 2 * fp8.nbytes == 131_072 * 4096
     with pytest.raises(UsageError, match="no element type 'fp8'"):
-        list_cache_terms(shape, rank(shape), ONE, ServingWorkload(1, kv_dtype="fp8"), dtype="BF16")
+        list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(1, kv_dtype="fp8"), dtype="BF16")
 
 
 GEMMA3_27B = {
@@ -287,7 +280,7 @@ def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
 
     def window(context, batch, new):
         work = ServingWorkload(context, batch, batched_tokens=new)
-        full, sliding = list_cache_terms(shape, rank(shape), ONE, work, dtype="BF16")
+        full, sliding = list_cache_terms(shape, hold_layers(shape), ONE, work, dtype="BF16")
         assert full.nbytes == 10 * PER_LAYER * batch * context
         return [nbytes / 52 / PER_LAYER for nbytes in (sliding.low, sliding.nbytes, sliding.high)]
 
@@ -300,20 +293,22 @@ def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
 def test_states_do_not_grow_with_the_context():
     for name in ("mamba", "mamba2", "falcon_mamba"):
         shape = build_anatomy(fixture(name))
-        assert compute_bytes_per_token(shape, dtype="F32") == 0
+        assert bytes_per_token(shape, dtype="F32") == 0
         short, long = (
-            sum_terms(list_cache_terms(shape, rank(shape), ONE, ServingWorkload(n, 3), dtype="F32"))
+            sum_terms(list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(n, 3), dtype="F32"))
             for n in (1, 1_000_000)
         )
         assert short == long
-        assert short.nbytes == 3 * compute_state_bytes(shape, dtype="F32")
+        assert short.nbytes == 3 * state_bytes(shape, dtype="F32")
 
 
 def test_a_state_in_the_type_of_the_model_is_the_least():
     """vLLM keeps recurrent states in the model's type by default and one token less of the convolution's window."""
     shape = build_anatomy(fixture("qwen3_next"))
     (state,) = [
-        t for t in list_cache_terms(shape, rank(shape), ONE, ServingWorkload(8), dtype="BF16") if "states" in t.name
+        t
+        for t in list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(8), dtype="BF16")
+        if "states" in t.name
     ]
     assert state.nbytes == 2 * (80 * 4 * 2 + 8 * 4 * 6 * 4)
     assert state.interval == (2 * (80 * 3 * 2 + 8 * 4 * 6 * 2), state.nbytes)
@@ -323,8 +318,8 @@ def test_tp_divides_states_but_not_beyond_the_groups_of_b_and_c():
     """64 channels, 4 groups of 8 for each of B and C (vLLM, mamba_utils.py, extra_groups_for_head_shards)."""
     shape = build_anatomy(fixture("mamba2"))
     whole = 2 * ((64 + 64) * 4 + 64 * 8) * 4
-    assert [compute_state_bytes(shape, dtype="F32", tp=tp) for tp in (1, 2, 4)] == [whole, whole // 2, whole // 4]
-    assert compute_state_bytes(shape, dtype="F32", tp=8) == 2 * ((8 + 16) * 4 + 64) * 4
+    assert [state_bytes(shape, dtype="F32", tp=tp) for tp in (1, 2, 4)] == [whole, whole // 2, whole // 4]
+    assert state_bytes(shape, dtype="F32", tp=8) == 2 * ((8 + 16) * 4 + 64) * 4
 
 
 def test_an_encoder_decoder_has_two_caches():
@@ -335,9 +330,9 @@ def test_an_encoder_decoder_has_two_caches():
     with torch.no_grad():
         made = model(input_ids=prompt, decoder_input_ids=answer, use_cache=True).past_key_values
     own, cross = made.self_attention_cache, made.cross_attention_cache
-    assert nbytes(own) == 4 * compute_bytes_per_token(shape, dtype="F32")
-    assert nbytes(cross) == 9 * compute_cross_bytes_per_token(shape, dtype="F32")
-    assert compute_cross_bytes_per_token(build_anatomy(fixture("llama")), dtype="F32") == 0
+    assert nbytes(own) == 4 * bytes_per_token(shape, dtype="F32")
+    assert nbytes(cross) == 9 * bytes_per_source_token(shape, dtype="F32")
+    assert bytes_per_source_token(build_anatomy(fixture("llama")), dtype="F32") == 0
 
 
 def test_the_encoder_of_whisper_always_has_as_many_moments():
@@ -348,7 +343,7 @@ def test_the_encoder_of_whisper_always_has_as_many_moments():
         "encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120,
         "decoder_ffn_dim": 5120, "max_source_positions": 1500, "max_target_positions": 448,
     })  # fmt: skip
-    own, cross = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(448, 1, page=4), dtype="F16")
+    own, cross = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(448, 1, page=4), dtype="F16")
     assert own.nbytes == 448 * 32 * 2 * 1280 * 2
     assert cross.nbytes == 1500 * 32 * 2 * 1280 * 2
 
@@ -356,14 +351,14 @@ def test_the_encoder_of_whisper_always_has_as_many_moments():
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "vit", "clip", "siglip"])
 def test_encoders_cache_nothing(name):
     shape = build_anatomy(fixture(name))
-    assert compute_bytes_per_token(shape, dtype="F32") == 0
-    assert list_cache_terms(shape, rank(shape), ONE, ServingWorkload(512, 8), dtype="F32") == ()
+    assert bytes_per_token(shape, dtype="F32") == 0
+    assert list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(512, 8), dtype="F32") == ()
 
 
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
     shape = build_anatomy({**fixture("llama"), "architectures": [architecture]})
-    assert list_cache_terms(shape, rank(shape), ONE, ServingWorkload(512, 8), dtype="BF16") == ()
+    assert list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(512, 8), dtype="BF16") == ()
 
 
 @given(
@@ -375,7 +370,7 @@ def test_more_tokens_sequences_or_wider_pages_never_need_less(name, context, bat
 
     def needed(**changes):
         work = ServingWorkload(**{"context": context, "batch": batch, "page": page, "batched_tokens": new, **changes})
-        some = sum_terms(list_cache_terms(shape, rank(shape), Mesh.of(cp=cp), work, dtype="BF16"))
+        some = sum_terms(list_cache_terms(shape, hold_layers(shape), Mesh.of(cp=cp), work, dtype="BF16"))
         assert some.low <= some.nbytes <= some.high
         return some.nbytes
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from cache_bytes import bytes_per_token
 from model_oracle import fixture, stored
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.estimate.kv_cache import compute_bytes_per_token
 from shardctl.models import describe_model
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.naming import bind_manifest
@@ -20,7 +20,7 @@ def test_only_layers_with_keys_of_their_own_cache_them():
         (True, 8, 16),
         (True, 16, None),
     ]
-    assert compute_bytes_per_token(anatomy, dtype="BF16") == 4 * 2 * (8 + 16) * 2  # heads, k and v, elements, bytes
+    assert bytes_per_token(anatomy, dtype="BF16") == 4 * 2 * (8 + 16) * 2  # heads, k and v, elements, bytes
     assert [layer.mlp for layer in anatomy.layers] == [48, 48, 96, 96]
 
 

@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 import transformers
+from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state, stored
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.estimate.activations import estimate_activations
 from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.kv_cache import compute_bytes_per_token, list_cache_terms
+from shardctl.estimate.kv_cache import list_cache_terms
 from shardctl.estimate.operations import count_attention_operations
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
@@ -196,7 +197,7 @@ def test_what_is_cached_has_the_sizes_of_vllm():
         TokenCache("keys and values of 128 tokens, compressed", 512, 0, 128),
         TokenCache("128 tokens that wait for the compressor", 1024, 4096, 128, 128),
     )
-    assert compute_bytes_per_token(build_anatomy(FLASH), dtype="BF16") == 43 * 1024 + 21 * 320 + 20 * 8
+    assert bytes_per_token(build_anatomy(FLASH), dtype="BF16") == 43 * 1024 + 21 * 320 + 20 * 8
 
 
 def test_attention_sees_the_window_and_compressed_tokens():

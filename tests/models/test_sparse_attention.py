@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.estimate.kv_cache import compute_bytes_per_token
 from shardctl.estimate.operations import count_attention_operations
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
@@ -105,7 +105,7 @@ def test_an_indexer_caches_a_key_for_all_heads_which_vllm_keeps_in_fp8_with_a_sc
     layers = build_anatomy(V32).layers
     assert {layer.attention.indexer for layer in layers} == {LayerIndexer(64, 128)}
     assert {layer.attention.besides for layer in layers} == {(TokenCache("keys of the indexer", 128, 132),)}
-    assert compute_bytes_per_token(build_anatomy(V32), dtype="BF16") == 61 * (512 + 64 + 128) * 2
+    assert bytes_per_token(build_anatomy(V32), dtype="BF16") == 61 * (512 + 64 + 128) * 2
 
 
 def test_layers_that_take_over_a_choice_cache_no_keys_of_their_own():
