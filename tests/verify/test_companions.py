@@ -10,7 +10,7 @@ from forward_models import CONFIGS, FIXTURES, config_of, save
 
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.reshard import reshard
@@ -73,9 +73,9 @@ def find_identity(verified):
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in EDITS.items() for key in keys])
 def test_a_setting_that_is_not_the_source_s_is_an_error(pair, name, key):
     whole, shards = pair(name)
-    assert find_identity(verify(shards, against=whole)).status == "passed"
+    assert find_identity(verify(shards, VerifyOptions(against=whole))).status == "passed"
     edit(shards / "config.json", **{key: EDITS[name][key]})
-    verified = verify(shards, against=whole)
+    verified = verify(shards, VerifyOptions(against=whole))
     findings = [finding for level in verified.levels for finding in level.errors]
     assert findings, "a changed setting went through"
     changes = diff(whole, shards).config_changes if key != "num_hidden_layers" else ()
@@ -95,7 +95,7 @@ def test_the_forward_pass_runs_the_shards_with_their_own_config(pair):
     whole, shards = pair("llama")
     reshard(whole, shards.with_name("recorded"), ReshardOptions(mesh=Mesh.of(tp=2)))
     edit(shards / "config.json", hidden_act="relu")
-    found = verify(shards, against=whole, level="forward")
+    found = verify(shards, VerifyOptions(against=whole, level="forward"))
     forward = next(level for level in found.levels if level.name == "forward")
     assert forward.status == "failed"
     assert forward.forward.output_error > 1e-3
@@ -137,7 +137,7 @@ def test_side_files(pair):
     (shards / "README.md").write_text("else\n")
     (shards / "tokenizer_config.json").write_text('{ "model_max_length":64, "transformers_version": "5" }')
     (shards / "generation_config.json").unlink()
-    found = {f.file: f.severity for f in find_identity(verify(shards, against=whole)).findings}
+    found = {f.file: f.severity for f in find_identity(verify(shards, VerifyOptions(against=whole))).findings}
     assert found == {"merges.txt": "error", "README.md": "warning", "generation_config.json": "warning"}
     changes = {change.file: change.kind for change in diff(whole, shards).file_changes}
     assert changes == {"merges.txt": "content", "README.md": "content", "generation_config.json": "only_in_a"}
@@ -146,4 +146,4 @@ def test_side_files(pair):
 def test_a_cast_changes_the_declared_type_and_nothing_else(kept, tmp_path):
     whole, _ = kept("llama")
     reshard(whole, tmp_path / "cast", ReshardOptions(dtype="bf16"))
-    assert find_identity(verify(tmp_path / "cast", against=whole)).status == "passed"
+    assert find_identity(verify(tmp_path / "cast", VerifyOptions(against=whole))).status == "passed"
