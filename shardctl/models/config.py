@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.dtype import BY_NAME, BY_TORCH
 from shardctl.errors import SourceError
@@ -111,6 +111,18 @@ class ModelConfig:
             return default
         if not isinstance(value, str):
             raise SourceError(f"{self.file} has {key} = {value!r} where a string is expected")
+        return value
+
+    def entries(self, key: str) -> list[Any] | None:
+        """Return a list that has a name or a number for each of something; None where the key is absent.
+
+        Raises SourceError for anything else.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(entry, str | int) for entry in value):
+            raise SourceError(f"{self.file} has {key} = {value!r} where a list of names or numbers is expected")
         return value
 
     def labels(self) -> int:

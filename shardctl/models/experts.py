@@ -141,9 +141,9 @@ def list_sparse_layers(config: ModelConfig, dense: int) -> Collection[int]:
 
     Raises SourceError for a list that does not say dense or sparse of every layer.
     """
-    kinds, layers = config.values.get("mlp_layer_types"), config.size("num_hidden_layers")
+    kinds, layers = config.entries("mlp_layer_types"), config.size("num_hidden_layers")
     if kinds is None:
         return list_later_layers(config, dense)
-    if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+    if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
         raise SourceError(f"config.json has mlp_layer_types = {kinds!r} where {layers} kinds of layers are expected")
     return frozenset(n for n, kind in enumerate(kinds) if kind == "sparse")

@@ -99,9 +99,7 @@ def _add_mixer_facts(
 
 
 def _build_bamba_facts(config: ModelConfig) -> FamilyFacts:
-    bias, listed = config.switch("attention_bias", default=False), config.values.get("attn_layer_indices") or []
-    if not isinstance(listed, list):
-        raise SourceError(f"config.json has attn_layer_indices = {listed!r} where a list of layers is expected")
+    bias, listed = config.switch("attention_bias", default=False), config.entries("attn_layer_indices") or ()
     facts = build_decoder_facts(
         config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
     )
@@ -109,9 +107,7 @@ def _build_bamba_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def _build_granite_facts(config: ModelConfig) -> FamilyFacts:
-    bias, kinds = config.switch("attention_bias", default=False), config.values.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise SourceError(f"config.json has layer_types = {kinds!r} where a list of layers is expected")
+    bias, kinds = config.switch("attention_bias", default=False), config.entries("layer_types") or ()
     count = config.count("num_local_experts", 8)
     facts = add_expert_facts(
         build_decoder_facts(config, qkv_bias=bias, o_bias=bias),

@@ -65,11 +65,14 @@ def _build_glm_facts(config: ModelConfig) -> FamilyFacts:
 def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
     """List the layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them."""
     layers = config.size("num_hidden_layers")
-    kinds = config.values.get("indexer_types") or config.values.get("index_topk_pattern")
+    pattern = config.values.get("index_topk_pattern")
+    kinds = config.entries("indexer_types") or (
+        pattern if isinstance(pattern, str) else config.entries("index_topk_pattern")
+    )
     if kinds is None:
         period, offset = max(config.count("index_topk_freq", 1), 1), config.count("index_skip_topk_offset", 2)
         return frozenset(n for n in range(layers) if max(n - offset + 1, 0) % period == 0)
-    said = [_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, str | list) else []
+    said = [_KINDS.get(kind, kind) for kind in kinds]
     if len(said) != layers or not {"full", "shared"}.issuperset(said):
         raise SourceError(f"config.json has {kinds!r} where it should say of {layers} layers who chooses their tokens")
     return frozenset(n for n, kind in enumerate(said) if kind == "full")

@@ -178,11 +178,11 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 def _list_kinds(config: ModelConfig) -> list[object]:
     """What attention each layer has; older configs give the rates of its compressor, those that predict included."""
     layers = config.size("num_hidden_layers")
-    kinds, rates = config.values.get("layer_types"), config.values.get("compress_ratios")
+    kinds, rates = config.entries("layer_types"), config.entries("compress_ratios")
     if kinds is None and rates is None:
         return [_SPARSE if n > 1 and n % 2 else _DENSE for n in range(layers)]
-    said = kinds if kinds is not None else [_KINDS.get(rate, rate) for rate in rates] if isinstance(rates, list) else []
-    if not isinstance(said, list) or len(said) < layers or not set(_KINDS.values()).issuperset(said):
+    said = kinds if kinds is not None else [_KINDS.get(rate, rate) for rate in rates or ()]
+    if len(said) < layers or not set(_KINDS.values()).issuperset(said):
         key, value = ("layer_types", kinds) if kinds is not None else ("compress_ratios", rates)
         raise SourceError(f"config.json has {key} = {value!r} where {layers} kinds of attention are expected")
     return said[:layers]
@@ -190,10 +190,10 @@ def _list_kinds(config: ModelConfig) -> list[object]:
 
 def _list_hashed_layers(config: ModelConfig) -> frozenset[int]:
     """The layers that look a token's experts up in a table."""
-    layers, kinds = config.size("num_hidden_layers"), config.values.get("mlp_layer_types")
+    layers, kinds = config.size("num_hidden_layers"), config.entries("mlp_layer_types")
     if kinds is None:
         return frozenset(range(min(layers, config.count("num_hash_layers", _HASHED))))
-    if not isinstance(kinds, list) or len(kinds) < layers or not {"hash_moe", "moe"}.issuperset(kinds):
+    if len(kinds) < layers or not {"hash_moe", "moe"}.issuperset(kinds):
         raise SourceError(f"config.json has mlp_layer_types = {kinds!r} where {layers} kinds of layers are expected")
     return frozenset(n for n in range(layers) if kinds[n] == "hash_moe")
 

@@ -144,11 +144,9 @@ def _list_attention_layers(config: ModelConfig, linear: ModelConfig) -> frozense
     layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
     if isinstance(kinds, list):
         return frozenset(n for n, kind in enumerate(kinds) if kind == "full_attention")
-    full, recurrent = (linear.values.get(key) for key in ("full_attn_layers", "kda_layers"))
+    full, recurrent = linear.entries("full_attn_layers"), linear.entries("kda_layers")
     if full is None or recurrent is None:
         return frozenset(range(4, layers, 4))
-    if not isinstance(full, list) or not isinstance(recurrent, list):
-        raise SourceError("config.json has full_attn_layers or kda_layers that are no lists of layers")
     if {*full, *recurrent} != {*range(1, layers + 1)} or len(full) + len(recurrent) != layers:
         raise SourceError(f"config.json has full_attn_layers and kda_layers that do not share {layers} layers")
     return frozenset(n - 1 for n in full)
