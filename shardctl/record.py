@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RECORD: Final = "shardctl.json"
 DERIVED: Final = "derived"
 """What the option `rules` of a record says if no table, but derived rules say how tensors are cut."""
+GIVEN: Final = "given"
+"""What it says if a rule file, or rules of transformers, say how."""
 LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 """The options of a record that say that tensors were left out."""
 SUMS: Final = "SHA256SUMS"

@@ -49,6 +49,11 @@ class OpenedCheckpoint:
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
     allow_unverified: bool = False
     """Whether bytes are taken that cannot be compared with the hash that their place promises."""
+    ruled: bool = False
+    """Whether a rule file or rules of transformers say how tensors are cut."""
+    given_mesh: Mesh | None = None
+    """The mesh whose ranks the files are, if a caller says it and no record does."""
+    given_stages: tuple[int, ...] = ()
     encoded: tuple[Tensor, ...] = ()
     """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
     adapted: tuple[Tensor, ...] = ()
@@ -61,6 +66,16 @@ class OpenedCheckpoint:
     """From which checkpoint it was completed, and with what, if it was."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh whose ranks the files are: the recorded one, else the given one; None where nobody says it."""
+        return self.record.mesh if self.record is not None else self.given_mesh
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers per pipeline stage of that mesh."""
+        return self.record.stages if self.record is not None else self.given_stages
 
     def prove(self) -> None:
         """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""

@@ -150,6 +150,7 @@ def _read_checkpoint(
         untabled=untabled,
         derived=_prepare_derivation(config, untabled, source_options),
         allow_unverified=source_options.allow_unverified,
+        ruled=rules is not None or source_options.rules_from == "transformers",
     )
 
 

@@ -43,7 +43,7 @@ from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import DERIVED
+from shardctl.record import DERIVED, GIVEN
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.workers import choose_thread_count
@@ -193,7 +193,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
         | _record_layout_changes(have, want, dtypes)
-        | _record_derivation(checkpoint, placed),
+        | _record_rules(checkpoint, placed),
     )
 
 
@@ -371,9 +371,13 @@ def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, 
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 
-def _record_derivation(checkpoint: OpenedCheckpoint, placed: PlacedCheckpoint | None) -> dict[str, str]:
-    """That the cuts are those of no table, but derived."""
-    model = checkpoint.find_placement(placed.mesh) if placed is not None else None
+def _record_rules(checkpoint: OpenedCheckpoint, placed: PlacedCheckpoint | None) -> dict[str, str]:
+    """Record that no table, but derived or given rules say how tensors are cut."""
+    if placed is None:
+        return {}
+    if checkpoint.ruled:
+        return {"rules": GIVEN}
+    model = checkpoint.find_placement(placed.mesh)
     return {"rules": DERIVED} if model is not None and model.derivation is not None else {}
 
 

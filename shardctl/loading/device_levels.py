@@ -151,15 +151,15 @@ def _list_rank_arrays(
     if not rank_files.list_ranks(checkpoint.stored):
         yield None, list(every)
         return
-    mesh, divided = checkpoint.record.mesh if checkpoint.record else None, list_expert_names(checkpoint)
+    mesh, divided = checkpoint.mesh, list_expert_names(checkpoint)
     for rank in rank_files.list_distinct_ranks(checkpoint.stored, mesh):
         chunks = rank_files.list_held_chunks(rank, checkpoint.stored, mesh, divided)
         yield rank, [identify_array(chunk) for _, chunk in chunks if hasattr(chunk.where, "file")]
 
 
 def _format_rank_label(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
-    said = checkpoint.record or checkpoint.stored.dialect
-    mesh = said.mesh if said else None
+    dialect = checkpoint.stored.dialect
+    mesh = checkpoint.mesh or (dialect.mesh if dialect is not None else None)
     return mesh.label(rank) if mesh is not None and rank is not None else ""
 
 
@@ -208,18 +208,18 @@ def _find_digest_changes(
 
 def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]:
     """Compute bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
-    mesh = checkpoint.record.mesh if checkpoint.record else None
+    mesh = checkpoint.mesh
     tensors = checkpoint.manifest.tensors
     if checkpoint.stored.dialect is not None and len(checkpoint.stored.dialect.ranks) > 1:
         return {}  # what other libraries repeat and pad is not what `plan` counts
     if not rank_files.list_ranks(checkpoint.stored):
         return {None: sum(tensor.nbytes for tensor in tensors.values())}
     model = checkpoint.find_placement(mesh) if mesh is not None else None
-    if mesh is None or model is None or checkpoint.record is None or not tensors.keys() <= model.tensors.keys():
+    if mesh is None or model is None or not tensors.keys() <= model.tensors.keys():
         return {}
     specs = {name: model.tensors[name].spec for name in tensors}
     try:
-        holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
+        holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.stages)
     except CutError:  # cut by rules that are not known here
         return {}
     by_place = {build_holding_key(holding.coordinate): holding.nbytes for holding in holdings}
@@ -271,8 +271,8 @@ def _run_forward(
         manifest=checkpoint.manifest,
         reader=checkpoint.source,
         model=model,
-        mesh=record.mesh if record is not None and ranks else None,
-        stages=record.stages if record is not None else (),
+        mesh=checkpoint.mesh if ranks else None,
+        stages=checkpoint.stages,
         config=checkpoint.config if changed else None,
         config_changes=changed,
     )
@@ -310,9 +310,12 @@ def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) 
 
 def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:
     """Yield what the pass does not show."""
-    if len(ranks) > 1 and checkpoint.record is None:
-        yield f"no {RECORD} says what mesh the ranks form: what they hold was put together, and no rank computed"
-    alone = len(ranks) < 2 or checkpoint.record is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
+    if len(ranks) > 1 and checkpoint.mesh is None:
+        yield (
+            f"neither {RECORD} nor --mesh says what mesh the ranks form: "
+            "what they hold was put together, and no rank computed"
+        )
+    alone = len(ranks) < 2 or checkpoint.mesh is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
     if other is None and alone:
         yield "compared with itself, which shows only that it runs; --against SRC compares with the source"
     elif other is None:

@@ -94,7 +94,7 @@ def select_rank_tensors(checkpoint: OpenedCheckpoint, rank: int) -> dict[str, Wa
     """Select what one rank computes with, by stored name."""
     from shardctl.verify.load import WantedTensor
 
-    mesh = checkpoint.record.mesh if checkpoint.record else None
+    mesh = checkpoint.mesh
     ranks = rank_files.list_ranks(checkpoint.stored)
     if not ranks:
         raise UsageError(f"{checkpoint.source.name} has no files of ranks", hint="leave the rank out: it loads whole")

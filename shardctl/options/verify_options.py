@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from shardctl.errors import UsageError
+from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.sizes import parse_size
 
@@ -43,6 +44,19 @@ class VerifyOptions:
         ),
     ] = ()
     """Adapters of PEFT, in the order in which `reshard --merge` had them."""
+    mesh: Annotated[
+        Mesh | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it.",
+            metavar="AXES",
+            parser=Mesh.parse,
+        ),
+    ] = None
+    stages: Annotated[
+        str | None,
+        CommandOption(HelpPanel.GENERAL, "Layers per pipeline stage of --mesh. Default: balanced.", metavar="N,N,..."),
+    ] = None
     require: Annotated[
         LevelName | None,
         CommandOption(HelpPanel.GENERAL, "Run this level as well, and exit with 3 if it cannot be run."),

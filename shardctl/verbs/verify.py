@@ -15,6 +15,7 @@ from shardctl.checkpoint.merging import MERGED, merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
+from shardctl.conversion.conversion_plan import choose_stages
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, format_first_few
@@ -22,18 +23,20 @@ from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.manifest import Region, first_byte
 from shardctl.options import SourceOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.pieces import PlacedCheckpoint
+from shardctl.record import GIVEN, RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
-from shardctl.verify import alignment, content, structure
+from shardctl.verify import alignment, content, rank_parts, structure
 from shardctl.verify.checksums import check_downloads, check_sums
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
+from shardctl.verify.rank_files import list_ranks
 from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from shardctl.manifest import Tensor
@@ -106,10 +109,11 @@ class _VerifyRun:
         try:
             with ExitStack() as stack:
                 checkpoint = stack.enter_context(open_checkpoint(path, self.source_options, before=recorded))
+                checkpoint = _set_given_mesh(checkpoint, self.verify_options)
                 first.add(_check_structure(checkpoint))
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
-                if any(finding.check != alignment.CHECK for finding in first.errors):
+                if any(finding.check not in {alignment.CHECK, rank_parts.CHECK} for finding in first.errors):
                     return self._cut_short(first, "the structure is wrong"), ""
                 other = None
                 if self.verify_options.against is not None:
@@ -193,9 +197,49 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
         yield from structure.check_record(checkpoint.record, checkpoint.whole)
     elif checkpoint.model is None and checkpoint.model_error is not None:
         yield CheckFinding("warning", "model", f"names and shapes were not checked: {checkpoint.model_error.message}")
+    found: list[CheckFinding] = []
     if checkpoint.model is not None:
-        mesh = checkpoint.record.mesh if checkpoint.record else None
-        yield from alignment.check_alignment(checkpoint.manifest, checkpoint.model, mesh)
+        found += alignment.check_alignment(checkpoint.manifest, checkpoint.model, checkpoint.mesh)
+    yield from found
+    yield from _check_ranks(checkpoint, {finding.tensor for finding in found})
+
+
+def _set_given_mesh(checkpoint: OpenedCheckpoint, verify_options: VerifyOptions) -> OpenedCheckpoint:
+    """Return a checkpoint whose mesh is the given one; raises UsageError where that means nothing, or is another."""
+    mesh = verify_options.mesh
+    if mesh is None:
+        if verify_options.stages is not None:
+            raise UsageError("--stages needs --mesh", hint="leave it out, or name the mesh")
+        return checkpoint
+    if not list_ranks(checkpoint.stored):
+        raise UsageError(
+            f"--mesh is for files of ranks, and {checkpoint.source.name} has none", hint="leave --mesh out"
+        )
+    if checkpoint.record is not None and checkpoint.record.mesh != mesh:
+        raise UsageError(f"--mesh says {mesh}, and {RECORD} says {checkpoint.record.mesh}", hint="leave --mesh out")
+    model = checkpoint.require_placement(mesh)
+    stages = choose_stages(model, checkpoint.manifest, mesh, verify_options.stages)
+    return replace(checkpoint, given_mesh=mesh, given_stages=stages)
+
+
+def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterator[CheckFinding]:
+    """Check what each rank holds against the mesh, or say why that cannot be done."""
+    ranks, mesh = list_ranks(checkpoint.stored), checkpoint.mesh
+    if not ranks:
+        return
+    by_others = checkpoint.record is not None and checkpoint.record.options.get("rules") == GIVEN
+    model = checkpoint.find_placement(mesh) if mesh is not None and checkpoint.ruled >= by_others else None
+    if mesh is not None and model is not None and checkpoint.manifest.tensors.keys() <= model.tensors.keys():
+        specs = {name: model.tensors[name].spec for name in checkpoint.manifest.tensors}
+        placed = PlacedCheckpoint(tuple(checkpoint.manifest.tensors.values()), specs, mesh, checkpoint.stages)
+        yield from rank_parts.check_rank_parts(checkpoint.manifest, placed, known)
+    elif mesh is None and len(ranks) > 1:
+        message = f"which rank should hold what was not checked: neither {RECORD} nor --mesh names the mesh"
+        yield CheckFinding("warning", rank_parts.CHECK, message)
+    elif mesh is not None:
+        why = "--rules does not name the rules that cut them" if by_others else "nothing says how tensors are cut"
+        message = f"which rank should hold what was not checked: {why}"
+        yield CheckFinding("warning", rank_parts.CHECK, message)
 
 
 def _check_content(

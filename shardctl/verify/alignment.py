@@ -113,6 +113,8 @@ class _AlignmentScope:
     held: dict[_Label, dict[_Holder, list[_HeldDim]]] = field(default_factory=dict)
     holders: dict[str, set[_Holder]] = field(default_factory=dict)
     """Of each tensor that is no expert's."""
+    owners: dict[int, tuple[Tensor, set[_Holder]]] = field(default_factory=dict)
+    """Of each expert that is stored by itself: its first tensor and who has some of that."""
 
 
 def check_alignment(manifest: Manifest, model: Model, mesh: Mesh | None) -> Iterator[CheckFinding]:
@@ -159,6 +161,9 @@ class _AlignmentCheck:
         scope = self.scopes.setdefault(known.spec.where[0], _AlignmentScope())
         if known.spec.member is not None:
             yield from self._one_owner(tensor, known.spec.member.axis, files)
+            yield from self._same_owner(
+                tensor, scope.owners.setdefault(known.spec.member.index, (tensor, set(files))), files
+            )
         elif not known.spec.of_expert and len(known.spec.where) == 1:
             scope.holders[tensor.name] = set(files)
         stretches = self._stretches(tensor.shape, known)
@@ -203,6 +208,15 @@ class _AlignmentCheck:
             places = " and ".join(f"{axis}{owner} ({file})" for owner, file in sorted(owners.items())[:_SHOWN])
             message = f"{tensor.name} is on {places}, but {axis} gives each expert to one"
             yield CheckFinding("error", CHECK, message, tensor.name, next(iter(owners.values())))
+
+    def _same_owner(
+        self, tensor: Tensor, first: tuple[Tensor, set[_Holder]], files: Mapping[_Holder, str]
+    ) -> Iterator[CheckFinding]:
+        """Check that some rank has parts of both this and the first tensor of one expert."""
+        if first[1].isdisjoint(files):
+            file = next(iter(files.values()))
+            message = f"{tensor.name} is on {self._who(file)}, and {first[0].name} of the same expert is on other ranks"
+            yield CheckFinding("error", CHECK, message, tensor.name, file)
 
     def compare(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
         """Yield what does not belong together in one layer."""

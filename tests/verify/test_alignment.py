@@ -10,11 +10,12 @@ import pytest
 
 from shardctl.box import Box
 from shardctl.errors import CutError, UsageError
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.pieces import PlacedCheckpoint, balance_stages
 from shardctl.verify.alignment import check_alignment
+from shardctl.verify.rank_parts import check_rank_parts
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
@@ -79,6 +80,13 @@ def both(model, manifest, mesh):
     return [list(check_alignment(manifest, model, known)) for known in (mesh, None)]
 
 
+def place(model, manifest, mesh):
+    """What the mesh gives to each rank."""
+    specs = {name: model.tensors[name].spec for name in manifest.tensors}
+    stages = balance_stages([1] * model.layers, 0, 0, mesh.degree("pp"))
+    return PlacedCheckpoint(tuple(manifest.tensors.values()), specs, mesh, stages)
+
+
 def rows(*spans, columns):
     return [Box((a, 0), (b - a, columns)) for a, b in spans]
 
@@ -94,6 +102,7 @@ def test_what_shardctl_cuts_is_aligned(name):
             continue
         tried += 1
         assert both(model, manifest, mesh) == [[], []], degrees
+        assert list(check_rank_parts(manifest, place(model, manifest, mesh))) == [], degrees
     assert tried > 0
 
 
@@ -236,6 +245,47 @@ def test_the_parts_of_an_expert_under_etp_belong_together():
     wrong = stored(manifest, name, {one: held[other], other: held[one]})
     for findings in both(model, wrong, mesh):
         assert [f.tensor for f in findings] == [name]
+
+
+def test_the_tensors_of_an_expert_are_on_one_rank_whatever_the_mesh():
+    mesh = Mesh.of(dp=2, ep=2)
+    model, manifest = cut(config_of("mixtral"), mesh)
+    name = next(n for n in manifest.tensors if n.endswith(".experts.0.w2.weight"))
+    ((owner, boxes),) = boxes_of(manifest, name).items()
+    for findings in both(model, stored(manifest, name, {1 - owner: boxes}), mesh):
+        assert [finding.tensor for finding in findings] == [name]
+        assert "of the same expert is on other ranks" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "config", "name"),
+    [
+        ({"tp": 2}, "llama", "model.layers.1.input_layernorm.weight"),
+        ({"pp": 2, "tp": 2}, "llama", "model.layers.1.self_attn.q_proj.weight"),
+        ({"fsdp": 2}, "llama", "model.norm.weight"),
+        ({"dp": 2, "ep": 2}, "mixtral", "model.layers.0.block_sparse_moe.experts.1.w2.weight"),
+        ({"dp": 2, "ep": 2}, "gpt_oss", "model.layers.0.mlp.experts.down_proj"),
+    ],
+)
+def test_a_part_on_a_rank_that_the_mesh_does_not_give_it_to_is_found(degrees, config, name):
+    mesh = Mesh.of(**degrees)
+    model, manifest = cut(config_of(config), mesh)
+    held, placed = boxes_of(manifest, name), place(model, manifest, mesh)
+    moved = {(rank + 1) % mesh.world: boxes for rank, boxes in held.items()}
+    lacking = dict(list(held.items())[1:])
+    for wrong, said in ((moved, "which the mesh does not give to it"), (lacking, "lacks")):
+        if moved == held and wrong is moved:  # every rank holds all of it
+            continue
+        (found,) = check_rank_parts(stored(manifest, name, wrong), placed)
+        assert (found.severity, found.check, found.tensor) == ("error", "ranks", name)
+        assert said in found.message
+
+
+def test_files_of_more_ranks_than_the_mesh_has(llama):
+    model, manifest, mesh = llama
+    files = {shard(5): CheckpointFile(shard(5), 8)}
+    (found,) = check_rank_parts(replace(manifest, files=files), place(model, manifest, mesh))
+    assert "has 2 ranks, and there are files of rank 5" in found.message
 
 
 def test_what_is_not_of_ranks_is_not_looked_at(llama):

@@ -282,6 +282,29 @@ class TestWrongFiles:
             assert "shard-00005" in out + err
             (ranks / "shardctl.json").unlink(missing_ok=True)
 
+    def test_without_a_record_the_mesh_is_named(self, say, ranks, source):
+        (ranks / "shardctl.json").unlink()
+        _, out, _ = say("verify", ranks)
+        assert "which rank should hold what was not checked: neither shardctl.json nor --mesh names the mesh" in out
+        mesh = ("--mesh", "pp=2,tp=2")
+        code, out, _ = say("verify", ranks, *mesh, "--forward", "--against", source)
+        assert (code, "was not checked" in out, "4 virtual ranks in one process" in out) == (0, False, True)
+        for mesh in ("tp=4", "tp=2,pp=2", "fsdp=2,tp=2", "tp=2", "pp=2"):
+            assert say("verify", ranks, "--mesh", mesh)[0] in {2, 3}, mesh
+        one, other = shard(ranks, 0), shard(ranks, 2)
+        one_name, other_name = one.name, other.name
+        one.rename(ranks / "x")
+        other.rename(ranks / one_name)
+        (ranks / "x").rename(ranks / other_name)
+        code, out, _ = say("verify", ranks, "--mesh", "pp=2,tp=2")
+        assert code == 3
+        assert "which the mesh does not give to it" in out
+
+    def test_a_mesh_for_what_has_no_ranks(self, say, ranks, source):
+        assert say("verify", source, "--mesh", "tp=2")[0] == 2
+        assert say("verify", ranks, "--mesh", "tp=4")[0] == 2
+        assert say("verify", ranks, "--stages", "1,1")[0] == 2
+
     def test_a_rank_file_that_is_missing(self, say, ranks):
         gone = shard(ranks, 1)
         gone.unlink()
@@ -382,7 +405,7 @@ class TestForward:
         assert "note: forward: compared with itself, which shows only that it runs" in out
         (ranks / "shardctl.json").unlink()
         _, out, _ = say("verify", ranks, "--forward")
-        assert "note: forward: no shardctl.json says what mesh the ranks form: what they hold was put together" in out
+        assert "note: forward: neither shardctl.json nor --mesh says what mesh the ranks form" in out
         assert "note: forward: compared with itself, which shows only that it runs" in out
         code, out, _ = say("verify", ranks, "--forward", "--against", source)
         assert code == 0
