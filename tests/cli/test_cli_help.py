@@ -118,7 +118,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
 
 
 def test_what_plan_and_reshard_share_is_said_alike():
-    """But for `--dtype`, of which plan takes types to quantise to."""
+    """But for `--dtype`, of which plan takes types to quantise to, and `--json`, for which reshard prints lines."""
 
     def parameters(verb):
         command = next(c for c in app.registered_commands if c.name == verb).callback
@@ -127,7 +127,7 @@ def test_what_plan_and_reshard_share_is_said_alike():
 
     plan, reshard = parameters("plan"), parameters("reshard")
     assert len(plan.keys() & reshard.keys()) > 30
-    assert {name for name in plan.keys() & reshard.keys() if plan[name] != reshard[name]} == {"dtype"}
+    assert {name for name in plan.keys() & reshard.keys() if plan[name] != reshard[name]} == {"dtype", "json"}
 
 
 def test_python_dash_m_is_the_same_program():
