@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardctl.models import describe_model
+from shardctl.models.predicting import list_predicting_names
+from shardctl.storage.bounded_text import CONFIG_TEXT
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.verify import verify
 
@@ -83,3 +85,37 @@ def test_tokens_without_a_row_are_named(tmp_path):
     found = list_config_findings(path)
     assert f"generation_config.json has pad_token_id {rows}, and the vocabulary has {rows} rows" in found
     assert any(message.startswith(f"tokenizer.json has token {rows}") for message in found)
+
+
+def test_a_tokenizer_larger_than_configs_may_be_is_looked_at(tmp_path):
+    config = get_config("llama")
+    rows = config["vocab_size"]
+    words = {f"{'w' * 2000}{n}": n for n in range(9000)} | {"last": rows + 9000}
+    path = write(tmp_path / "model", config, tokenizer={"added_tokens": [], "model": {"vocab": words}})
+    assert (path / "tokenizer.json").stat().st_size > CONFIG_TEXT.size
+    assert (
+        f"tokenizer.json has token {rows + 9000}, and the vocabulary has {rows} rows" in list_config_findings(path)[0]
+    )
+
+
+def test_layers_that_predict_are_found_wherever_they_are_and_towers_are_none(tmp_path):
+    config = get_config("deepseek_v3", num_nextn_predict_layers=1)
+    described = describe_model(config)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in described.tensors.items()}
+    assert not list_config_findings(write(tmp_path / "whole", config, state))
+    names = [*described.state(), "model.visual.blocks.40.up.weight"]
+    assert list_predicting_names(config, names) == []
+    assert list_predicting_names(config, described.tensors) == [
+        name for name, tensor in described.tensors.items() if tensor.row.optional
+    ]
+
+
+def test_a_stale_shard_beside_an_index_is_named(tmp_path):
+    config = get_config("llama")
+    path = write(tmp_path / "model", config)
+    names = list(describe_model(config).state())
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"model.norm.weight": torch.ones(8)}, path / "model-00001-of-00002.safetensors")
+    assert any("model-00001-of-00002.safetensors" in warning for warning in inspect(path).warnings)

@@ -131,7 +131,7 @@ def build_manifest(
         tensors[name] = replace(tensor, dtype=found[0].dtype, chunks=found)
     said = (
         f"{format_first_few(left)} of layers that predict further tokens are left behind: {schema.title} has "
-        "no place for them"
+        f"no place for them{f'; {schema.further}' if schema.further else ''}"
     )
     return Manifest(layout, tensors, files, order.have.objects, warnings=(said,) * bool(left), dialect=dialect)
 

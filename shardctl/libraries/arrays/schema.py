@@ -34,6 +34,8 @@ class Schema:
     Raises UnsupportedError, by name, for a variant or a tensor that it has no place for, and CutError for a mesh that
     does not fit.
     """
+    further: str = ""
+    """Why it has no place for layers that predict further tokens, and where they are to be taken from."""
 
     def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
         """Yield the arrays of all ranks, each with its rank.

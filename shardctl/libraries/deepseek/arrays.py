@@ -131,4 +131,5 @@ def _check_model(model: Model) -> None:
             )
 
 
-SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)
+_FURTHER: Final = "DeepSeek's convert.py leaves them out, too; --only mtp --to hf writes them by themselves"
+SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries, _FURTHER)

@@ -159,4 +159,4 @@ def _build_vocabulary_entry(
     return SchemaEntry(name, content, dtype=None if content.pieces else known)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS)

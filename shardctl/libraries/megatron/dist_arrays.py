@@ -202,4 +202,4 @@ def stack_cells(same: list[StackCell]) -> CompositeArray:
     return CompositeArray((*first.counts, *first.content.shape), pieces)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS)

@@ -107,6 +107,12 @@ class LayerVariant:
     """Whether the projections down to latents are divided, as by local layers; Transformer Engine's are whole."""
 
 
+FURTHER_LAYERS: Final = (
+    "those of Megatron-LM (mtp.layers) are not written here; --only mtp --to hf writes them by themselves"
+)
+"""Why layers that predict further tokens are left behind."""
+
+
 def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
     """Build the model's tensors, as the dialect's norms keep them."""
     return ModelParts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")

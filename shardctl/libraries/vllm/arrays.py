@@ -84,4 +84,8 @@ def check_model(model: Model) -> None:
         )
 
 
-SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries)
+_FURTHER: Final = (
+    "its loader refuses names that the model's class has not (sharded_state_loader.py): a drafter is a model of its "
+    "own, which vLLM makes of the original files if draft_load_config says so"
+)
+SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _FURTHER)
