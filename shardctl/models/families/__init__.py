@@ -6,7 +6,7 @@ from shardctl.models.families.afmoe import AFMOE
 from shardctl.models.families.apertus import APERTUS
 from shardctl.models.families.arcee import ARCEE
 from shardctl.models.families.bamba import BAMBA, FALCON_H1, GRANITE_MOE_HYBRID
-from shardctl.models.families.bart import BART, MBART, WHISPER
+from shardctl.models.families.bart import BART, M2M_100, MBART, PEGASUS, WHISPER
 from shardctl.models.families.bert import BERT
 from shardctl.models.families.bloom import BLOOM
 from shardctl.models.families.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
@@ -15,6 +15,7 @@ from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from shardctl.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from shardctl.models.families.deepseek_v4 import DEEPSEEK_V4
 from shardctl.models.families.distilbert import DISTILBERT
+from shardctl.models.families.electra import ELECTRA
 from shardctl.models.families.ernie import ERNIE4_5
 from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
 from shardctl.models.families.exaone import EXAONE4
@@ -55,12 +56,12 @@ from shardctl.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_T
 from shardctl.models.families.qwen3_next import QWEN3_NEXT
 from shardctl.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from shardctl.models.families.qwen_moe import FLEX_OLMO, OLMOE, QWEN2_MOE, QWEN3_MOE
-from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
+from shardctl.models.families.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from shardctl.models.families.seed_oss import SEED_OSS
 from shardctl.models.families.smollm import SMOLLM3
 from shardctl.models.families.stablelm import STABLELM
 from shardctl.models.families.starcoder2 import STARCODER2
-from shardctl.models.families.t5 import T5
+from shardctl.models.families.t5 import MT5, T5, UMT5
 from shardctl.models.families.vision_language import (
     GEMMA3,
     LLAVA,
@@ -81,6 +82,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     BART,
     BERT,
     BLOOM,
+    CAMEMBERT,
     CLIP,
     CLIP_TEXT,
     CLIP_VISION,
@@ -92,6 +94,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     DISTILBERT,
+    ELECTRA,
     ERNIE4_5,
     ERNIE4_5_MOE,
     EXAONE4,
@@ -134,6 +137,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LLAMA4_TEXT,
     LLAVA,
     LLAVA_NEXT,
+    M2M_100,
     MAMBA,
     MAMBA2,
     MBART,
@@ -148,6 +152,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MISTRAL3,
     MIXTRAL,
     MPT,
+    MT5,
     NEMOTRON,
     NEMOTRON_H,
     OLMO,
@@ -156,6 +161,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     OLMOE,
     OPT,
     PALIGEMMA,
+    PEGASUS,
     PERSIMMON,
     PHI,
     PHI3,
@@ -180,6 +186,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     STABLELM,
     STARCODER2,
     T5,
+    UMT5,
     VAULTGEMMA,
     VIT,
     WHISPER,

@@ -1,4 +1,4 @@
-"""Describes BART, mBART and Whisper: an encoder and a decoder of the same kind of blocks.
+"""Describes BART, mBART, Pegasus, M2M-100 and Whisper: an encoder and a decoder of the same kind of blocks.
 
 Names and shapes follow transformers 5 (`models/bart/modeling_bart.py`, and those of mBART and Whisper). The layers of
 a pipeline are the encoder's and then the decoder's. BART's embedding is on the first stage, on that of the first
@@ -83,6 +83,11 @@ _BART: Final = (
     Row("qa_outputs.bias", "2", "question", on="last"),
 )
 """mBART has norms at the ends of both stacks too."""
+_PEGASUS: Final = tuple(
+    row for row in _BART if "layernorm_embedding" not in row.name and not {"sentence", "question"} & {*row.when.split()}
+)
+_M2M: Final = tuple(row for row in _PEGASUS if "embed_positions" not in row.name and row.name.startswith((".", "lm")))
+"""Its positions are computed, as are Pegasus's, which are stored."""
 _WHISPER: Final = (
     Row(".encoder.conv1.weight", "hidden mels 3", on="first"),
     Row(".encoder.conv1.bias", "hidden", on="first"),
@@ -132,6 +137,10 @@ def _build_bart_facts(config: ModelConfig) -> FamilyFacts:
 def _build_mbart_facts(config: ModelConfig) -> FamilyFacts:
     facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
     return facts.also(flags={"norms_at_ends": True})
+
+
+def _build_pegasus_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config, config.size("max_position_embeddings", 1024)).also(flags={"norms_at_ends": True})
 
 
 def _build_whisper_facts(config: ModelConfig) -> FamilyFacts:
@@ -207,4 +216,31 @@ WHISPER: Final = Family(
         "encoder_ffn_dim": 1536,
         "encoder_layers": 4,
     },
+)
+PEGASUS: Final = Family(
+    name="pegasus",
+    rows=_PEGASUS,
+    facts=_build_pegasus_facts,
+    classes={
+        "PegasusForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
+        "PegasusModel": ModelClass(),
+    },
+    prefixes=("model",),
+    traits=_TRAITS,
+    aliases=_NAMES,
+    assumed=_ASSUMED,
+)
+M2M_100: Final = Family(
+    name="m2m_100",
+    rows=_M2M,
+    facts=_build_pegasus_facts,
+    classes={"M2M100ForConditionalGeneration": ModelClass("model", "lm"), "M2M100Model": ModelClass()},
+    prefixes=("model",),
+    traits=LayerTraits(
+        activation=("activation_function", "relu"),
+        dropout=("dropout", 0.1),
+        attention_dropout=("attention_dropout", 0.1),
+    ),
+    aliases=_NAMES,
+    assumed={**_ASSUMED, "vocab_size": 128112},
 )

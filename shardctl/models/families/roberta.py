@@ -1,7 +1,8 @@
-"""Describes RoBERTa and XLM-RoBERTa: BERT's blocks, with heads of their own for masked words and for sentences."""
+"""Describes RoBERTa, XLM-RoBERTa and CamemBERT: BERT's blocks, with heads of their own for words and for sentences."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import assume_sizes
@@ -67,3 +68,4 @@ XLM_ROBERTA: Final = Family(
     traits=ENCODER_TRAITS,
     assumed=assume_sizes(30522, 768, 3072, 12, 12),
 )
+CAMEMBERT: Final = replace(XLM_ROBERTA, name="camembert", classes=_build_classes("Camembert"))

@@ -1,18 +1,23 @@
-"""Describes T5 and its 1.1 kin: an encoder and a decoder around one embedding.
+"""Describes T5, its 1.1 kin, mT5 and UMT5: an encoder and a decoder around one embedding.
 
 Names and shapes follow transformers 5 (`models/t5/modeling_t5.py`). Its pipeline layers are the encoder's blocks and
 then the decoder's. The embedding is on the first stage, on that of the first decoder block, and, as the head of a
-tied model, on the last. The relative positions are those of the first block, which hands them on.
+tied model, on the last. The relative positions are those of the first block, which hands them on; in UMT5 each has its
+own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.models.config import ModelConfig
 
 
@@ -105,27 +110,38 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
+def _build_gated_facts(config: ModelConfig, *, own_positions: bool) -> FamilyFacts:
+    """Build the facts of mT5's kin, whose MLPs have a gate where a config is silent."""
+    facts = _build_facts(config.over({"feed_forward_proj": "gated-gelu"}))
+    return facts.also(flags={"first_block": True}) if own_positions else facts
+
+
+def _build_classes(stem: str) -> Mapping[str, ModelClass]:
+    return {
+        f"{stem}ForConditionalGeneration": ModelClass("", "decoder lm"),
+        f"{stem}Model": ModelClass("", "decoder"),
+        f"{stem}EncoderModel": ModelClass(),
+        f"{stem}ForSequenceClassification": ModelClass("transformer", "decoder sentence"),
+        f"{stem}ForTokenClassification": ModelClass("transformer", "classifier"),
+        f"{stem}ForQuestionAnswering": ModelClass("", "decoder question"),
+    }
+
+
+_TRAITS: Final = LayerTraits(
+    activation=("feed_forward_proj", "relu"),
+    norm="rms",
+    dropout=("dropout_rate", 0.1),
+    attention_dropout=("dropout_rate", 0.1),
+    position_biases=True,
+)
 T5: Final = Family(
     name="t5",
     rows=_T5,
     facts=_build_facts,
-    classes={
-        "T5ForConditionalGeneration": ModelClass("", "decoder lm"),
-        "T5Model": ModelClass("", "decoder"),
-        "T5EncoderModel": ModelClass(),
-        "T5ForSequenceClassification": ModelClass("transformer", "decoder sentence"),
-        "T5ForTokenClassification": ModelClass("transformer", "classifier"),
-        "T5ForQuestionAnswering": ModelClass("", "decoder question"),
-    },
+    classes=_build_classes("T5"),
     prefixes=("transformer",),
     renamed={"T5WithLMHeadModel": "T5ForConditionalGeneration"},
-    traits=LayerTraits(
-        activation=("feed_forward_proj", "relu"),
-        norm="rms",
-        dropout=("dropout_rate", 0.1),
-        attention_dropout=("dropout_rate", 0.1),
-        position_biases=True,
-    ),
+    traits=_TRAITS,
     aliases={
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",
@@ -133,4 +149,16 @@ T5: Final = Family(
         "head_dim": "d_kv",
     },
     assumed={"vocab_size": 32128, "d_ff": 2048, "d_kv": 64, "d_model": 512, "num_heads": 8, "num_layers": 6},
+)
+_GATED: Final = replace(
+    T5,
+    traits=replace(_TRAITS, activation=("feed_forward_proj", "gated-gelu")),
+    renamed={},
+    assumed={"vocab_size": 250112, "d_ff": 1024, "d_kv": 64, "d_model": 512, "num_heads": 6, "num_layers": 8},
+)
+MT5: Final = replace(
+    _GATED, name="mt5", facts=partial(_build_gated_facts, own_positions=False), classes=_build_classes("MT5")
+)
+UMT5: Final = replace(
+    _GATED, name="umt5", facts=partial(_build_gated_facts, own_positions=True), classes=_build_classes("UMT5")
 )
