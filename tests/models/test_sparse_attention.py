@@ -90,13 +90,13 @@ def test_files_may_have_indexers_that_transformers_leaves_out():
 
 @pytest.mark.parametrize("kinds", [["full"], ["full", "none", "full"], 3, "FF"])
 def test_kinds_that_are_none_are_refused(kinds):
-    with pytest.raises(SourceError, match="who chooses their tokens"):
+    with pytest.raises(SourceError, match=r"config.json has .* where "):
         describe_model(fixture("glm_moe_dsa", indexer_types=kinds))
 
 
 @pytest.mark.parametrize("kinds", [["dense"], ["dense", "sparse", "none"], "dense"])
 def test_kinds_of_mlps_that_are_none_are_refused(kinds):
-    with pytest.raises(SourceError, match=r"mlp_layer_types = .* where 3 kinds of layers are expected"):
+    with pytest.raises(SourceError, match=r"mlp_layer_types = .* where .* expected"):
         describe_model(fixture("glm_moe_dsa", mlp_layer_types=kinds))
 
 
