@@ -66,6 +66,8 @@ PARTLY_PLANNED = {
     "minimax_m3_vl_text": "the same",
     "lfm2": "its plan is for the head alone",
     "lfm2_moe": "its plan is for the experts, and leaves attention and convolutions whole",
+    "hunyuan_v1_dense": "its plan is for the head alone",
+    "mistral4": "its plan is for the MLPs, and leaves latent attention whole",
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",
@@ -81,6 +83,9 @@ OWN_CHOICE = {
     "mlp.shared_expert.gate_proj.weight": "Qwen2-MoE: cut like any MLP, as in the plan of Qwen3-Next",
     "mlp.shared_expert.up_proj.weight": "the same",
     "mlp.shared_expert.down_proj.weight": "the same",
+    "mlp.shared_experts.gate_proj.weight": "Solar-Open and K-EXAONE: cut like any MLP, as in the plan of DeepSeek-V3",
+    "mlp.shared_experts.up_proj.weight": "the same",
+    "mlp.shared_experts.down_proj.weight": "the same",
     "self_attn.q_norm.weight": "Cohere: a head's norm is its own, and goes where the head goes",
     "self_attn.k_norm.weight": "Cohere: a head's norm is its own, and goes where the head goes",
 }

@@ -30,7 +30,7 @@ KEPT = {
     ("float32",): "bare32",
 }
 """The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
-HEAD_NORM = re.compile(r"(^|\.)(q|k|qk)_(layer)?norm(\.|$)")
+HEAD_NORM = re.compile(r"(^|\.)(q|k|qk|query|key)_(layer)?norm(\.|$)")
 WITHIN_MIXERS = re.compile(
     r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_a_layernorm$|self_attn\.o_norm$|\.(q_a|q_b|kv|v)_norm$"
 )

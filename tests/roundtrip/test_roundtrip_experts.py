@@ -24,10 +24,18 @@ FUSED = [
     name
     for name in MOE
     if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values())
-    and not name.startswith(("gemma4", "minimax_m3_vl_text"))
+    and not name.startswith(("gemma4", "minimax_m3_vl_text", "mistral4"))
 ]
 """Those whose experts transformers holds in another form than it saves."""
-OTHERWISE_SPELLED = {"deepseek_v4", "hy_v3", "kimi_linear", "kimi_linear-lora", "mimo_v2_flash", "minimax_m3_vl"}
+OTHERWISE_SPELLED = {
+    "deepseek_v4",
+    "exaone_moe",
+    "hy_v3",
+    "kimi_linear",
+    "kimi_linear-lora",
+    "mimo_v2_flash",
+    "minimax_m3_vl",
+}
 """Those of which the Hub spells other tensors otherwise, too: names of experts in one form do not say the other's."""
 SPELLED = [name for name in FUSED if name not in OTHERWISE_SPELLED]
 MESHES = {

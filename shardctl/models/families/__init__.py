@@ -18,7 +18,7 @@ from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.electra import ELECTRA
 from shardctl.models.families.ernie import ERNIE4_5
 from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
-from shardctl.models.families.exaone import EXAONE4
+from shardctl.models.families.exaone import EXAONE4, EXAONE_MOE
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from shardctl.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -31,7 +31,7 @@ from shardctl.models.families.gpt_oss import GPT_OSS
 from shardctl.models.families.gptj import GPTJ
 from shardctl.models.families.granite import GRANITE, HYPERCLOVAX
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
-from shardctl.models.families.hunyuan import HY_V3
+from shardctl.models.families.hunyuan import HUNYUAN_V1_DENSE, HY_V3
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K3, KIMI_K25
 from shardctl.models.families.kimi_linear import KIMI_LINEAR
@@ -43,6 +43,7 @@ from shardctl.models.families.mimo import MIMO, MIMO_V2_FLASH
 from shardctl.models.families.minimax import MINIMAX_M2
 from shardctl.models.families.minimax_m3 import MINIMAX_M3, MINIMAX_M3_TEXT
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from shardctl.models.families.mistral4 import MISTRAL4
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
 from shardctl.models.families.mpt import MPT
 from shardctl.models.families.nemotron import NEMOTRON
@@ -59,6 +60,7 @@ from shardctl.models.families.qwen_moe import FLEX_OLMO, OLMOE, QWEN2_MOE, QWEN3
 from shardctl.models.families.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from shardctl.models.families.seed_oss import SEED_OSS
 from shardctl.models.families.smollm import SMOLLM3
+from shardctl.models.families.solar_open import SOLAR_OPEN
 from shardctl.models.families.stablelm import STABLELM
 from shardctl.models.families.starcoder2 import STARCODER2
 from shardctl.models.families.t5 import MT5, T5, UMT5
@@ -98,6 +100,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ERNIE4_5,
     ERNIE4_5_MOE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON,
     FALCON_H1,
     FALCON_MAMBA,
@@ -125,6 +128,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GRANITE_MOE_SHARED,
     HELIUM,
     HYPERCLOVAX,
+    HUNYUAN_V1_DENSE,
     HY_V3,
     JAMBA,
     KIMI_K25,
@@ -150,6 +154,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MINISTRAL3,
     MISTRAL,
     MISTRAL3,
+    MISTRAL4,
     MIXTRAL,
     MPT,
     MT5,
@@ -183,6 +188,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     SEED_OSS,
     SIGLIP,
     SMOLLM3,
+    SOLAR_OPEN,
     STABLELM,
     STARCODER2,
     T5,

@@ -1,4 +1,9 @@
-"""Describes EXAONE 4: norms of queries and keys, and norms behind attention and MLP instead of before."""
+"""Describes EXAONE 4 and K-EXAONE.
+
+EXAONE 4 has norms of queries and keys, and norms behind attention and MLP instead of before. K-EXAONE has them before,
+and experts; of its names the table has those of the Hub (`exaone_moe` in transformers' `conversion_mapping.py`). The
+layers that predict, `mtp`, are on the Hub only (vLLM's `exaone_moe_mtp.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,24 @@ from shardctl.models.decoder import (
     HEADS,
     LAST_NORM,
     LAYER,
+    NORMS,
     QKVO,
     assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.family import Family, Row
+from shardctl.models.experts import (
+    DENSE,
+    ROUTER,
+    add_expert_facts,
+    build_expert_rows,
+    build_fused_experts,
+    build_shared_expert_rows,
+    count_experts,
+    list_sparse_layers,
+)
+from shardctl.models.families.qwen3_next import build_mtp_rows
+from shardctl.models.family import Family, FusedArray, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
@@ -50,4 +67,56 @@ EXAONE4: Final = Family(
         window=WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
     ),
     assumed={**assume_sizes(102400, 4096, 16384, 32, 32), "num_key_value_heads": 32},
+)
+
+_BALANCE: Final = f"{LAYER}.mlp.e_score_correction_bias"
+_MOE_LAYER: Final = (
+    *(row for row in QKVO if not row.when),
+    *HEAD_NORMS,
+    *DENSE,
+    *build_expert_rows(),
+    ROUTER,
+    Row(_BALANCE, "experts", when="moe", dtype="F32"),
+    *build_shared_expert_rows("mlp.shared_experts"),
+    *NORMS,
+)
+
+
+def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+    ffn = config.size("moe_intermediate_size")
+    return add_expert_facts(
+        build_decoder_facts(config, qk_norm=True),
+        count_experts(config, "num_experts"),
+        ffn,
+        moe=list_sparse_layers(config, 1),
+        shared=ffn * config.size("num_shared_experts", 1),
+    ).also(indices={"next": RowIndex(range(config.count("num_nextn_predict_layers", 0)))})
+
+
+EXAONE_MOE: Final = Family(
+    name="exaone_moe",
+    rows=(
+        *EMBEDDING,
+        *_MOE_LAYER,
+        *LAST_NORM,
+        *HEADS,
+        *build_mtp_rows(tuple(row for row in _MOE_LAYER if "moe" not in row.when.split()), "!moe"),
+    ),
+    facts=_build_moe_facts,
+    classes={"ExaoneMoeForCausalLM": ModelClass("model", "lm"), "ExaoneMoeModel": ModelClass()},
+    prefixes=("model",),
+    fused=(*build_fused_experts(), FusedArray(f"{LAYER}.mlp.gate.e_score_correction_bias", (_BALANCE,))),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        window=WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
+        experts_per_token=8,
+    ),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={
+        **assume_sizes(102400, 4096, 16384, 32, 32),
+        "num_key_value_heads": 32,
+        "moe_intermediate_size": 1024,
+        "num_experts": 64,
+    },
 )

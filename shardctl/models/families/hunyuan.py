@@ -1,4 +1,4 @@
-"""Describes Hunyuan 3 (Hy3): norms of heads, a dense layer before routed and shared experts, balanced by a bias.
+"""Describes Hunyuan 1 and 3 (Hy3): norms of heads, a dense layer before routed and shared experts, balanced by a bias.
 
 Names and shapes follow transformers 5 (`models/hy_v3/modeling_hy_v3.py`); the names of the Hub, which stand in
 `conversion_mapping.py`, are spellings of them. Layers that predict further tokens, which transformers leaves out, are
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import (
     EMBEDDING,
+    GATED,
     HEAD_NORMS,
     HEADS,
     LAST_NORM,
@@ -101,4 +102,30 @@ HY_V3: Final = Family(
         "moe_intermediate_size": 1536,
         "num_experts": 192,
     },
+)
+
+_V1_ATTENTION: Final = (
+    *QKVO,
+    Row(f"{LAYER}.self_attn.query_layernorm.weight", "head"),
+    Row(f"{LAYER}.self_attn.key_layernorm.weight", "head"),
+)
+
+
+def _build_v1_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
+
+
+HUNYUAN_V1_DENSE: Final = Family(
+    name="hunyuan_v1_dense",
+    rows=(*EMBEDDING, *_V1_ATTENTION, *(row for row in GATED if not row.when), *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_v1_facts,
+    classes={
+        "HunYuanDenseV1ForCausalLM": ModelClass("model", "lm"),
+        "HunYuanDenseV1Model": ModelClass(),
+        "HunYuanDenseV1ForSequenceClassification": ModelClass("model", "score"),
+    },
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(290943, 4096, 11008, 32, 32),
 )
