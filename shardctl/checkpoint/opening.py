@@ -14,16 +14,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardctl import models
-from shardctl.checkpoint.config_files import CONFIG, read_config
-from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
+from shardctl.checkpoint.config_files import read_config
+from shardctl.checkpoint.described_source import describe_source, refuse_warnings
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
-from shardctl.libraries.catalogue import FORMATS
-from shardctl.libraries.gguf.reading import describe_gguf, find_gguf_file
-from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.models.derived import derive_model
 from shardctl.options import SourceOptions
@@ -38,10 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from shardctl.checkpoint.config_files import ConfigReading
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
+
 
 __all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
@@ -101,7 +98,7 @@ def _read_checkpoint(
     record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
-    described = _describe_source(source, source_options)
+    described = describe_source(source, source_options)
     if described is not None:
         return described
     stored = _scan_container(source, source_options)
@@ -138,7 +135,7 @@ def _read_checkpoint(
         manifest = _apply_record(manifest, record, model)
     unknown = model is None and not misfit and manifest.dialect is None
     untabled = cache(partial(models.build_untabled_model, config, manifest)) if unknown else None
-    _refuse_warnings(manifest, source_options)
+    refuse_warnings(manifest, source_options)
     return OpenedCheckpoint(
         source,
         stored,
@@ -222,79 +219,6 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source
         f"without a config, nothing says which model's tensors are in these arrays of {title}",
         hint="give the model's config.json of transformers with --config PATH",
     )
-
-
-def _refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:
-    if source_options.strict and manifest.warnings:
-        raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
-
-
-def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigReading | None:
-    """Find the config of a source that has no weights; None if it has some, or is no model at all.
-
-    Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
-    """
-    path = find_config_file(source) if source_options.container is None else None
-    if path is None:
-        return None
-    try:
-        found = read_config(source, given=path)
-    except SourceError:
-        if path == CONFIG or not _has_known_format(source):
-            raise
-        return None
-    if not is_model_config(found.values or {}):
-        if find_given_file(source) is None or _has_known_format(source):
-            return None
-        raise SourceError(
-            f"{source.name} is not the config of a model: it names neither architectures nor model_type",
-            hint="give the config.json of a transformers model, or a checkpoint",
-        )
-    if not source_options.described:
-        formats.refuse_nested_saves(source)
-        raise SourceError(
-            f"{source.name} has no weights, only a config",
-            hint=f"shardctl plan {source.name} says what such a model would need",
-        )
-    if source_options.config is not None and find_given_file(source) is not None:
-        raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
-    if source_options.rules_from == "transformers":
-        raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
-    return read_config(source, source_options.config) if source_options.config is not None else found
-
-
-def _has_known_format(source: Source) -> bool:
-    """Return whether some format knows what it is."""
-    return any(known.detect(source) for known in FORMATS)
-
-
-def _build_described_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
-    """Build a checkpoint without bytes."""
-    rules = models.load_rules(source_options.rules) if source_options.rules else None
-    kv_heads = source_options.kv_heads or "error"
-    model, manifest = build_model_from_config(source, only.values or {}, rules, kv_heads=kv_heads)
-    manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
-    _refuse_warnings(manifest, source_options)
-    stored = replace(manifest, tensors={})
-    return OpenedCheckpoint(source, stored, manifest, model, None, only.values, None, hypothetical=True)
-
-
-def _describe_source(source: Source, source_options: SourceOptions) -> OpenedCheckpoint | None:
-    """Describe a source of which no tensor could be converted: a GGUF file, or a config; None if it is neither."""
-    gguf = find_gguf_file(source) if source_options.described and source_options.container is None else None
-    if gguf is not None:
-        return _build_gguf_checkpoint(source, gguf)
-    only = _find_only_config(source, source_options)
-    return _build_described_checkpoint(source, only, source_options) if only is not None else None
-
-
-def _build_gguf_checkpoint(source: Source, path: str) -> OpenedCheckpoint:
-    """Build a checkpoint that is only described: no tensor of it is converted."""
-    manifest, config = describe_gguf(source, path)
-    model = models.build_untabled_model(config, manifest).model
-    if config is not None:
-        model = replace(model, text=config)
-    return OpenedCheckpoint(source, manifest, manifest, model, None, config, None, hypothetical=True)
 
 
 def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:

@@ -1,0 +1,96 @@
+"""Opens a source of which no tensor can be converted, a config or a GGUF file, as the checkpoint that it describes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl import models
+from shardctl.checkpoint.config_files import CONFIG, read_config
+from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
+from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+from shardctl.errors import SourceError, UsageError
+from shardctl.libraries import registry as formats
+from shardctl.libraries.catalogue import FORMATS
+from shardctl.libraries.gguf.reading import describe_gguf, find_gguf_file
+from shardctl.libraries.reader import find_given_file
+
+if TYPE_CHECKING:
+    from shardctl.checkpoint.config_files import ConfigReading
+    from shardctl.manifest import Manifest
+    from shardctl.options import SourceOptions
+    from shardctl.storage import Source
+
+
+def refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:
+    """Raise SourceError for the first warning if options say that every warning is an error."""
+    if source_options.strict and manifest.warnings:
+        raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
+
+
+def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigReading | None:
+    """Find the config of a source that has no weights; None if it has some, or is no model at all.
+
+    Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
+    """
+    path = find_config_file(source) if source_options.container is None else None
+    if path is None:
+        return None
+    try:
+        found = read_config(source, given=path)
+    except SourceError:
+        if path == CONFIG or not _has_known_format(source):
+            raise
+        return None
+    if not is_model_config(found.values or {}):
+        if find_given_file(source) is None or _has_known_format(source):
+            return None
+        raise SourceError(
+            f"{source.name} is not the config of a model: it names neither architectures nor model_type",
+            hint="give the config.json of a transformers model, or a checkpoint",
+        )
+    if not source_options.described:
+        formats.refuse_nested_saves(source)
+        raise SourceError(
+            f"{source.name} has no weights, only a config",
+            hint=f"shardctl plan {source.name} says what such a model would need",
+        )
+    if source_options.config is not None and find_given_file(source) is not None:
+        raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
+    if source_options.rules_from == "transformers":
+        raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
+    return read_config(source, source_options.config) if source_options.config is not None else found
+
+
+def _has_known_format(source: Source) -> bool:
+    """Return whether some format knows what it is."""
+    return any(known.detect(source) for known in FORMATS)
+
+
+def _build_described_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
+    """Build a checkpoint without bytes."""
+    rules = models.load_rules(source_options.rules) if source_options.rules else None
+    kv_heads = source_options.kv_heads or "error"
+    model, manifest = build_model_from_config(source, only.values or {}, rules, kv_heads=kv_heads)
+    manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
+    refuse_warnings(manifest, source_options)
+    stored = replace(manifest, tensors={})
+    return OpenedCheckpoint(source, stored, manifest, model, None, only.values, None, hypothetical=True)
+
+
+def describe_source(source: Source, source_options: SourceOptions) -> OpenedCheckpoint | None:
+    """Describe a source of which no tensor could be converted: a GGUF file, or a config; None if it is neither."""
+    gguf = find_gguf_file(source) if source_options.described and source_options.container is None else None
+    if gguf is not None:
+        return _build_gguf_checkpoint(source, gguf)
+    only = _find_only_config(source, source_options)
+    return _build_described_checkpoint(source, only, source_options) if only is not None else None
+
+
+def _build_gguf_checkpoint(source: Source, path: str) -> OpenedCheckpoint:
+    """Build a checkpoint that is only described: no tensor of it is converted."""
+    manifest, config = describe_gguf(source, path)
+    model = models.build_untabled_model(config, manifest).model
+    if config is not None:
+        model = replace(model, text=config)
+    return OpenedCheckpoint(source, manifest, manifest, model, None, config, None, hypothetical=True)
