@@ -94,6 +94,8 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     encodings = _list_encodings(source.model)
     found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
+    if dtype is None and result.record is not None and DEQUANTISED in result.record.options:  # a half has other names
+        dtype = FLOATS.get(result.record.options.get("dtype", ""))
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
 
 

@@ -203,10 +203,14 @@ def _rename_quantised_modules(config: Mapping[str, object], names: Mapping[str, 
 
 def _check_encodings(whole: Model | None, model: Model, half: ModelHalf) -> None:
     """Raise UnsupportedError if by its own config other weights of a half would be quantised than are."""
-    encodings = whole.encodings.values() if whole is not None else ()
-    inside = sum(any(each.name(array) in half.names for array in each.arrays) for each in encodings)
-    if inside != len(model.encodings):
+    if _count_encoded(whole, half.names.keys()) != _count_encoded(model, half.names.values()):
         raise UnsupportedError(
             f"which weights of {half.title} are quantised, its config would not say by itself",
             hint="take them back to numbers with --dtype bf16",
         )
+
+
+def _count_encoded(model: Model | None, names: Collection[str]) -> int:
+    """Count the quantised weights of a model of which arrays have the names."""
+    encodings, known = (model.encodings.values() if model is not None else ()), set(names)
+    return sum(any(each.name(array) in known for array in each.arrays) for each in encodings)

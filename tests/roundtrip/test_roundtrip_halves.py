@@ -168,3 +168,31 @@ def test_a_config_that_is_silent_gets_what_its_own_class_assumes(name):
     assumed = kind.from_dict(inner).to_dict()
     unlike = {key for key in assumed.keys() & alone.keys() if assumed[key] != alone[key]}
     assert unlike <= {"model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings", "architectures"}
+
+
+@pytest.mark.parametrize(
+    "outside", [["lm_head", "model.visual"], ["lm_head", "model.visual", "model.language_model.layers.0.mlp"]]
+)
+def test_a_quantised_text_half_stays_quantised_and_becomes_numbers(tmp_path, outside):
+    config = {**config_of("qwen3_vl"), "tie_word_embeddings": False}
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": outside}
+    quantised = {**config, "quantization_config": settings}
+    generator = torch.Generator().manual_seed(2)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(quantised))
+    state = {
+        tensor.name: torch.rand(tensor.shape, generator=generator).to(getattr(torch, tensor.dtype.torch))
+        for tensor in describe_model(quantised).own()
+    }
+    save_file(state, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    reshard(tmp_path / "whole", tmp_path / "text", ReshardOptions(only="text"))
+    made = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert stored(tmp_path / "text").keys() == describe_model(made).state().keys()
+    inside = {name.replace("model.language_model.", "model."): t for name, t in state.items() if "visual" not in name}
+    assert_same(stored(tmp_path / "text"), inside)
+    assert verify(tmp_path / "text", VerifyOptions(level="full", against=tmp_path / "whole")).ok
+    reshard(tmp_path / "whole", tmp_path / "numbers", ReshardOptions(only="text", dtype="bf16"))
+    reshard(tmp_path / "text", tmp_path / "later", ReshardOptions(dtype="bf16"))
+    assert_same(stored(tmp_path / "numbers"), stored(tmp_path / "later"))
+    assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
+    assert verify(tmp_path / "numbers", VerifyOptions(level="full", against=tmp_path / "whole")).ok
