@@ -138,10 +138,11 @@ def check_cuts(
         for section in cut.sections:
             if not can_divide(section, degree):
                 units = section.size // section.unit
+                whole = _suggest_whole_experts(cut.axis, spec, mesh)
                 raise CutError(
                     f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
                     f"{units} {section.noun or 'rows or columns'}",
-                    hint=_suggest_degrees(cut.axis, degree, (spec, *beside)),
+                    hint=f"use {whole}{_suggest_degrees(cut.axis, degree, (spec, *beside))}",
                 )
 
 
@@ -173,7 +174,15 @@ def _suggest_degrees(axis: str, degree: int, specs: Iterable[PartitionSpec]) -> 
     refusing = [section for section in sections if not can_divide(section, degree)]
     heads = all(s.noun.startswith("key") and degree % (s.size // s.unit) == 0 for s in refusing)
     also = ", or --kv-heads replicate to keep each head on several ranks" if heads else ""
-    return f"use --{axis} {listed}{also}"
+    return f"--{axis} {listed}{also}"
+
+
+def _suggest_whole_experts(axis: str, spec: PartitionSpec, mesh: Mesh) -> str:
+    """Suggest to divide whole experts among the ranks where a cut goes through each of them; empty if that fails."""
+    degree = mesh.degree("ep") * mesh.degree("etp")
+    counts = [s.size // s.unit for cut in _list_exact_cuts(spec) if cut.axis == "ep" for s in cut.sections]
+    whole = axis == "etp" and bool(counts) and all(count % degree == 0 for count in counts)
+    return f"--ep {degree}, which leaves each expert whole, or " if whole else ""
 
 
 def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: int) -> list[Interval]:

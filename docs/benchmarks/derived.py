@@ -1,144 +1,135 @@
-"""Derives the tables of classes of transformers that shardctl has none for, and proves each on tiny models.
+"""Cuts every generative class of transformers that can be made small, proves the cuts, and brings the model back.
 
-    python docs/benchmarks/derived.py [--seconds N] [MODEL_TYPE ...]
+    python docs/benchmarks/derived.py [--results FILE] [--only CLASS ...]
 
-Each class that generates text is made from its own config with small sizes, saved by transformers, cut for tp=2 with
-`--prove` (and for ep=2 where a rule speaks of experts), brought back, and compared by digest. The table says what came
-of each: proved, whole (nothing of a layer is cut), wrong (not published), or why it was not tried.
+Each class is made from its own config with small sizes (`tiny_models.py`), saved by transformers, cut for tp=2 (and for
+ep=2 where something is cut by experts) by its table or by derived rules, brought back, compared by digest, and run
+beside its source part by part, each rank by itself as well. The table says what came of each. FILE keeps the results,
+from which the next run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import tempfile
-import time
+import warnings
+from collections import Counter
 from pathlib import Path
 
-import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tiny_models import list_generative_classes, save_tiny_model
 
-from shardctl.errors import Mismatch, ShardctlError
-from shardctl.mesh import Mesh
-from shardctl.models import FAMILIES
-from shardctl.options import DestinationOptions, InspectOptions, ReshardOptions
+from shardctl.api import Mesh, ReshardOptions, ShardctlError, VerifyOptions, reshard, verify
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.errors import UnsupportedError
 from shardctl.verbs.digest import digest
-from shardctl.verbs.inspect import inspect
-from shardctl.verbs.reshard import reshard
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "embed_dim": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "d_ff": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "num_heads": 4,
-    "n_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TP, EP = Mesh.of(tp=2), Mesh.of(dp=2, ep=2)
+EQUAL = "equal"
+COLUMNS = ("rules", "tp2 and back", "tp2 forward", "ep2 and back", "ep2 forward")
 
 
-def build_tiny(architecture: str) -> torch.nn.Module:
-    """Build a class with small sizes and random weights, norms and biases included."""
-    kind = getattr(transformers, architecture)
-    usual = kind.config_class()
-    config = kind.config_class(**{key: value for key, value in SMALL.items() if hasattr(usual, key)})
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    if sum(p.numel() for p in model.parameters()) > 20_000_000:
-        raise ValueError("it is not small with these sizes")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.ndim == 1))
-    return model
+def try_class(architecture: str, folder: Path) -> dict[str, str]:
+    """Try one class; returns what came of it by column, or why it is not small."""
+    source = folder / "source"
+    try:
+        save_tiny_model(architecture, source)
+    except Exception as error:  # noqa: BLE001 - whatever a class raises that these sizes do not suit
+        return {"not built": shorten(f"{type(error).__name__}: {error}")}
+    found = {"rules": "none"}
+    try:
+        with open_checkpoint(source) as checkpoint:
+            model = checkpoint.find_placement(TP) or checkpoint.find_placement(EP)
+    except ShardctlError as error:
+        return {"rules": "table", "tp2 and back": f"refused: {shorten(error.message)}"}
+    if model is None:
+        return found | {"tp2 and back": "refused: nothing of a layer is recognised as what can be cut"}
+    found["rules"] = "table" if model.derivation is None else "derived"
+    if model.derivation is not None and model.derivation.uncut:
+        found["rules"] += f", {len(model.derivation.uncut)} kinds whole"
+    experts = any("ep" in t.spec.axes or t.spec.member is not None for t in model.tensors.values())
+    for label, mesh in (("tp2", TP), *((("ep2", EP),) if experts else ())):
+        found[f"{label} and back"], found[f"{label} forward"] = try_mesh(source, folder / label, mesh)
+    return found
 
 
-def prove_class(architecture: str, folder: Path) -> tuple[str, str]:
-    """Prove one class; returns what came of it, and how it was cut or why not."""
-    build_tiny(architecture).save_pretrained(folder / "source")
-    derivation = inspect(folder / "source", InspectOptions(show_rules=True)).derivation
-    if derivation is None:
-        return "whole", "nothing of a layer is cut"
-    experts = any(cut.axis == "ep" for each in derivation.rules for dim in each.rule.cuts for cut in dim)
-    experts = experts or any(each.rule.member is not None for each in derivation.rules)
-    meshes = [Mesh.of(tp=2), *([Mesh.of(dp=2, ep=2)] if experts else ())]
-    for mesh in meshes:
-        to = folder / str(mesh).replace(" ", "")
-        done = reshard(
-            folder / "source", to, ReshardOptions(mesh=mesh), destination_options=DestinationOptions(prove=True)
-        )
-        reshard(to, folder / f"{to.name}-back", ReshardOptions(to="hf"))
-        if len({digest(folder / "source").digest, done.record.digest, digest(folder / f"{to.name}-back").digest}) > 1:
-            return "wrong", f"another digest after {mesh}"
-    whole = len(derivation.uncut)
-    return "proved", f"{' and '.join(map(str, meshes))}; {len(derivation.rules)} rules, {whole} not known"
+def try_mesh(source: Path, ranks: Path, mesh: Mesh) -> tuple[str, str]:
+    """Cut a model for a mesh, bring it back, and run it; return what came of the way back and of running it."""
+    try:
+        done = reshard(source, ranks, ReshardOptions(mesh=mesh))
+        back = ranks.with_name(f"{ranks.name}-back")
+        reshard(ranks, back, ReshardOptions(to="hf"))
+        same = len({digest(source).digest, done.record.digest, digest(back).digest}) == 1
+        result = verify(ranks, against=source, verify_options=VerifyOptions(forward=True))
+    except UnsupportedError as error:
+        return f"refused: {shorten(error.message)}", ""
+    except ShardctlError as error:
+        return f"failed: {shorten(error.message)}", ""
+    except Exception as error:  # noqa: BLE001 - a fault of ours, and a finding
+        return f"failed: {shorten(f'{type(error).__name__}: {error}')}", ""
+    level = next(each for each in result.levels if each.name == "forward")
+    if level.status == "passed":
+        return EQUAL if same else "another digest", EQUAL
+    why = level.errors[0].message if level.errors else level.reason
+    return EQUAL if same else "another digest", f"{level.status}: {shorten(why)}"
+
+
+def shorten(text: str) -> str:
+    """Return the first line, fit for a cell of a table."""
+    return (text.strip().splitlines() or [""])[0][:150].replace("|", "/")
+
+
+def format_page(results: dict[str, dict[str, str]]) -> str:
+    """Format what was found, with counts in front."""
+    built = {name: one for name, one in results.items() if "not built" not in one}
+    proved = [
+        one for one in built.values() if all(one.get(c, EQUAL) == EQUAL for c in COLUMNS[1:]) and "tp2 forward" in one
+    ]
+    kinds = Counter("table" if one["rules"] == "table" else "derived" for one in proved)
+    counts = (
+        f"{len(results)} classes: {len(built)} made small; of these {len(proved)} come back bit for bit from every "
+        f"mesh and compute the same on it ({kinds['table']} by a table, {kinds['derived']} by derived rules)."
+    )
+    lines = [
+        counts,
+        "",
+        f"| class | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+    ]
+    lines += [f"| `{name}` | {' | '.join(one.get(c, '') for c in COLUMNS)} |" for name, one in sorted(built.items())]
+    lines += ["", "Not made small:", ""]
+    lines += [f"- `{name}`: {one['not built']}" for name, one in sorted(results.items()) if "not built" in one]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("kinds", nargs="*")
-    given = parser.parse_args()
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--share", type=int, nargs=2, metavar=("I", "N"), default=(0, 1), help="do every Nth class")
+    asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    known = {name for family in FAMILIES for name in family.classes}
-    named = {k: v if isinstance(v, str) else v[0] for k, v in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    wanted = {k: v for k, v in named.items() if v not in known and (not given.kinds or k in given.kinds)}
-    counts: dict[str, int] = {}
-    began = time.monotonic()
-    print("| class | result | how |\n|---|---|---|")
-    for architecture in dict.fromkeys(wanted.values()):
-        if time.monotonic() - began > given.seconds:
-            counts["not reached"] = counts.get("not reached", 0) + 1
-            continue
+    warnings.filterwarnings("ignore")
+    results = {}
+    if asked.results and asked.results.exists():
+        results = dict(map(json.loads, asked.results.read_text().splitlines()))
+    number, count = asked.share
+    mine = list(list_generative_classes())[number::count]
+    for name in asked.only or [name for name in mine if name not in results]:
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                result, how = prove_class(architecture, Path(folder))
-            except Mismatch as error:
-                result, how = "wrong", error.message
-            except ShardctlError as error:
-                result, how = "refused", error.message
-            except Exception as error:  # noqa: BLE001 - whatever a class raises that these sizes do not suit
-                result, how = "not built", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        counts[result] = counts.get(result, 0) + 1
-        print(f"| `{architecture}` | {result} | {how[:160].replace('|', '/')} |", flush=True)
-    print(f"\n{', '.join(f'{count} {result}' for result, count in counts.items())}")
+            results[name] = try_class(name, Path(folder))
+        if asked.results:
+            with asked.results.open("a") as file:
+                file.write(json.dumps([name, results[name]]) + "\n")
+        if asked.only:
+            print(json.dumps({name: results[name]}, indent=1), flush=True)
+    if not asked.only:
+        print(format_page(results), end="")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from model_oracle import FIXTURES, fixture, stored
 
-from shardctl.errors import UnsupportedError
 from shardctl.models import describe_model, load_rules
 from shardctl.models.derived import derive_model, format_rule_file
 from shardctl.models.derived.library_names import build_renamer
@@ -113,7 +112,8 @@ class TestPairs:
         assert uncut["q_proj"] == "no number of heads in the config fits [32, 32] and [16, 32]"
 
     @pytest.mark.parametrize(
-        ("extra", "shape"), [("pos_bias_u", (4, 8)), ("linear_pos.weight", (32, 32)), ("inner_norm.weight", (16,))]
+        ("extra", "shape"),
+        [("pos_bias_w", (4, 8)), ("linear_new.weight", (32, 32)), ("inner_norm.weight", (16,)), ("lambda_q1", (8,))],
     )
     def test_something_beside_them_that_may_speak_of_heads(self, extra, shape):
         cut, uncut = find_cut({**ATTENTION, f"{LAYER}.self_attn.{extra}": shape})
@@ -151,10 +151,62 @@ def test_experts_are_numbered_from_zero_or_whole():
     assert set(uncut.values()) == {"its experts are not numbered from 0"}
 
 
-def test_quantised_weights_are_not_derived():
-    config = {**HEADS, "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(UnsupportedError, match="how quantised weights of NobodyForCausalLM are cut"):
-        derive(config, ATTENTION.items())
+def test_a_linear_beside_a_pair_that_nobody_knows_leaves_the_pair_whole():
+    """Cutting the two would be wrong if what the third gives is multiplied with what lies between them."""
+    pair = {f"{LAYER}.mlp.up_proj.weight": (48, 32), f"{LAYER}.mlp.down_proj.weight": (32, 48)}
+    assert find_cut(pair)[0] == {"up_proj", "down_proj"}
+    cut, uncut = find_cut({**pair, f"{LAYER}.mlp.scaling.weight": (48, 32)})
+    assert not cut
+    assert uncut["up_proj"] == "what scaling beside it does is not known"
+    cut, _ = find_cut({**pair, f"{LAYER}.mlp.linear_gate.weight": (48, 32)})
+    assert cut == {"up_proj", "down_proj", "linear_gate"}
+
+
+def test_relative_positions_are_cut_by_heads():
+    shapes = {
+        **ATTENTION,
+        f"{LAYER}.self_attn.k_proj.weight": (32, 32),
+        f"{LAYER}.self_attn.v_proj.weight": (32, 32),
+        f"{LAYER}.self_attn.linear_pos.weight": (32, 32),
+        f"{LAYER}.self_attn.pos_bias_u": (4, 8),
+    }
+    cut, uncut = find_cut(shapes, {**HEADS, "num_key_value_heads": 4})
+    assert cut == {"q_proj", "k_proj", "v_proj", "o_proj", "linear_pos", "pos_bias_u"}
+    assert not uncut
+
+
+LATENT = {
+    f"{LAYER}.self_attn.q_proj.weight": (48, 32),
+    f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": (12, 32),
+    f"{LAYER}.self_attn.kv_b_proj.weight": (64, 8),
+    f"{LAYER}.self_attn.o_proj.weight": (32, 40),
+}
+
+
+@pytest.mark.parametrize(("name", "cut"), [("g_proj", True), ("linear_gate", True), ("mixing", False)])
+def test_what_stands_beside_latent_attention_is_cut_with_it_or_leaves_it_whole(name, cut):
+    found, uncut = find_cut({**LATENT, f"{LAYER}.self_attn.{name}.weight": (40, 32)})
+    assert found == ({"q_proj", "kv_b_proj", "o_proj", name} if cut else set())
+    assert cut or uncut["q_proj"] == f"what {name} [40, 32] does with its heads is not known"
+
+
+def test_layers_that_share_keys_are_cut_where_the_config_says_that_they_do():
+    queries = {name: shape for name, shape in ATTENTION.items() if "q_proj" in name or "o_proj" in name}
+    assert find_cut(queries)[0] == set()
+    assert find_cut(queries, {**HEADS, "num_kv_shared_layers": 1})[0] == {"q_proj", "o_proj"}
+
+
+def test_rules_of_a_model_with_towers_are_a_rule_file(tmp_path):
+    shapes = {
+        "vision_tower.embeddings.patch_embedding.weight": (32, 3, 4, 4),
+        **{f"vision_tower.encoder.layers.0.self_attn.{name}.weight": (32, 32) for name in ("q", "k", "v", "o")},
+        "vision_tower.post_layernorm.weight": (32,),
+        **ATTENTION,
+    }
+    derived = derive(HEADS, shapes.items(), library=False)
+    (tmp_path / "rules.toml").write_text(format_rule_file(derived.derivation))
+    read = load_rules(tmp_path / "rules.toml").model(stored(shapes.items()))
+    assert {n: t.spec.where for n, t in read.tensors.items()} == {n: t.spec.where for n, t in derived.tensors.items()}
 
 
 NAMES = {

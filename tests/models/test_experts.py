@@ -183,7 +183,7 @@ def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
     blocks = model.tensors[f"{base}.down_proj_blocks"]
     with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
         check_cuts(blocks.name, blocks.shape, blocks.spec, Mesh.of(tp=4))
-    assert caught.value.hint == "use --etp 1 or 2"
+    assert caught.value.hint == "use --ep 4, which leaves each expert whole, or --etp 1 or 2"
 
 
 @pytest.mark.parametrize(

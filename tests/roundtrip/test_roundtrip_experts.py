@@ -286,7 +286,7 @@ def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
         reshard(source, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=4)))
-    assert caught.value.hint == "use --etp 1 or 2"
+    assert caught.value.hint == "use --ep 4, which leaves each expert whole, or --etp 1 or 2"
 
 
 def test_stacks_of_experts_may_lie_either_way_and_come_back_as_they_were(tiny, tmp_path):

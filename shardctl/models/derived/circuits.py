@@ -21,18 +21,25 @@ QUERIES: Final = (
     ("query_proj", "key_proj", "value_proj"),
     ("self.query_proj", "self.key_proj", "self.value_proj"),
     ("wq", "wk", "wv"),
+    ("Wq", "Wk", "Wv"),
     ("q", "k", "v"),
     ("q_lin", "k_lin", "v_lin"),
     ("q_linear", "k_linear", "v_linear"),
     ("to_q", "to_k", "to_v"),
     ("linear_q", "linear_k", "linear_v"),
+    ("query_net", "key_net", "value_net"),
+    ("project_q", "project_k", "project_v"),
 )
 """What linears are called that make queries, keys and values."""
-FUSED_QUERIES: Final = ("qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "query_key_value", "qkv_linear")
+FUSED_QUERIES: Final = (
+    *("qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "query_key_value", "qkv_linear", "att_proj"),
+    *("self_attn.in_proj", "in_proj_weight"),
+)
 """What linears are called that make all three."""
 OUTPUTS: Final = (
     *("o_proj", "out_proj", "output.dense", "dense", "wo", "o", "out_lin", "to_out", "to_out.0", "linear_out", "proj"),
     *("c_proj", "output_proj", "out", "Wo", "output", "projection", "projection_layer", "output_linear", "post"),
+    *("out_projection", "attention_out"),
 )
 """What the linear after attention is called."""
 GATED: Final = (
@@ -42,6 +49,9 @@ GATED: Final = (
     ("wi_0", "wi_1", "wo"),
     ("c_fc_0", "c_fc_1", "c_proj"),
     ("gate", "up", "down"),
+    ("linear_gate", "up_proj", "down_proj"),
+    ("fc1", "fc3", "fc2"),
+    ("w_in.w_0", "w_in.w_1", "w_out"),
     ("linear", "linear_v", "linear_1"),
 )
 """What the linears of an MLP with a gate are called: gate, up, down."""
@@ -52,6 +62,7 @@ FUSED_GATED: Final = (
     ("weights_in", "weights_out"),
     ("input_linear", "output_linear"),
     ("Wi", "Wo"),
+    ("experts.fc1", "experts.fc2"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
 """The same with gate and up in one array, one after the other."""
@@ -73,6 +84,9 @@ PLAIN: Final = (
     ("intermediate.dense", "output.dense"),
     ("intermediate_dense", "output_dense"),
     ("dense1", "dense2"),
+    ("dense_in", "dense_out"),
+    ("mlp.in_proj", "mlp.out_proj"),
+    ("ffn.0", "ffn.2"),
 )
 """What the linears of an MLP without a gate are called."""
 
@@ -98,6 +112,15 @@ class FusedAttentionCircuit:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedAttentionCircuit:
+    """Attention of a layer whose keys and values are those of another layer."""
+
+    owner: str
+    queries: StoredModule
+    output: StoredModule
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionCircuit:
     """Attention whose keys and values come from a latent: what expands it is cut by heads, the latent is whole."""
 
@@ -118,7 +141,9 @@ class FeedForwardCircuit:
     """Whether an input of twice the width holds gate and up, one after the other."""
 
 
-Circuit = AttentionCircuit | FusedAttentionCircuit | LatentAttentionCircuit | FeedForwardCircuit
+Circuit = (
+    AttentionCircuit | FusedAttentionCircuit | SharedAttentionCircuit | LatentAttentionCircuit | FeedForwardCircuit
+)
 
 
 def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
@@ -127,12 +152,12 @@ def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
         owner, _, last = path.rpartition(".")
         if last in _LATENT:
             yield from _find_latent(tree, owner, module)
+        if last in _QUERIES_ALONE:
+            yield from _find_shared(tree, owner, module)
         for names in _ATTENTION_STARTS.get(last, ()):
             yield from _find_attention(tree, path, names)
-        if last in FUSED_QUERIES:
-            output = _find_one(tree, owner, OUTPUTS, {path})
-            if output is not None:
-                yield FusedAttentionCircuit(owner, module, output)
+        for name in _FUSED_STARTS.get(last, ()):
+            yield from _find_fused(tree, path, name)
     for starts in (_GATED_STARTS, _PLAIN_STARTS):
         for path in tree.modules:
             for names in starts.get(path.rpartition(".")[2], ()):
@@ -140,6 +165,8 @@ def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
 
 
 _LATENT: Final = ("kv_b_proj", "kv_b")
+_QUERIES_ALONE: Final = ("q_proj",)
+"""What queries are called in layers that take keys and values from another layer."""
 
 
 def _index_starts(every: Iterable[tuple[str, ...]]) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -151,6 +178,7 @@ def _index_starts(every: Iterable[tuple[str, ...]]) -> dict[str, tuple[tuple[str
     return found
 
 
+_FUSED_STARTS: Final = {name.rpartition(".")[2]: (name,) for name in FUSED_QUERIES}
 _ATTENTION_STARTS: Final = _index_starts(QUERIES)
 _GATED_STARTS: Final = _index_starts((*GATED, *FUSED_GATED))
 _PLAIN_STARTS: Final = _index_starts(PLAIN)
@@ -180,6 +208,15 @@ def _find_attention(tree: ModuleTree, path: str, names: tuple[str, ...]) -> Iter
         yield AttentionCircuit(owner, queries, keys, values, output)
 
 
+def _find_fused(tree: ModuleTree, path: str, name: str) -> Iterator[Circuit]:
+    if _find_owner(path, name) is None:
+        return
+    owner = path.rpartition(".")[0]
+    output = _find_one(tree, owner, OUTPUTS, {path})
+    if output is not None:
+        yield FusedAttentionCircuit(owner, tree.modules[path], output)
+
+
 def _find_latent(tree: ModuleTree, owner: str, module: StoredModule) -> Iterator[Circuit]:
     queries = tree.find(owner, "q_b_proj") or tree.find(owner, "q_proj")
     output = _find_one(tree, owner, OUTPUTS, set())
@@ -187,6 +224,13 @@ def _find_latent(tree: ModuleTree, owner: str, module: StoredModule) -> Iterator
         names = ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "q_a_layernorm", "kv_a_layernorm")
         latent = tuple(m for name in names if (m := tree.find(owner, name)) is not None)
         yield LatentAttentionCircuit(owner, (queries, module), latent, output)
+
+
+def _find_shared(tree: ModuleTree, owner: str, queries: StoredModule) -> Iterator[Circuit]:
+    output = _find_one(tree, owner, OUTPUTS, {queries.path})
+    alone = not any(tree.find(owner, name) for name in ("k_proj", "v_proj", *_LATENT))
+    if alone and queries.is_matrix and output is not None:
+        yield SharedAttentionCircuit(owner, queries, output)
 
 
 def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...]) -> Iterator[Circuit]:

@@ -11,16 +11,18 @@ from shardctl.models.derived.circuits import (
     FeedForwardCircuit,
     FusedAttentionCircuit,
     LatentAttentionCircuit,
+    SharedAttentionCircuit,
 )
 from shardctl.models.derived.derivation import SHAPES, TensorRule
 from shardctl.models.derived.fused_orders import find_fused_order
+from shardctl.models.derived.head_counts import HeadLayout
 from shardctl.placement import AxisCut, CutSection, GroupMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from shardctl.models.derived.circuits import Circuit
-    from shardctl.models.derived.head_counts import ConfigSizes, HeadLayout
+    from shardctl.models.derived.head_counts import ConfigSizes
     from shardctl.models.derived.library_styles import LibraryStyle
     from shardctl.models.derived.stored_modules import ModuleTree, StoredModule
     from shardctl.models.model import ModelTensor
@@ -30,9 +32,16 @@ _QUERY_NORMS: Final = re.compile(r"(q|query)_?(layer_?)?norm|q_ln")
 _KEY_NORMS: Final = re.compile(r"(k|key)_?(layer_?)?norm|k_ln")
 _INNER_NORMS: Final = re.compile(r".*(sub|inner).*(norm|ln)")
 """What norms are called that stand between heads and their output, and need all of them."""
-_GATES: Final = ("g_proj", "gate_proj")
+_GATES: Final = ("g_proj", "gate_proj", "linear_gate", "gate_attn")
 """What linears in attention are called whose output multiplies that of the heads."""
-_SINKS: Final = ("sinks", "attn_sink", "attention_sinks")
+_PAIRS: Final = re.compile(r"lambda_\w+")
+"""What parameters are called by which pairs of heads are subtracted from each other (differential attention)."""
+_ONE_EACH: Final = (*("sinks", "attn_sink", "attention_sinks", "learnable_sink_param", "gate_bias", "softmax_offset"),)
+"""What parameters are called that have one number for each head."""
+_ROW_EACH: Final = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v")
+"""What parameters are called that have a row for each head: what Transformer-XL adds to queries."""
+_RELATIVE: Final = ("linear_pos", "relative_k_proj", "pos_proj")
+"""What linears are called that make keys of relative positions."""
 _INDEXERS: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
 """What stands in attention and works by itself, on every rank alike."""
 _BIASES_BY_HEAD: Final = ("relative_attention_bias",)
@@ -74,6 +83,8 @@ class CircuitCutter:
                 rules = self._cut_fused(circuit)
             elif isinstance(circuit, LatentAttentionCircuit):
                 rules = self._cut_latent(circuit)
+            elif isinstance(circuit, SharedAttentionCircuit):
+                rules = self._cut_shared(circuit)
             else:
                 rules = self._cut_forward(circuit)
             rules = self._confirm(circuit, rules)
@@ -173,10 +184,22 @@ class CircuitCutter:
         rules |= _cut_columns(o, CutSection(o.shape[1], o.shape[1] // heads, noun="heads"), "the sum over heads")
         for module in circuit.latent:
             rules |= {t.name: _leave_whole(t, "a latent, whole") for t in _list_tensors(module)}
-        return rules
+        queries, keys = (CutSection(m.shape[0], m.shape[0] // heads, noun="heads") for m in circuit.expanding)
+        return rules | self._cut_beside(circuit, HeadLayout(heads, heads, o.shape[1] // heads), queries, keys)
+
+    def _cut_shared(self, circuit: SharedAttentionCircuit) -> dict[str, TensorRule]:
+        q, o = circuit.queries, circuit.output
+        if not self.sizes.shares_keys:
+            raise UncutCircuitError("where its keys and values are is not known")
+        heads = self.sizes.count_heads(q.path, q.shape[0], o.shape[1])
+        if heads is None:
+            raise UncutCircuitError(f"no number of heads in the config fits {list(q.shape)}")
+        queries, values = (CutSection(n, n // heads, noun="heads") for n in (q.shape[0], o.shape[1]))
+        rules = _cut_rows(q, (queries,), "queries by heads") | _cut_columns(o, values, "the sum over heads")
+        return rules | self._cut_beside(circuit, HeadLayout(heads, heads, queries.unit), queries, queries)
 
     def _cut_beside(
-        self, circuit: AttentionCircuit | FusedAttentionCircuit, layout: HeadLayout, heads: CutSection, keys: CutSection
+        self, circuit: Circuit, layout: HeadLayout, heads: CutSection, keys: CutSection
     ) -> dict[str, TensorRule]:
         """Cut what else stands in the attention; raises UncutCircuitError for what may depend on heads."""
         rules: dict[str, TensorRule] = {}
@@ -189,14 +212,22 @@ class CircuitCutter:
             section = heads if _QUERY_NORMS.fullmatch(last) else keys if _KEY_NORMS.fullmatch(last) else None
             if section is not None:
                 rules |= self._cut_norm(module, section)
-            elif last in _SINKS and module.shape == (layout.heads,):
+            elif (last in _ONE_EACH and module.shape == (layout.heads,)) or (
+                last in _ROW_EACH and module.shape == (layout.heads, heads.unit)
+            ):
                 rules |= _cut_rows(module, (CutSection(layout.heads, noun="heads"),), "one for each head")
+            elif last in _RELATIVE and module.is_matrix and module.shape[0] == heads.size:
+                rules |= _cut_rows(module, (heads,), "keys of relative positions by heads")
             elif last in _BIASES_BY_HEAD and module.is_matrix and module.shape[1] == layout.heads:
                 rules |= _cut_columns(module, CutSection(layout.heads, noun="heads"), "a bias for each head")
             elif last in _GATES and module.is_matrix and module.shape[0] in {layout.heads, circuit.output.shape[1]}:
                 unit = module.shape[0] // layout.heads
                 rules |= _cut_rows(module, (CutSection(module.shape[0], unit, noun="heads"),), "a gate for each head")
-            elif _depends(module, dependent, circuit.output.shape[0]) or _INNER_NORMS.fullmatch(last):
+            elif (
+                _depends(module, dependent, circuit.output.shape[0])
+                or _INNER_NORMS.fullmatch(last)
+                or _PAIRS.fullmatch(last)
+            ):
                 raise UncutCircuitError(f"what {last} {list(module.shape)} does with its heads is not known")
         return rules
 
@@ -227,7 +258,10 @@ class CircuitCutter:
         if rows != width and not joined:
             raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
         inner = first.shape[0 if transposed else 1]
+        mine = {m.path for m in _list_modules(circuit)}
         for module in self.tree.children(circuit.owner):
+            if module.path not in mine and module.shape in {first.shape, first.shape[::-1]} and width != inner:
+                raise UncutCircuitError(f"what {module.path.rpartition('.')[2]} beside it does is not known")
             if module.shape == (width,) and width != inner:
                 raise UncutCircuitError(f"{module.path.rpartition('.')[2]} may need all of its columns")
         axis, noun = ("etp", "columns of each expert") if expert else ("tp", "")
@@ -300,6 +334,8 @@ def _list_modules(circuit: Circuit) -> Iterator[StoredModule]:
         yield from (circuit.queries, circuit.keys, circuit.values)
     elif isinstance(circuit, FusedAttentionCircuit):
         yield circuit.fused
+    elif isinstance(circuit, SharedAttentionCircuit):
+        yield circuit.queries
     elif isinstance(circuit, LatentAttentionCircuit):
         yield from (*circuit.expanding, *circuit.latent)
     else:

@@ -53,10 +53,6 @@ class RuleDerivation:
     rules: tuple[DerivedRule, ...]
     """In model order; those of tensors that are known to stay whole are left out."""
     uncut: tuple[UncutTensors, ...]
-    layers: tuple[str, ...] = ()
-    """Patterns of layers, for stages."""
-    last: tuple[str, ...] = ()
-    """Patterns of what the last stage has."""
     experts: tuple[str, ...] = ()
     """Patterns whose last `*` counts experts."""
 

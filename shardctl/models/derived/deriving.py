@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.models.config import ModelConfig
 from shardctl.models.derived.circuits import list_circuits
@@ -13,9 +12,9 @@ from shardctl.models.derived.cutting import CircuitCutter
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
 from shardctl.models.derived.head_counts import ConfigSizes
 from shardctl.models.derived.library_styles import read_library_styles
+from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
 from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.quantisation import find_quantisation_config
 from shardctl.models.table import FSDP
 from shardctl.placement import AxisCut
 
@@ -40,37 +39,30 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
 
     `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks; `library`
     says whether an installed transformers is asked.
-    Raises UnsupportedError for quantised weights, whose scales no derived rule knows.
+    Raises UnsupportedError for quantised weights whose shapes their arrays do not tell.
     """
     named = ModelConfig(config)
     architecture = named.architecture() or named.text("model_type", "")
-    if find_quantisation_config(config) is not None:
-        raise UnsupportedError(
-            f"how quantised weights of {architecture or 'a model without a table'} are cut is not known",
-            hint="write a rule file and give it with --rules FILE",
-        )
+    weights = restore_weights(model, config)
     cutter = CircuitCutter(
-        ModuleTree(model.tensors.values()),
+        ModuleTree(weights.tensors.values()),
         ConfigSizes(config),
         share_kv,
         named.text("model_type", ""),
-        read_library_styles(config, list(model.tensors)) if library else {},
+        read_library_styles(config, list(weights.tensors)) if library else {},
     )
     for circuit in list_circuits(cutter.tree):
         cutter.cut(circuit)
     _cut_vocabularies(cutter)
-    tensors = {
-        name: _apply_rule(t, cutter.rules[name]) if name in cutter.rules else t for name, t in model.tensors.items()
-    }
+    if weights is not model:
+        cutter.rules = spread_rules(cutter.rules, _apply_rules(weights, cutter.rules), model, config)
     derivation = RuleDerivation(
         architecture=architecture,
         rules=_collect_rules(cutter.rules, model),
         uncut=_collect_uncut(cutter, model),
-        layers=_list_layer_patterns(model),
-        last=tuple(list_name_patterns(n for n, t in model.tensors.items() if ("last", 0) in t.spec.where)),
         experts=_list_expert_patterns(cutter.rules),
     )
-    return replace(model, tensors=tensors, derivation=derivation)
+    return replace(_apply_rules(model, cutter.rules), derivation=derivation)
 
 
 def can_divide(model: Model, mesh: Mesh) -> bool:
@@ -93,6 +85,13 @@ def _cut_vocabularies(cutter: CircuitCutter) -> None:
             cutter.rules[module.weight.name] = TensorRule(((AxisCut("tp"),), ()), SHAPES, note)
             if module.bias is not None:
                 cutter.rules[module.bias.name] = TensorRule(((AxisCut("tp"),),), SHAPES, note)
+
+
+def _apply_rules(model: Model, rules: Mapping[str, TensorRule]) -> Model:
+    """Return a model with the cuts of its rules."""
+    return replace(
+        model, tensors={name: _apply_rule(t, rules[name]) if name in rules else t for name, t in model.tensors.items()}
+    )
 
 
 def _apply_rule(tensor: ModelTensor, rule: TensorRule) -> ModelTensor:
@@ -152,14 +151,3 @@ def _list_expert_patterns(rules: Mapping[str, TensorRule]) -> tuple[str, ...]:
             place = max(n for n, word in enumerate(words) if word == str(rule.member.index))
             owners[list_name_patterns([".".join(words[: place + 1])])[0]] = None
     return tuple(owners)
-
-
-def _list_layer_patterns(model: Model) -> tuple[str, ...]:
-    """Return the names that number layers, in the order of computation."""
-    numbered = [(t.spec.where[0][1], n) for n, t in model.tensors.items() if t.spec.where[0][0] == "layer"]
-    heads = (".".join(name.split(".")[: _find_number(name) + 1]) for _, name in sorted(numbered))
-    return tuple(list_name_patterns(heads))
-
-
-def _find_number(name: str) -> int:
-    return next((n for n, word in enumerate(name.split(".")) if word.isdecimal()), 0)

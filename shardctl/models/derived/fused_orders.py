@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FusedOrder = Literal["joined", "grouped"]
 """`joined`: all queries, then all keys, then all values; `grouped`: group by group of heads."""
-_JOINED: Final = ("qkv_proj", "qkv", "Wqkv", "c_attn")
+_JOINED: Final = ("qkv_proj", "qkv", "Wqkv", "c_attn", "att_proj", "in_proj_weight", "in_proj")
 """Always split into three in the sources that use these names."""
 _GROUPED_TYPES: Final = ("persimmon", "fuyu", "gpt_neox_japanese", "gpt_neox", "bloom")
 """`query_key_value` viewed as heads of three parts each."""

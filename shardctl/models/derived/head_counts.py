@@ -17,7 +17,12 @@ _KEY_HEADS: Final = (
     *("encoder_num_key_value_heads", "decoder_num_key_value_heads", "num_query_groups"),
 )
 _HEAD_SIZES: Final = ("head_dim", "attention_head_dim", "d_kv", "kv_channels", "head_size", "attention_head_size")
-_VOCABULARIES: Final = ("vocab_size", "n_words", "padded_vocab_size")
+_VOCABULARIES: Final = (
+    *("vocab_size", "n_words", "padded_vocab_size", "src_vocab_size", "tgt_vocab_size", "decoder_vocab_size"),
+    *("text_vocab_size", "input_vocab_size", "output_vocab_size"),
+)
+_SHARING: Final = "num_kv_shared_layers"
+"""The key of a config that says how many of the last layers have no keys and values of their own."""
 _TOWERS: Final = (
     ("vision", "visual", "image", "vit", "pixel"),
     ("audio", "speech", "acoustic", "sound", "mel"),
@@ -63,6 +68,8 @@ class ConfigSizes:
     config: Mapping[str, object]
     towers: list[TowerSizes] = field(init=False)
     vocabularies: frozenset[int] = field(init=False)
+    shares_keys: bool = field(init=False)
+    """Whether some layers take keys and values from others."""
 
     def __post_init__(self) -> None:
         parts = list(list_parts(self.config))
@@ -70,6 +77,7 @@ class ConfigSizes:
         self.vocabularies = frozenset(
             n for _, part in parts for key, value in part.items() if key in _VOCABULARIES for n in _list_numbers(value)
         )
+        self.shares_keys = any(any(_list_numbers(part.get(_SHARING))) for _, part in parts)
 
     def find_heads(self, path: str, queries: int, keys: int, output: int) -> HeadLayout | None:
         """Find the heads of the attention at `path`, by the rows of queries and keys and the columns of its output.

@@ -33,9 +33,6 @@ def _list_lines(derivation: RuleDerivation) -> Iterator[str]:
     for uncut in derivation.uncut:
         yield f'{json.dumps(uncut.pattern)} = ["fsdp"]  # {uncut.reason}'
     yield '"**" = ["fsdp"]  # norms, biases of sums, routers and the like are whole on every tp rank'
-    if derivation.layers:
-        yield from ("", "[layers]", f"pattern = {json.dumps(list(derivation.layers))}")
-        yield f"last = {json.dumps(list(derivation.last))}"
     if derivation.experts:
         yield from ("", "[experts]", f"pattern = {json.dumps(list(derivation.experts))}")
 

@@ -65,10 +65,26 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     Raises UnsupportedError for a method that is not known, or codes that no config explains, SourceError for settings
     that make no sense and for an array that is stored as another type than its method has.
     """
-    settings = find_quantisation_config(config)
-    if settings is None:
+    if find_quantisation_config(config) is None:
         noticed = check_unexplained_codes(model, stored) if stored is not None else ()
         return replace(model, warnings=(*model.warnings, *noticed)) if noticed else model
+    scheme = read_scheme(config)
+    if scheme is None:
+        return model
+    if model.family in TRANSPOSED:
+        raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
+    with limit_matching():
+        return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
+
+
+def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
+    """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
+
+    Raises UnsupportedError for a method that is not known, and SourceError for settings that make no sense.
+    """
+    settings = find_quantisation_config(config)
+    if settings is None:
+        return None
     name = name_method(settings)
     method = next((m for m in METHODS if name in m.names), None)
     if method is None:
@@ -76,13 +92,7 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
             f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
             hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
         )
-    scheme = method.read(settings.over({"expert_dtype": config.get("expert_dtype")}))  # where DeepSeek-V4 has it
-    if scheme is None:
-        return model
-    if model.family in TRANSPOSED:
-        raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
-    with limit_matching():
-        return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
+    return method.read(settings.over({"expert_dtype": config.get("expert_dtype")}))  # where DeepSeek-V4 has it
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> To
     """Build a model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
 
     Attention and experts use the plain implementations: the same kernels whatever the shapes, and experts one by one.
+    Raises UnsupportedError for a config of which its class makes no model.
     """
     import torch
 
@@ -70,6 +71,9 @@ def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> To
         torch.set_default_dtype(dtype)  # never model.to(dtype): it would round the rotary tables too
         try:
             model = kind._from_config(build_config(kind, config, dtype), dtype=dtype, **_choose_eager_settings(kind))  # noqa: SLF001 - the only way in
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise UnsupportedError(f"{kind.__name__} cannot be built from the config: {said:.300}") from error
         finally:
             torch.set_default_dtype(usual)
     for module in model.modules():

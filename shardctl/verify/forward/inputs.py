@@ -35,7 +35,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
         given["input_ids"] = _draw_token_ids(text, config, generator)
     if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _has_image_token(config)):
         given["pixel_values"] = _draw_pixels(config, generator)
-    if main == "input_features":
+    if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
         given["input_features"] = torch.randn(size, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
@@ -87,6 +87,8 @@ def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
     """Draw token ids that mean nothing special."""
     import torch
 
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise UnsupportedError(f"{type(config).__name__} has no vocab_size, so that no tokens can be made up")
     vocabulary = int(text.vocab_size)
     special = set(
         _list_integers(
