@@ -2,8 +2,8 @@
 
     python docs/benchmarks/derived.py [--results FILE] [--only CLASS ...]
 
-Each class is made from its own config with small sizes (`tiny_models.py`), saved by transformers, cut for tp=2 (and for
-ep=2 where something is cut by experts) by its table or by derived rules, brought back, compared by digest, and run
+Each class is made from its own config with small sizes (`small_classes.py`), saved by transformers, cut for tp=2 (and
+for ep=2 where something is cut by experts) by its table or by derived rules, brought back, compared by digest, and run
 beside its source part by part, each rank by itself as well. The table says what came of each. FILE keeps the results,
 from which the next run goes on.
 """
@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import transformers
-from tiny_models import list_generative_classes, save_tiny_model
+from small_classes import list_generative_classes, save_tiny_model
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, VerifyOptions, reshard, verify
 from shardctl.checkpoint.opening import open_checkpoint
@@ -62,7 +62,7 @@ def try_mesh(source: Path, ranks: Path, mesh: Mesh) -> tuple[str, str]:
         back = ranks.with_name(f"{ranks.name}-back")
         reshard(ranks, back, ReshardOptions(to="hf"))
         same = len({digest(source).digest, done.record.digest, digest(back).digest}) == 1
-        result = verify(ranks, against=source, verify_options=VerifyOptions(forward=True))
+        result = verify(ranks, VerifyOptions(against=source, forward=True))
     except UnsupportedError as error:
         return f"refused: {shorten(error.message)}", ""
     except ShardctlError as error:
