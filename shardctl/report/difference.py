@@ -35,8 +35,16 @@ def _format_change(change: TensorChange) -> str:
         return f"+ {change.tensor}  {change.b}"
     if change.kind == "values":
         what = f"{change.count:,} of {format_plural(change.size, 'element')} differ, first at {change.first}"
-        return f"~ {change.tensor}  {change.a}  {what}"
+        return f"~ {change.tensor}  {change.a}  {what}{_format_distance(change)}"
+    if change.cast:
+        differ = f"{change.count:,} of {format_plural(change.size, 'element')} differ, first at {change.first}"
+        what = f"{differ}{_format_distance(change)}" if change.count else "equal"
+        return f"~ {change.tensor}  {change.a} -> {change.b}, as {change.cast} {what}"
     return f"~ {change.tensor}  {change.a} -> {change.b}"
+
+
+def _format_distance(change: TensorChange) -> str:
+    return f", {change.distance}" if change.distance is not None else ""
 
 
 def _format_summary(diffed: DiffResult) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.models.derived import RuleDerivation
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
-    from shardctl.verbs.diff import DiffResult
+    from shardctl.verbs.diff import DiffResult, TensorChange
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.inspect import InspectResult
@@ -277,11 +277,17 @@ def build_diff_document(result: DiffResult) -> Document:
         "equal": result.equal_all,
         "equal_tensors": result.equal,
         "compared_bytes": result.nbytes,
-        "changes": [asdict(change) for change in result.changes],
+        "changes": [_build_change_document(change) for change in result.changes],
         "config_changes": [asdict(change) for change in result.config_changes],
         "file_changes": [asdict(change) for change in result.file_changes],
         "warnings": list(result.warnings),
     }
+
+
+def _build_change_document(change: TensorChange) -> Document:
+    distance = change.distance
+    measured = {name: _as_finite(value) for name, value in asdict(distance).items()} if distance is not None else None
+    return asdict(change) | {"distance": measured}
 
 
 def build_digest_document(result: DigestResult, *, tensors: bool = False) -> Document:

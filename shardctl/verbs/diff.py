@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
+from shardctl.dtype import CASTABLE
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare_tensors
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
     from shardctl.verify.config_comparison import ConfigChange
+    from shardctl.verify.content import TensorDifference, ValueDistance
 
+_Pair = tuple["Tensor", "Tensor"]
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 
 
@@ -34,11 +37,15 @@ class TensorChange:
     """What the first checkpoint has, as ``BF16 [2, 3]``; empty if nothing."""
     b: str
     count: int = 0
-    """Elements that differ, for kind `values`."""
+    """Elements that differ, for kind `values`; for kind `dtype` those that differ after the cast."""
     size: int = 0
     """Elements of the tensor."""
     first: str = ""
     """The first element that differs, as a box."""
+    distance: ValueDistance | None = None
+    """How far the differing elements are apart; None where none differ, or their types are no floats."""
+    cast: str = ""
+    """The type that the wider tensor was cast to before the values were compared, for kind `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +97,30 @@ def diff(
         ours, theirs = first.manifest.tensors, second.manifest.tensors
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)
-        changes, pairs = [], []
+        changes, pairs, narrower = list[TensorChange](), list[_Pair](), list[_Pair]()
         for name in sorted({*ours, *theirs}):
-            kind = _classify_change(ours.get(name), theirs.get(name))
-            if kind is None:
-                pairs.append((ours[name], theirs[name]))
+            mine, other = ours.get(name), theirs.get(name)
+            kind = _classify_change(mine, other)
+            if mine is not None and other is not None and kind in {None, "dtype"} and _can_compare(mine, other):
+                (narrower if mine.dtype.bits > other.dtype.bits else pairs).append((mine, other))
             else:
-                changes.append(
-                    TensorChange(name, kind, _format_tensor(ours.get(name)), _format_tensor(theirs.get(name)))
-                )
+                changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
         in_file_order(pairs, first, second)
-        differences = compare_tensors(pairs, checked_reader(first), checked_reader(second), effort)
+        left, right = checked_reader(first), checked_reader(second)
+        differences = compare_tensors(pairs, left, right, effort)
+        differences += compare_tensors([(other, mine) for mine, other in narrower], right, left, effort)
         first.prove()
         second.prove()
-        for d in differences:
-            tensor = ours[d.tensor]
-            text = _format_tensor(tensor)
-            changes.append(TensorChange(d.tensor, "values", text, text, d.count, tensor.size, str(d.first)))
+        compared = [*pairs, *narrower]
+        found = {difference.tensor: difference for difference in differences}
+        values = [_build_change(mine, other, found.get(mine.name)) for mine, other in compared]
+        changes += [change for change in values if change is not None]
         return DiffResult(
             str(a),
             str(b),
             tuple(sorted(changes, key=lambda c: c.tensor)),
-            len(pairs) - len(differences),
-            sum(t.nbytes for t, _ in pairs),
+            values.count(None),
+            sum(t.nbytes for t, _ in compared),
             (
                 *(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
                 *companions.notes,
@@ -134,6 +142,29 @@ def _classify_change(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
     if ours.shape != theirs.shape:
         return "shape"
     return "dtype" if ours.dtype != theirs.dtype else None
+
+
+def _can_compare(mine: Tensor, other: Tensor) -> bool:
+    """Return whether values can be compared, after a cast where types differ."""
+    return mine.dtype == other.dtype or {mine.dtype.name, other.dtype.name} <= CASTABLE
+
+
+def _build_change(mine: Tensor, other: Tensor, difference: TensorDifference | None) -> TensorChange | None:
+    """Build what is said of a tensor whose values were compared; None if nothing differs."""
+    if difference is None and mine.dtype == other.dtype:
+        return None
+    narrow = other if mine.dtype.bits > other.dtype.bits else mine
+    return TensorChange(
+        mine.name,
+        "values" if mine.dtype == other.dtype else "dtype",
+        _format_tensor(mine),
+        _format_tensor(other),
+        difference.count if difference is not None else 0,
+        mine.size,
+        str(difference.first) if difference is not None else "",
+        difference.distance if difference is not None else None,
+        "" if mine.dtype == other.dtype else narrow.dtype.name,
+    )
 
 
 def _format_tensor(tensor: Tensor | None) -> str:

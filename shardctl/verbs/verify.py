@@ -323,8 +323,16 @@ def _check_identity(
     if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors
     filtered = checkpoint.record is not None and checkpoint.record.filtered
-    pairs, cast = [], _has_cast(checkpoint)
-    companions = compare_companions(checkpoint, other, cast=cast)
+    retyped = [name for name, tensor in mine.items() if name in theirs and tensor.dtype != theirs[name].dtype]
+    pairs, cast = [], checkpoint.record is None or _has_cast(checkpoint)
+    if checkpoint.record is None and retyped:
+        example = f"{mine[retyped[0]].dtype} here and {theirs[retyped[0]].dtype} there"
+        message = (
+            f"{format_first_few(retyped)} have other types than in the source ({example}), and there is no {RECORD} "
+            "that says why: the source was cast to the types here before it was compared"
+        )
+        level.add(iter([CheckFinding("warning", "identity", message)]))
+    companions = compare_companions(checkpoint, other, cast=cast and bool(retyped))
     level.add(check_companions(checkpoint, companions))
     level.notes += companions.notes
     for name in [*mine, *(n for n in theirs if n not in mine)]:
@@ -339,6 +347,7 @@ def _check_identity(
     differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
+        message += f" ({d.distance})" if d.distance is not None else ""
         level.add(iter([CheckFinding("error", "identity", message, d.tensor, d.file, str(d.first))]))
     level.add(check_crcs(other, tracker, effort, unread=full, whose=f"in {against}: "))
     level.tensors, level.nbytes = len(pairs), sum(t.nbytes for t, _ in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
+from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill
 from shardctl.workers import run_in_threads
 
@@ -44,6 +45,26 @@ class TensorContent:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueDistance:
+    """How far apart two tensors are where they differ; only finite values count."""
+
+    largest: float
+    """The largest absolute difference of two elements."""
+    mean: float
+    """The mean absolute difference of the elements that differ."""
+    relative: float
+    """The sum of these differences by the sum of the absolute values of the second tensor there."""
+    nonfinite: int = 0
+    """Differing elements that are NaN or infinite in one of the two."""
+
+    def __str__(self) -> str:
+        if not (self.largest or self.mean):
+            return f"{self.nonfinite:,} of them not finite in one of the two" if self.nonfinite else "equal as numbers"
+        text = f"apart by {self.largest:.3g} at most and {self.mean:.3g} in the mean, {self.relative:.2%} of their size"
+        return text + (f", and {self.nonfinite:,} not finite" if self.nonfinite else "")
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """How two storages of one tensor, or two tensors, differ."""
 
@@ -56,6 +77,8 @@ class TensorDifference:
     """The file in which it lies."""
     other: str = ""
     """The file of the copy, or of the other tensor, that it differs from."""
+    distance: ValueDistance | None = None
+    """None for types that are not floating-point numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +89,45 @@ class _ContentTask:
     box: Box
 
 
+@dataclass(frozen=True, slots=True)
+class _DistanceSums:
+    """What is added up of elements that differ."""
+
+    largest: float = 0.0
+    apart: float = 0.0
+    size: float = 0.0
+    finite: int = 0
+    nonfinite: int = 0
+
+    def plus(self, other: _DistanceSums) -> _DistanceSums:
+        return _DistanceSums(
+            max(self.largest, other.largest),
+            self.apart + other.apart,
+            self.size + other.size,
+            self.finite + other.finite,
+            self.nonfinite + other.nonfinite,
+        )
+
+    def divide(self) -> ValueDistance:
+        relative = self.apart / self.size if self.size else inf if self.apart else 0.0
+        return ValueDistance(self.largest, self.apart / max(self.finite, 1), relative, self.nonfinite)
+
+
 @dataclass(slots=True)
 class _DifferenceTally:
     """What several threads found of one tensor."""
 
     counts: dict[str, int] = field(default_factory=dict)
     firsts: dict[str, tuple[tuple[int, ...], str, str]] = field(default_factory=dict)
+    sums: dict[str, _DistanceSums] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, tensor: str, count: int, first: tuple[int, ...], files: tuple[str, str]) -> None:
+    def add(
+        self, tensor: str, count: int, first: tuple[int, ...], files: tuple[str, str], sums: _DistanceSums | None
+    ) -> None:
         with self.lock:
+            if sums is not None:
+                self.sums[tensor] = self.sums.get(tensor, _DistanceSums()).plus(sums)
             self.counts[tensor] = self.counts.get(tensor, 0) + count
             self.firsts[tensor] = min(self.firsts.get(tensor, (first, *files)), (first, *files))
 
@@ -83,7 +135,8 @@ class _DifferenceTally:
         found = []
         for name, count in self.counts.items():
             first, file, other = self.firsts[name]
-            found.append(TensorDifference(name, count, Box(first, (1,) * len(first)), file, other))
+            distance = self.sums[name].divide() if name in self.sums else None
+            found.append(TensorDifference(name, count, Box(first, (1,) * len(first)), file, other, distance))
         return found
 
 
@@ -222,9 +275,31 @@ def _note_difference(
         at[-1] *= per
     first = tuple(o + p for o, p in zip(task.box.origin, at, strict=True))
     unit = Box(first, (*(1 for _ in first[:-1]), per) if first else ())
-    tally.add(
-        task.tensor.name, int(different.sum()), first, (_find_file(task.ours, unit), _find_file(task.theirs, unit))
+    files = _find_file(task.ours, unit), _find_file(task.theirs, unit)
+    tally.add(task.tensor.name, int(different.sum()), first, files, _measure_distance(left, right, dtype))
+
+
+def _measure_distance(left: NDArray[np.uint8], right: NDArray[np.uint8], dtype: DType) -> _DistanceSums | None:
+    """Measure how far the elements of a band that differ are apart; None for other than plain floats."""
+    if dtype.name not in CASTABLE:
+        return None
+    width = dtype.bits // 8
+    words = left.view(f"<u{width}") != right.view(f"<u{width}")
+    ours, theirs = (_read_numbers(each.view(f"<u{width}")[words].view(np.uint8), dtype) for each in (left, right))
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    apart, size = np.abs(ours[finite] - theirs[finite]), np.abs(theirs[finite])
+    count = int(finite.sum())
+    return _DistanceSums(
+        float(apart.max(initial=0.0)), float(apart.sum()), float(size.sum()), count, int(words.sum()) - count
     )
+
+
+def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:
+    if dtype.name == "F64":
+        return data.view(np.float64)
+    wide = np.empty(data.size * 32 // dtype.bits, np.uint8)
+    cast_elements(data, dtype, BY_NAME["F32"], wide)
+    return wide.view(np.float32).astype(np.float64)
 
 
 def _find_file(chunks: ChunkIndex, unit: Box) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 from forward_models import CONFIGS, FIXTURES, config_of, save
+from safetensors.numpy import load_file, save_file
 
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
@@ -147,3 +149,41 @@ def test_a_cast_changes_the_declared_type_and_nothing_else(kept, tmp_path):
     whole, _ = kept("llama")
     reshard(whole, tmp_path / "cast", ReshardOptions(dtype="bf16"))
     assert find_identity(verify(tmp_path / "cast", VerifyOptions(against=whole))).status == "passed"
+
+
+def test_a_cast_that_no_record_tells_of_is_compared_and_said(kept, tmp_path, capfd):
+    whole, _ = kept("llama")
+    reshard(whole, tmp_path / "half", ReshardOptions(dtype="bf16"))
+    (tmp_path / "half" / RECORD).unlink()
+    level = find_identity(verify(tmp_path / "half", verify_options=VerifyOptions(against=whole)))
+    assert level.status == "passed"
+    assert any("was cast to the types here before it was compared" in f.message for f in level.findings)
+    for a, b in ((whole, tmp_path / "half"), (tmp_path / "half", whole)):
+        changes = diff(a, b).changes
+        assert {(change.kind, change.count, change.cast) for change in changes} == {("dtype", 0, "BF16")}
+    values = np.memmap(tmp_path / "half" / "model.safetensors", np.uint16, "r+")
+    values[-1] ^= 1 << 10
+    values.flush()
+    assert find_identity(verify(tmp_path / "half", verify_options=VerifyOptions(against=whole))).status == "failed"
+    (change,) = (change for change in diff(whole, tmp_path / "half").changes if change.count)
+    assert (change.kind, change.count) == ("dtype", 1)
+    assert run(["diff", str(whole), str(tmp_path / "half")]) == 3
+    assert ", as BF16 1 of " in capfd.readouterr().out
+
+
+def test_how_far_values_are_apart(kept, tmp_path):
+    whole, _ = kept("llama")
+    shutil.copytree(whole, tmp_path / "other")
+    tensors = load_file(whole / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    changed = tensors[name].copy()
+    changed[0, :2] += np.float32(0.5), np.float32(-0.25)
+    changed[1, 0] = np.nan
+    save_file(tensors | {name: changed}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    (change,) = diff(tmp_path / "other", whole).changes
+    moved = np.abs(changed[0, :2].astype(np.float64) - tensors[name][0, :2])
+    distance = change.distance
+    assert (change.count, distance.nonfinite) == (3, 1)
+    assert distance.largest == moved.max()
+    assert distance.mean == pytest.approx(moved.mean())
+    assert distance.relative == pytest.approx(moved.sum() / np.abs(tensors[name][0, :2]).sum())
