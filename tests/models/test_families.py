@@ -27,10 +27,8 @@ def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architect
     theirs = state(real)
     assert model.state() == theirs
     order = [n for n in theirs if n not in model.aliases]
-    if model.family in {
-        "xlm-roberta",
-        "camembert",
-    }:  # They declare the head before the base model; data flows otherwise.
+    # The head is declared before the base model; data flows the other way.
+    if model.family in {"xlm-roberta", "camembert"}:
         order.sort(key=lambda n: not n.startswith("roberta.") and not architecture.endswith("Model"))
     assert [n for n in model.state() if n not in model.aliases] == order
     ties = {tie: t.name for t in model.own() for tie in t.ties}
