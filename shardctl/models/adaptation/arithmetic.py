@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _CHAIN: Final = 192
 """Products that MKL adds up in one go; more are added up in stretches."""
+_ALONE: Final = 1 << 18
+"""Products up to which OpenBLAS works in the thread that calls it (interface/gemm.c)."""
+_WIDE: Final = 256
+_NARROW: Final = 64
+"""Columns of a part."""
 _LANES: Final = 8
 """Sums that PyTorch keeps of a row, one for every eighth element."""
 _BLOCK: Final = 16
@@ -29,10 +34,24 @@ def multiply_low_rank(left: NDArray[np.float32], right: NDArray[np.float32]) -> 
     left = np.pad(left, ((0, -rows % _BLOCK), (0, 0)))
     right = np.pad(right, ((0, 0), (0, -columns % _BLOCK)))
     step = rank if rank <= _CHAIN else rank // 2 if rank <= 2 * _CHAIN else _CHAIN
-    total = left[:, :step] @ right[:step]
+    total = _multiply(left[:, :step], right[:step])
     for start in range(step, rank, step):
-        total += left[:, start : start + step] @ right[start : start + step]
+        total += _multiply(left[:, start : start + step], right[start : start + step])
     return total[:rows, :columns]
+
+
+def _multiply(left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Multiply in parts so small that OpenBLAS starts no threads, which would only wait for each other's turn."""
+    rows, rank = left.shape
+    columns = right.shape[1]
+    wide = _WIDE if rank * _WIDE * _BLOCK <= _ALONE else _NARROW
+    high = max(_ALONE // (max(rank, 1) * wide) // _BLOCK, 1) * _BLOCK
+    out = np.empty((rows, columns), np.float32)
+    for row in range(0, rows, high):
+        for column in range(0, columns, wide):
+            part = np.s_[row : row + high, column : column + wide]
+            np.matmul(left[row : row + high], right[:, column : column + wide], out=out[part])
+    return out
 
 
 def compute_row_norms(values: NDArray[np.float32]) -> NDArray[np.float32]:
