@@ -8,9 +8,10 @@ def page():
     lines = [
         "# Models",
         "",
-        f"{len(FAMILIES)} families, by the `model_type` of a config, with the classes each describes: those of",
-        "transformers, or those that configs on the Hub name where transformers has none.",
-        "Written by `python docs/models.py` from `shardctl/models/families`; a test holds the two together.",
+        f"shardctl knows {len(FAMILIES)} families of models. The table lists each by the `model_type` of its configs,",
+        "with the classes that it describes. These are classes of transformers; if transformers has none, they are",
+        "the names that configs on the Hub use. `python docs/models.py` writes this page from",
+        "`shardctl/models/families`.",
         "",
         "| model_type | classes |",
         "|---|---|",

@@ -46,7 +46,7 @@ def encode_affine(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -
     if not np.array_equal(back, meaning):
         wrong = int(np.count_nonzero(back != meaning))
         raise UnsupportedError(
-            f"{name}: {wrong:,} of its elements cannot be told as {affine} in {dtype} without rounding",
+            f"{name}: {wrong:,} of its elements cannot be stored as {affine} in {dtype} without rounding",
             hint="cast to fp32 with --dtype fp32",
         )
     return found

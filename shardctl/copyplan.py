@@ -1,10 +1,14 @@
 """Plans a copy between two manifests, and proves that stored bytes fill every box that is wanted.
 
-For example:
-
-    plan = join_manifests(have, want)  # raises CoverageError if any wanted box is not covered
-    for copy in plan.copies:
-        print(copy.target.name, copy.read_bytes, copy.write_bytes)
+>>> from shardctl.dtype import BY_NAME
+>>> from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor
+>>> def store(file: str, offset: int) -> Manifest:  # four numbers, somewhere in a file
+...     chunk = Chunk(Box((0,), (4,)), BY_NAME["F32"], Region(file, offset, (4,)))
+...     tensors = {"w": Tensor("w", BY_NAME["F32"], (4,), (chunk,))}
+...     return Manifest("safetensors", tensors, {file: CheckpointFile(file, offset + 16)})
+>>> plan = join_manifests(store("old", 8), store("new", 64))  # raises CoverageError if any wanted box is not covered
+>>> [(copy.target.name, copy.read_bytes, copy.write_bytes) for copy in plan.copies]
+[('w', 16, 16)]
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def join_manifests(have: Manifest, want: Manifest) -> CopyPlan:
     for name, wanted in want.tensors.items():
         stored = have.tensors.get(name)
         if stored is None:
-            raise CoverageError(f"{name} is wanted but the source does not hold it")
+            raise CoverageError(f"{name} is not in the source, but the result needs it")
         copies.append(_join_tensor(stored, wanted, known))
     copies.sort(key=lambda copy: first_byte(copy.source))
     return CopyPlan(have, want, tuple(copies))
@@ -88,7 +92,7 @@ def join_manifests(have: Manifest, want: Manifest) -> CopyPlan:
 def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> TensorCopy:
     name = stored.name
     if stored.shape != wanted.shape:
-        raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
+        raise SourceError(f"{name} is {list(stored.shape)} in the source, but the result needs {list(wanted.shape)}")
     chunks = stored.chunks
     for chunk in chunks:
         if chunk.dtype is not stored.dtype:

@@ -1,10 +1,9 @@
 """Reads and writes `shardctl.json`, the record of a finished directory, which is written last.
 
-For example:
-
-    record = parse_record(path.read_bytes())  # raises SourceError if it is damaged
-    print(record.layout, record.mesh, record.digest)
-    (directory / RECORD).write_bytes(encode_record(record))
+>>> made = CheckpointRecord("0.1", "plan", "hf", "digest", "digest", {}, None, (), "LlamaForCausalLM", {}, {})
+>>> record = parse_record(encode_record(made))  # raises SourceError if it is damaged
+>>> record.layout, record.mesh, record.digest
+('hf', None, 'digest')
 """
 
 from __future__ import annotations
@@ -232,7 +231,7 @@ def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
 
 def _check_seal(data: bytes, seal: str) -> None:
     if hashlib.sha256(data.rpartition(_SEAL)[0]).hexdigest() != seal:
-        raise ValueError("its seal does not fit its content")
+        raise ValueError("its checksum does not match its content")
 
 
 def _parse_text(value: object) -> str:
@@ -306,6 +305,6 @@ def _check_names(tensors: dict[str, RecordedTensor]) -> dict[str, RecordedTensor
     for name, tensor in tensors.items():
         for tie in tensor.ties:
             if tie in names:
-                raise ValueError(f"it ties {name} to {tie}, which is another tensor's name, or stands there twice")
+                raise ValueError(f"it ties {name} to {tie}, which is another tensor's name, or is listed twice")
             names.add(tie)
     return tensors

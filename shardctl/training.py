@@ -92,12 +92,12 @@ def parse_settings(data: bytes) -> tuple[int | None, tuple[ParameterGroup, ...]]
 
 def _parse_name(node: object) -> str:
     if not is_text(node):
-        raise TypeError(f"{ascii(node)[:100]} is no name")
+        raise TypeError(f"{ascii(node)[:100]} is not a name")
     return node
 
 
 def _parse_setting(node: object) -> Setting:
     found = as_setting(node)
     if found is None:
-        raise TypeError(f"{ascii(node)[:100]} is no setting of an optimizer")
+        raise TypeError(f"{ascii(node)[:100]} is not a setting of an optimizer")
     return found[0]

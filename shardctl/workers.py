@@ -33,7 +33,7 @@ def raise_if_stopped(stop: StopRequest) -> None:
         raise Interrupted(
             "interrupted; everything finished so far is kept",
             signal=stop.signal,
-            hint="run the same command again: it goes on where this one stopped",
+            hint="run the same command again: it resumes where this one stopped",
         )
     if stop:
         raise Interrupted("interrupted before the end", signal=stop.signal, hint="run the same command again")

@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back_bit_for_bit(name):
 
 def test_a_difference_that_would_be_rounded_is_refused_by_name():
     gamma = np.array([1.5, 0.001], ml_dtypes.bfloat16)
-    with pytest.raises(UnsupportedError, match=r"norm.weight: 1 of its elements cannot be told as gamma-1 in BF16"):
+    with pytest.raises(UnsupportedError, match=r"norm.weight: 1 of its elements cannot be stored as gamma-1 in BF16"):
         BandBuffer(64).write(Memory(bytes(4)), chunk("BF16", 2), Box((0,), (2,)), gamma.view(np.uint8))
 
 

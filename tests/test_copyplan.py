@@ -82,7 +82,7 @@ def test_a_single_missing_element_in_the_middle_is_found():
 
 
 def test_an_absent_tensor_is_named():
-    with pytest.raises(CoverageError, match="b is wanted but the source does not hold it"):
+    with pytest.raises(CoverageError, match="b is not in the source, but the result needs it"):
         join_manifests(stored(WHOLE, (8, 8), name="a"), stored(WHOLE, (8, 8), name="b"))
 
 
@@ -93,7 +93,7 @@ def test_a_tensor_that_is_stored_nowhere_says_so():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(SourceError, match=r"w is \[8, 8\] in the source but \[8, 9\] is wanted"):
+    with pytest.raises(SourceError, match=r"w is \[8, 8\] in the source, but the result needs \[8, 9\]"):
         join_manifests(stored(WHOLE, (8, 8)), stored([Box.whole((8, 9))], (8, 9)))
 
 

@@ -171,7 +171,7 @@ def test_an_index_without_its_files_is_warned_of(alone):
     with open_checkpoint(alone, DESCRIBED) as checkpoint:
         assert checkpoint.hypothetical
         assert checkpoint.manifest.warnings == (
-            "none of the files that model.safetensors.index.json names is here; config.json alone describes the model",
+            "none of the files that model.safetensors.index.json names exists; only config.json describes the model",
         )
     with pytest.raises(SourceError, match=r"none of the files that model.safetensors.index.json names"):
         inspect(alone, source_options=SourceOptions(strict=True))
@@ -270,7 +270,7 @@ def test_of_a_config_without_dtype_it_is_said_which_is_assumed(alone, declared, 
     (alone / "config.json").write_text(json.dumps(config | declared))
     with open_checkpoint(alone, DESCRIBED) as checkpoint:
         assert checkpoint.manifest.tensors["model.norm.weight"].dtype.name == expected
-        said = f"config.json names no dtype: {expected} is assumed, unless --dtype says otherwise"
+        said = f"config.json names no dtype; {expected} is assumed unless --dtype gives another"
         assert checkpoint.manifest.warnings == (() if "text_config" in declared else (said,))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def layer_of(path: Path) -> str:
     return parts[0]
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, int, bool]]:
     """Every import as `(absolute dotted name, line, whether loading the module executes it)`."""
     found = []
@@ -73,7 +75,7 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
             assert not node.level, f"{path}:{node.lineno}: relative import"
             found.extend((f"{node.module}.{alias.name}", node.lineno, runs) for alias in node.names)
         deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        typing_only = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for child in ast.iter_child_nodes(node):
             visit(child, runs=runs and not deferred and not (typing_only and child in node.body))
 

@@ -403,13 +403,13 @@ def _seen(value: torch.Tensor) -> tuple[str, tuple[int, ...], bytes | None]:
 
 
 OUTCOMES = {
-    "same": "both read it, and the same in it",
+    "same": "both read it, with the same result",
     "refused": "both refuse it",
     "strict": "torch reads it, shardctl refuses it",
-    "plain": "only Python's unpickler judges it: the same",
+    "plain": "only Python's unpickler can judge it, with the same result",
     "alone": "only shardctl reads it",
-    "DIFFERENT": "both read it, and other things in it",
-    "CRASH": "shardctl fails with an error that is not its own",
+    "DIFFERENT": "both read it, with different results",
+    "CRASH": "shardctl fails with an unexpected error",
 }
 
 

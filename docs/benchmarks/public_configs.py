@@ -67,11 +67,10 @@ def main():
         whose = ""
     planned = sum(ok for _, ok, _ in rows)
     print("# Public models\n")
-    print(f"The {len(rows)} configs of aiconfigurator-core{whose}, planned with `--tp 8 --gpu h200`: the parameters in")
-    print(
-        "billions, the GiB of weights of the rank that has most, the GiB that it needs to serve one sequence, and the"
-    )
-    print(f"seconds it took. {planned} are planned. Written by `python docs/benchmarks/public_configs.py`.\n")
+    print("`python docs/benchmarks/public_configs.py` writes this page. It plans the")
+    print(f"{len(rows)} configs of aiconfigurator-core{whose} with `--tp 8 --gpu h200`; {planned} are planned.")
+    print("The columns are the parameters in billions, the GiB of weights on the rank that has most, the GiB")
+    print("that this rank needs to serve one sequence, and the seconds that planning takes.\n")
     print("| model | parameters | weights | needs | seconds |\n|---|---:|---:|---|---:|")
     for name, _, cells in rows:
         print(f"| {name} | {' | '.join(cells)} |")

@@ -66,8 +66,8 @@ def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     highest = max((n for n in ids if isinstance(n, int)), default=0)
     if highest >= rows:
         yield (
-            f"{_TOKENIZER} has token {highest}, and the vocabulary has {rows} rows: "
-            "it may belong to another model, or the embedding was not resized"
+            f"{_TOKENIZER} has token {highest}, but the vocabulary has only {rows} rows; it may "
+            "belong to another model, or the embedding was not resized"
         )
 
 
@@ -90,7 +90,7 @@ def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, A
     if list_predicting_names(config, checkpoint.manifest.tensors):
         return
     yield (
-        f"config.json declares layers that predict further tokens ({key} {config[key]}), and no file holds them: "
+        f"config.json declares layers that predict further tokens ({key} {config[key]}), but no file holds them; "
         f"engines that speculate with them will fail; set {key} to 0, or take the layers from the original checkpoint "
         "with --complete-from"
     )
@@ -109,17 +109,17 @@ def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Ite
         held = largest.numbers[-1] + 1
         if not declared <= held <= declared + (get_count(config, PREDICTING_KEYS) or 0):
             yield (
-                f"config.json declares {declared} layers, and the files hold {held} of "
+                f"config.json declares {declared} layers, but the files hold {held} of "
                 f"{largest.patterns[0].removesuffix('.*')}"
             )
     experts = max((int(found[1]) + 1 for found in map(_EXPERT_NAME.search, tensors) if found), default=0)
     declared = get_count(config, _EXPERTS)
     if experts and declared is not None and experts != declared:
-        yield f"config.json declares {declared} experts, and the files hold {experts}"
+        yield f"config.json declares {declared} experts, but the files hold {experts}"
     rows = get_count(config, ("vocab_size",))
     for name, tensor in tensors.items():
         if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
-            yield f"config.json declares a vocabulary of {rows}, and {name} has {tensor.shape[0]} rows"
+            yield f"config.json declares a vocabulary of {rows}, but {name} has {tensor.shape[0]} rows"
 
 
 def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
@@ -128,8 +128,8 @@ def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
         return
     if not any(tensor.dtype.name.startswith(_NARROW) for tensor in checkpoint.manifest.tensors.values()):
         yield (
-            "config.json says that weights are quantised, and the files hold none that are: "
-            "take quantization_config out of it, or the quantised files may be elsewhere"
+            "config.json says that the weights are quantised, but the files hold no quantised weights; "
+            "remove quantization_config from it, or give the quantised files"
         )
 
 
@@ -147,4 +147,4 @@ def _lint_generation(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) ->
             ids = values.get(key) if isinstance(values.get(key), list) else [values.get(key)]
             outside = [n for n in ids or [] if isinstance(n, int) and not isinstance(n, bool) and n >= rows]
             if outside:
-                yield f"{file} has {key} {outside[0]}, and the vocabulary has {rows} rows"
+                yield f"{file} has {key} {outside[0]}, but the vocabulary has only {rows} rows"

@@ -71,7 +71,7 @@ def build_model_from_config(
         model = models.describe_model(config, kv_heads=kv_heads)
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"{error.message}, and {source.name} has no weights to learn its tensors from",
+            f"{error.message}, and {source.name} has no weights from which its tensors could be derived",
             hint="without weights, only a model that shardctl knows can be planned; docs/models.md lists them",
         ) from error
     manifest = Manifest(FORMAT, {t.name: Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()}, {})
@@ -92,7 +92,7 @@ def build_model_from_config(
 
 def _note_absent_files(source: Source) -> list[str]:
     indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(INDEX_SUFFIX))
-    return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
+    return [f"none of the files that {index} names exists; only {CONFIG} describes the model" for index in indexes]
 
 
 def _note_untyped(config: Mapping[str, object]) -> list[str]:
@@ -100,14 +100,14 @@ def _note_untyped(config: Mapping[str, object]) -> list[str]:
     read = models.ModelConfig(config)
     if read.declared() is not None:
         return []
-    return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
+    return [f"{CONFIG} names no dtype; {read.dtype().name} is assumed unless --dtype gives another"]
 
 
 def _note_assumed(config: Mapping[str, object]) -> list[str]:
     """Return a warning about sizes that the config leaves to its class."""
     assumed = models.list_assumed_values(config)
     said = ", ".join(f"{key} = {value}" for key, value in assumed.items() if not isinstance(value, dict))
-    return [f"{CONFIG} does not say everything; as its class in transformers does, {said} is assumed"] if said else []
+    return [f"{CONFIG} lacks some keys; {said} is assumed, as by its class in transformers"] if said else []
 
 
 def _note_stacks(model: Model) -> list[str]:
@@ -125,5 +125,8 @@ def _note_uncounted(model: Model) -> list[str]:
         return []
     size = sum(t.size for t in extra)
     return [
-        f"{len(extra):,} tensors that predict further tokens, {size:,} elements, are not counted: not all have them"
+        (
+            f"{len(extra):,} tensors that predict further tokens, {size:,} elements, are not counted, "
+            "because not every checkpoint has them"
+        )
     ]

@@ -34,7 +34,7 @@ _PLACE: Final = "{} (dequantised)"
 _MATRIX: Final = 2
 _SHAPE: Final = "weight_shape"
 """What compressed-tensors calls an array that says the shape of the weight."""
-_KEEP: Final = "leave --dtype out: then what is quantised stays as it is"
+_KEEP: Final = "leave --dtype out to keep the quantised weights as they are"
 
 
 def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
@@ -49,12 +49,12 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
 
     model, config = checkpoint.model, checkpoint.config
     if model is None or config is None or model.plain is None:
-        raise UsageError("only of a known model can quantised weights be taken back to numbers", hint=_KEEP)
+        raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=_KEEP)
     encodings = _list_encodings(model)
     unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
     if unknown or not encodings:
         raise UnsupportedError(
-            f"how the values of {format_first_few(unknown) or 'these quantised weights'} are worked out is not known",
+            f"shardctl does not know how to decode {format_first_few(unknown) or 'these quantised weights'}",
             hint=_KEEP,
         )
     stored, plain = checkpoint.manifest.tensors, model.plain
@@ -72,8 +72,8 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     left = [name for name in stored if name not in tensors and name not in needed]
     warnings = checkpoint.manifest.warnings
     if left:
-        warnings += (f"the result has no place for {format_first_few(left)}: no weight is worked out of them",)
-    note = f"the values of {len(values):,} quantised weights were worked out as {dtype}"
+        warnings += (f"the result leaves out {format_first_few(left)}: no weight is decoded from them",)
+    note = f"{len(values):,} quantised weights were decoded to {dtype}"
     return replace(
         checkpoint,
         source=ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
@@ -122,7 +122,7 @@ def _build_weights(
     missing = [encoding.name(a) for a in encoding.arrays if not a.optional and encoding.name(a) not in stored]
     if missing:
         raise SourceError(
-            f"the values of {tensor.name} cannot be worked out without {format_first_few(missing)}",
+            f"{tensor.name} cannot be decoded without {format_first_few(missing)}",
             hint="a shard may be missing",
         )
     assert encoding.decoder is not None  # noqa: S101 - asked before

@@ -58,7 +58,7 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigRe
     if source_options.config is not None and find_given_file(source) is not None:
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
     if source_options.rules_from == "transformers":
-        raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
+        raise UsageError("--rules-from needs the names of stored tensors, but there are no weights")
     return read_config(source, source_options.config) if source_options.config is not None else found
 
 

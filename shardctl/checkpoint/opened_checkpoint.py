@@ -84,7 +84,7 @@ class OpenedCheckpoint:
     def unverified(self) -> Iterator[str]:
         """Yield the files that were read and not compared with the hash that their place promises, as warnings."""
         for path, reason in self.source.proofs().unverified.items():
-            yield f"{path} was not compared with the hash that is stated for it: {reason}"
+            yield f"{path} was not compared with its hash: {reason}"
 
     @property
     def whole(self) -> Manifest:
@@ -135,7 +135,7 @@ class OpenedCheckpoint:
         None where a table knows.
         """
         if self.model is not None and self.model.counted and mesh.degree("pp") > 1:
-            return (f"layers counted by names, as no rule says where they are: {self.model.counted}",)
+            return (f"layers are counted by names, because no rule says where they are: {self.model.counted}",)
         if self.model is not None or self.untabled is None:
             return ()
         config = self.config or {}

@@ -1,9 +1,13 @@
 """Opens a checkpoint: finds its format, its model, and the canonical name of each tensor.
 
-For example:
-
-    with open_checkpoint("./llama-tp4") as checkpoint:
-        print(checkpoint.source.name, checkpoint.manifest.format, len(checkpoint.manifest.tensors))
+>>> from pathlib import Path
+>>> from tempfile import TemporaryDirectory
+>>> header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+>>> with TemporaryDirectory() as folder:
+...     _ = Path(folder, "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+...     with open_checkpoint(folder) as checkpoint:
+...         print(checkpoint.manifest.format, list(checkpoint.manifest.tensors))
+safetensors ['w']
 """
 
 from __future__ import annotations
@@ -232,7 +236,7 @@ def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Mo
         known = name in record.tensors
         if not known and model is not None and name in model.tensors and names.get(name, name) not in model.tensors:
             raise SourceError(
-                f"{RECORD} calls {name} {names[name]!r:.200}, and the model has no tensor of that name",
+                f"{RECORD} calls {name} {names[name]!r:.200}, but the model has no tensor of that name",
                 hint=f"remove {RECORD} to read the files without it; its digests are lost then",
             )
         groups.setdefault(name if known else names.get(name, name), []).append(tensor)

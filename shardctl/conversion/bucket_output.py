@@ -114,8 +114,8 @@ def replacement_warnings(bucket: CloudBucket, uploads: BucketUploads) -> tuple[s
     if not uploads.replacing:
         return ()
     warning = (
-        f"{bucket.name} was replaced object by object, because a bucket has no other way: who read it in the seconds "
-        f"or minutes before {RECORD} was written anew may have seen a part of a checkpoint"
+        f"{bucket.name} was replaced object by object, because a bucket cannot be replaced in one step; "
+        f"anyone who read it before {RECORD} was written again may have read part of a checkpoint"
     )
     return (warning,)
 
@@ -180,7 +180,7 @@ def _require_room(work: PlannedConversion, groups: Sequence[Sequence[str]], free
     needed = max(sum(work.plan.want.files[path].size for path in group) for group in groups)
     if free is not None and needed > free:
         raise DestinationError(
-            f"a file of {needed:,} bytes is filled in {scratch} before it is sent, and there are {free:,} free",
+            f"a file of {needed:,} bytes must be filled in {scratch} before it is sent, but only {free:,} are free",
             hint="set TMPDIR to a directory with more room, or add --max-shard-size",
         )
 

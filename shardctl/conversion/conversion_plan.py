@@ -253,7 +253,7 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
     if reshard_options.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
     if reshard_options.keep_fp32 is not None and reshard_options.dtype == "keep":
-        raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
+        raise UsageError("--keep-fp32 has an effect only with a cast", hint="add --dtype bf16 or fp16")
     for name in (*sorted(_COMMON_OPTIONS), *_SPECIAL_OPTIONS):
         if name not in layout.options and getattr(reshard_options, name) != _USUAL_VALUES[name]:
             raise UsageError(

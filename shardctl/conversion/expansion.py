@@ -45,5 +45,5 @@ def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
             f"the source stores {format_file_size(stored)}, but its tensors would take "
             f"{format_file_size(wanted)} when each name is "
             f"written out: more than {_FACTOR} times as much",
-            hint="many names share one storage, or strides repeat elements; if that is meant, add --allow-expansion",
+            hint="many names share one storage, or strides repeat elements; if that is intended, add --allow-expansion",
         )

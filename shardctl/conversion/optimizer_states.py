@@ -31,11 +31,13 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     """
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
-        raise UsageError("--optimizer-states keep, but the source has no optimizer states", hint="leave it out")
+        raise UsageError(
+            "--optimizer-states keep was given, but the source has no optimizer states", hint="leave it out"
+        )
     if wished == "keep" and layout.states == "none":
         others = format_choice([each.name for each in LAYOUTS if each.states != "none"])
         raise UsageError(
-            f"layout {layout.name} has no place for optimizer states",
+            f"layout {layout.name} cannot store optimizer states",
             hint=f"use --to {others}, or leave --optimizer-states out",
         )
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))

@@ -150,7 +150,7 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
             raise SourceError(
                 f"{name} has changed since {frame.source} was written: digest {source_digest}, but {RECORD} has "
                 f"{frame.expected[name]}",
-                hint=f"shardctl verify SRC --level full says where; remove {RECORD} if it was changed on purpose",
+                hint=f"shardctl verify SRC --level full finds where; remove {RECORD} if it was changed on purpose",
             )
         digest = compute_tensor_digest(written, tensor.dtype, tensor.shape)
         tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)

@@ -79,17 +79,19 @@ class PlanFile:
         done or would be done otherwise by this version of shardctl.
         """
         if _with_effort(reshard_options, self.reshard_options, effort_options(ReshardOptions)) != self.reshard_options:
-            raise UsageError(f"the conversion asked for is not that of {self.path}")
+            raise UsageError(f"the conversion differs from the one in {self.path}")
         self._check_source(checkpoint)
         try:
             work = plan_conversion(checkpoint, reshard_options)
         except MemoryBudgetError:
             raise
         except UsageError as error:
-            raise SourceError(f"{self.path} cannot be done: {error.message}", hint=error.hint) from error
+            raise SourceError(
+                f"the plan {self.path} cannot be carried out: {error.message}", hint=error.hint
+            ) from error
         if work.identity() != self.identity:
             raise SourceError(
-                f"{self.path} differs from what would be done now: shardctl {self.version} made it, and this is "
+                f"{self.path} differs from the plan that this version makes: shardctl {self.version} made it, this is "
                 f"{__version__}",
                 hint="make the plan again",
             )
@@ -217,7 +219,7 @@ def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, Sourc
         elif new.size != old.size:
             yield f"{name} has {new.size:,} bytes, and had {old.size:,}"
         elif new.sha256 != old.sha256:
-            yield f"{name} has other content" if name.endswith(".json") else f"the header of {name} differs"
+            yield f"{name} has different content" if name.endswith(".json") else f"the header of {name} differs"
     for name in now:
         if name not in before:
             yield f"{name} is new"

@@ -105,9 +105,9 @@ class AllowedDegrees:
         if axis in self.inventory.unknown:
             return f"no table or rule says how {axis} cuts this model"
         if axis == "pp":
-            return f"pp={degree} needs at least {degree} layers, and the model has {self.inventory.layers}"
+            return f"pp={degree} needs at least {degree} layers, but the model has {self.inventory.layers}"
         if axis == "cp":
-            return f"cp={degree} shares out {2 * degree} equal parts of a sequence, and it has {self.sequence} tokens"
+            return f"cp={degree} divides a sequence into {2 * degree} equal parts, but it has {self.sequence} tokens"
         mesh = build_single_axis_mesh(axis, degree)
         for kind in self.kinds:
             try:

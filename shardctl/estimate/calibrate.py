@@ -197,14 +197,14 @@ def fit_calibration(
     if len(measurements) < UNKNOWNS:
         peaks = "1 measured peak" if len(measurements) == 1 else f"{len(measurements)} measured peaks"
         raise UsageError(
-            f"{peaks} cannot fix {UNKNOWNS} coefficients",
+            f"{peaks} cannot determine {UNKNOWNS} coefficients",
             hint="measure at least two runs that differ in sequence or micro batch",
         )
     guesses = [tuple(estimate(measurement)) for measurement in measurements]
     modelled = [_sum_modelled(terms) for terms in guesses]
     if max(modelled) - min(modelled) <= _ALIKE * max(modelled):
         raise UsageError(
-            "the measured runs have activations of one size, which cannot tell their factor from a constant overhead",
+            "the measured runs have activations of one size, so their factor cannot be told from a constant overhead",
             hint="measure runs that differ in sequence or micro batch",
         )
     exact = [

@@ -162,7 +162,7 @@ DEVICES: Final = (
         network_bandwidth=1.5625 * GB,
         pcie=PCIE3,
         measured=True,
-        source="NVIDIA T4 datasheet (fp16, for it has no bf16); usable, with ECC: github.com/AlphaGPU/"
+        source="NVIDIA T4 datasheet (fp16, because it has no bf16); usable, with ECC: github.com/AlphaGPU/"
         "leetgpu-challenges/issues/52; network: Amazon EC2 g4dn.metal, 100 Gb/s for eight",
         spellings=("t4",),
     ),

@@ -275,7 +275,7 @@ def _get_cache_element(anatomy: ModelAnatomy, name: str) -> CacheElement:
         return CacheElement(Fraction(_get_dtype(name).bits))
     if any(one.latent or one.besides for layer in anatomy.layers if (one := layer.attention)):
         raise UsageError(
-            "--kv-dtype nvfp4 is about keys and values of heads, and this model caches latents",
+            "--kv-dtype nvfp4 applies to keys and values of heads, but this model caches latents",
             hint="use fp8; vLLM packs latents in a way of its own (nvfp4_ds_mla)",
         )
     return NVFP4

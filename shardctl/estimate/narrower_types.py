@@ -91,7 +91,8 @@ def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
     coded = next((k for k in inventory.kinds if k.matrix and k.dtype.name not in CASTABLE and _is_in_layers(k)), None)
     if coded is not None:
         raise UsageError(
-            f"what the model would be in {name} is not known, for it is quantised: {coded.example} is {coded.dtype}",
+            f"the size of the model in {name} is not known, because the model is quantised: "
+            f"{coded.example} is {coded.dtype}",
             hint="start from the checkpoint that it was quantised from",
         )
     if name in FLOATS:

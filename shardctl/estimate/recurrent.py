@@ -211,7 +211,7 @@ RECURRENT_MOMENTS: Final = (
             KeptTensor("gradient of the layer's output", "hidden", None, ("normed selective",)),
             KeptTensor("gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)),
             KeptTensor("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
-            KeptTensor("input of the last projection, gone by then", "inner", -2, ("normed selective",)),
+            KeptTensor("input of the last projection, freed by then", "inner", -2, ("normed selective",)),
             KeptTensor("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
             KeptTensor("gradients of exponentials", "decays", 4, ("normed selective",)),
             *_REST_OF_LAYER,
@@ -275,4 +275,4 @@ MEGATRON_MOMENTS: Final = (
         "backward pass of a scan in chunks, its products", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_PRODUCTS)
     ),
 )
-"""There, two results around the norm are gone by then, and two gradients of them are alive instead."""
+"""There, two results around the norm are freed by then, and two gradients of them are alive instead."""

@@ -70,10 +70,10 @@ def _check_schedule(stages: int, microbatches: int, schedule: Schedule, virtual:
     if schedule != "interleaved" or stages == 1:
         return
     if virtual == 1:
-        raise UsageError("an interleaved schedule has several model chunks per stage", hint="give --vp 2")
+        raise UsageError("an interleaved schedule needs several model chunks per stage", hint="give --vp 2")
     if microbatches % stages:
         raise UsageError(
-            f"an interleaved schedule takes its microbatches in groups of {stages} (the stages), and {microbatches} "
-            "are no whole number of groups",
+            f"an interleaved schedule needs a multiple of {stages} microbatches (the number of "
+            f"stages), not {microbatches}",
             hint=f"use --microbatches {-(-microbatches // stages) * stages}",
         )

@@ -83,7 +83,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
     if cp > 1 and work.sequence % (2 * cp):
         # Each rank gets an early and a late part, so that causal work is even (Megatron-LM, context parallelism).
         raise UsageError(
-            f"cp={cp} shares out {2 * cp} equal parts of a sequence, and it has {work.sequence} tokens",
+            f"cp={cp} divides a sequence into {2 * cp} equal parts, but it has {work.sequence} tokens",
             hint=f"use --seq-len {-(-work.sequence // (2 * cp)) * 2 * cp}",
         )
     known = get_optimizer(work.optimizer)
@@ -100,7 +100,8 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
     if runtime == "partitions" and stage > 1 and mesh.degree("pp") > 1:
         # DeepSpeed, runtime/pipe/engine.py: gradients that are shared would be reduced in every microbatch.
         raise UsageError(
-            f"DeepSpeed has no pipelines with ZeRO {stage}", hint="give --zero 1, or a mesh without pipeline stages"
+            f"DeepSpeed does not support pipelines with ZeRO {stage}",
+            hint="give --zero 1, or a mesh without pipeline stages",
         )
     return TrainingScheme(
         runtime=runtime,
@@ -139,11 +140,11 @@ def _choose_tiers(runtime: Runtime, work: TrainingWorkload) -> tuple[Tier, Tier,
     """Choose where parameters, gradients and optimizer states are."""
     if work.offload == "none":
         if work.offload_parameters:
-            raise UsageError("offloading the parameters needs a tier to put them on", hint="give --offload cpu or nvme")
+            raise UsageError("--offload-parameters needs --offload", hint="give --offload cpu or nvme")
         return "device", "device", "device"
     tier: Tier = "nvme" if work.offload == "nvme" else "host"
     if tier == "nvme" and runtime != "partitions":
-        raise UsageError(f"the {work.profile} profile has no offload to NVMe", hint="--profile deepspeed has")
+        raise UsageError(f"the {work.profile} profile has no offload to NVMe", hint="use --profile deepspeed")
     if runtime == "units":
         return tier, tier, tier  # torch's CPUOffloadPolicy moves all three
     if runtime == "autocast" or (runtime == "partitions" and not work.zero):

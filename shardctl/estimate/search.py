@@ -276,8 +276,8 @@ def count_microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
     found, rest = divmod(sequences, replicas * micro_batch)
     if rest or not found:
         raise UsageError(
-            f"{sequences} sequences are no whole number of microbatches of {micro_batch} "
-            f"for each of {replicas} data-parallel ranks"
+            f"{sequences} sequences cannot be divided into microbatches of {micro_batch} for each of "
+            f"{replicas} data-parallel ranks"
         )
     return found
 

@@ -47,7 +47,7 @@ def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
     """Raise UsageError if an interleaved schedule has more model chunks than some stage has layers."""
     if work.schedule == "interleaved" and len(stages) > 1 and work.virtual_stages > min(stages):
         raise UsageError(
-            f"{work.virtual_stages} model chunks per stage need as many layers, and a stage has {min(stages)}",
+            f"{work.virtual_stages} model chunks per stage need at least as many layers, but a stage has {min(stages)}",
             hint=f"use --vp {min(stages)} at most" if min(stages) > 1 else "use fewer stages",
         )
 

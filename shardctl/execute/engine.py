@@ -1,10 +1,23 @@
 """Carries out a copy plan: every band is read once, digested, cast if asked, and written wherever it is wanted.
 
-For example:
-
-    budget = divide_host_memory(plan, limit=1 << 30, threads=8)
-    outcome = execute_plan(plan, source, target, budget)
-    print(outcome.written_bytes, outcome.source_sums["lm_head.weight"])
+>>> from pathlib import Path
+>>> from tempfile import TemporaryDirectory
+>>> from shardctl.copyplan import join_manifests
+>>> from shardctl.dtype import BY_NAME
+>>> from shardctl.execute.budget import divide_host_memory
+>>> from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor
+>>> from shardctl.storage.local import LocalSource, LocalTarget
+>>> def store(file: str, offset: int) -> Manifest:  # four numbers, somewhere in a file
+...     chunk = Chunk(Box((0,), (4,)), BY_NAME["F32"], Region(file, offset, (4,)))
+...     tensors = {"w": Tensor("w", BY_NAME["F32"], (4,), (chunk,))}
+...     return Manifest("safetensors", tensors, {file: CheckpointFile(file, offset + 16)})
+>>> plan = join_manifests(store("old", 8), store("new", 0))
+>>> budget = divide_host_memory(plan, limit=1 << 30, threads=1)
+>>> with TemporaryDirectory() as folder:
+...     _ = Path(folder, "old").write_bytes(b"a headerof four numbers.")
+...     outcome = execute_plan(plan, LocalSource(Path(folder)), LocalTarget(Path(folder)), budget)
+...     print(outcome.written_bytes, Path(folder, "new").read_bytes())
+16 b'of four numbers.'
 """
 
 from __future__ import annotations

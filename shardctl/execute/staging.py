@@ -9,12 +9,13 @@ Invariants, in the order in which they are made true:
    is about to happen is noted before, so that the next run knows how far it came.
 5. Whatever a kill leaves, the same command finishes the job: either the journal is still there, or the result is.
 
-For example:
-
-    with StagingArea(Path("llama-tp4")) as staging:
-        staging.begin("a name of the result", keep=False)
-        ...  # write and sync the files of `staging.data`, the record last
-        staging.publish({"shardctl.json": size, "shard-00001-model-00001-of-00001.safetensors": other})
+>>> with tempfile.TemporaryDirectory() as folder:
+...     with StagingArea(Path(folder, "llama-tp4")) as staging:
+...         staging.begin("a name of the result", keep=False)
+...         _ = (staging.data / "shardctl.json").write_text("{}")  # files are written and synced, the record last
+...         _ = staging.publish({"shardctl.json": 2})
+...     print([path.name for path in Path(folder, "llama-tp4").iterdir()])
+['shardctl.json']
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def _resolve_link(destination: Path) -> Path:
     path = Path(os.path.abspath(destination))  # noqa: PTH100 - resolve() would lose the name of what is not there yet
     if path.is_symlink():
         if not path.exists():
-            raise DestinationError(f"{destination} is a link to nothing")
+            raise DestinationError(f"{destination} is a link whose target does not exist")
         return path.resolve()
     return path
 

@@ -61,7 +61,9 @@ class WorkerId:
                 else "the first of two workers is 0/2",
             )
         if self.count > _MOST:
-            raise UsageError(f"{self.count:,} workers are more than {_MOST:,}", hint="no more than files are needed")
+            raise UsageError(
+                f"{self.count:,} workers are more than {_MOST:,}", hint="use no more workers than there are files"
+            )
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -96,10 +98,14 @@ def _find_launched_worker(environment: Mapping[str, str]) -> WorkerId:
             break
     if not found:
         known = ", ".join(f"{number} and {count} ({launcher})" for launcher, number, count in _LAUNCHERS)
-        raise UsageError(f"--worker auto finds none of {known}", hint="give it: --worker 0/3 is the first of three")
+        raise UsageError(
+            f"--worker auto finds none of {known}", hint="give the number: --worker 0/3 is the first of three"
+        )
     if len(set(found.values())) > 1:
         said = ", ".join(f"{launcher}: {worker}" for launcher, worker in found.items())
-        raise UsageError(f"--worker auto: launchers contradict each other: {said}", hint="give it: --worker I/N")
+        raise UsageError(
+            f"--worker auto: launchers contradict each other: {said}", hint="give the number: --worker I/N"
+        )
     return next(iter(found.values()))
 
 

@@ -61,7 +61,8 @@ def scan_checkpoint(
         return _finish_scan(source, (indexed or chosen.scan)(source))
     if chosen.scan_copy is None:
         raise UsageError(
-            f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
+            f"--weights {weights} was given, but {chosen.title} hold one copy of the weights only",
+            hint="leave --weights out",
         )
     return _finish_scan(source, chosen.scan_copy(source, weights))
 

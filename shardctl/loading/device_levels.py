@@ -55,7 +55,9 @@ def run_load_level(
         began = time.monotonic()  # importing torch is no part of it
         most = _BATCH if verify_options.device in {None, "auto"} and places == ["cpu"] else None
         if most is not None:
-            level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
+            level.notes.append(
+                "there is no CUDA device, so each rank was loaded on the CPU in parts; --load cpu loads it whole"
+            )
         _load_ranks(level, checkpoint, other, digests, places, verify_options.device_memory, effort, most=most)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
@@ -185,7 +187,7 @@ def _find_differences(
     who = _name_holder(checkpoint, rank)
     if other is None:
         for one in summed.add(parts, effort):
-            message = f"{one.tensor} {one.first} on {who}, from {one.file}, is not what another rank has of it"
+            message = f"{one.tensor} {one.first} on {who}, from {one.file}, differs from another rank's copy"
             yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
         return
     for one in compare_loaded(parts, other.manifest, other.source, device, effort):
@@ -312,11 +314,13 @@ def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, r
     """Yield what the pass does not show."""
     if len(ranks) > 1 and checkpoint.mesh is None:
         yield (
-            f"neither {RECORD} nor --mesh says what mesh the ranks form: "
-            "what they hold was put together, and no rank computed"
+            f"neither {RECORD} nor --mesh says which mesh the ranks form, so "
+            "their parts were joined, and no rank computed by itself"
         )
     alone = len(ranks) < 2 or checkpoint.mesh is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
     if other is None and alone:
-        yield "compared with itself, which shows only that it runs; --against SRC compares with the source"
+        yield (
+            "the model was compared with itself, which shows only that it runs; --against SRC compares with the source"
+        )
     elif other is None:
-        yield "compared with the same elements on one device; --against SRC compares with the source"
+        yield "the model was compared with the same elements on one device; --against SRC compares with the source"

@@ -28,12 +28,12 @@ def prove_result(work: PlannedConversion, directory: Path, source_options: Sourc
         level = run_forward_level(result, work.checkpoint, VerifyOptions(), strict=source_options.strict)
     if level.status == "skipped":
         raise UnsupportedError(
-            f"--prove: the result cannot be run here: {level.reason}",
+            f"--prove cannot run the result here: {level.reason}",
             hint="leave --prove out, and verify the result where it can be",
         )
     if level.status == "failed":
         raise Mismatch(
-            f"the result was not published, because it computes something else than the source: "
+            f"the result was not published, because it does not compute what the source computes: "
             f"{level.errors[0].message if level.errors else level.reason}",
             hint="save the rules with inspect --show-rules, correct them, and give them with --rules",
         )

@@ -369,9 +369,7 @@ class _AnatomyReader:
             return "layer"
         kind = self.traits.norm
         if kind is None:
-            raise UnsupportedError(
-                f"of which kind the norms of {self.family.name} are is not known", hint=_WEIGHTS_ONLY
-            )
+            raise UnsupportedError(f"the kind of norms of {self.family.name} is not known", hint=_WEIGHTS_ONLY)
         return "bare32" if kind != "layer" and all(row in self.family.weightless for row in norms) else kind
 
     def attention(self, named: RowDims, rows: list[Row], window: int | None) -> LayerAttention | None:

@@ -51,7 +51,7 @@ def refuse_flat_parameters(stored: Manifest) -> None:
     flat = next(filter(is_flat_parameter, stored.tensors), None)
     if flat is not None:
         raise UnsupportedError(
-            f"{flat!r} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
+            f"{flat!r} holds all parameters of a module of FSDP1 in one row, but not their names and order",
             hint="say which model it is with --config, or save with StateDictType.SHARDED_STATE_DICT",
         )
 
@@ -75,7 +75,7 @@ def split_flat_parameters(model: Model, stored: Manifest) -> Manifest:
     for prefix, tensor in flat.items():
         for place in _find_places(tensor, members[prefix], ranks or 1, model.architecture):
             tensors[place.name] = Tensor(place.name, tensor.dtype, place.shape, tuple(_list_chunks(tensor, place)))
-    note = f"flat parameters of FSDP1 were taken apart in the order of {model.architecture}; their sizes fit"
+    note = f"flat parameters of FSDP1 were divided in the order of {model.architecture}; their sizes fit"
     training = stored.training and replace(stored.training, states={}, groups=(), notes=(*stored.training.notes, note))
     return replace(stored, tensors=tensors, training=training)
 
@@ -103,7 +103,7 @@ def _find_places(
     raise SourceError(
         f"{flat.name} has {flat.size:,} elements, but the {len(members)} parameters that {architecture} has there have "
         f"{end:,}, or {padded:,} with gaps",
-        hint="some may be frozen or ignored, or the config may be of another model; save with "
+        hint="some may be frozen or ignored, or the config may belong to another model; save with "
         "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
     )
 

@@ -129,7 +129,7 @@ class TextHalf:
     def alone(self) -> Model:
         """Build the text half of a model of which nothing is stored, under the usual names."""
         text = quantise_model(self.build(f"{_USUAL}{self.member.prefix}.", _USUAL), self.config)
-        return self.complete(text, f"of {self.title} only the {self.family.name} inside is counted, and no tower")
+        return self.complete(text, f"only the {self.family.name} inside {self.title} is counted, without its towers")
 
     def complete(self, text: Model, line: str) -> Model:
         """Complete the description of the model around the text half, and say `line` of it."""

@@ -123,22 +123,24 @@ def _parse_line(pattern: str, said: object, path: str) -> NamingLine:
     if not isinstance(to, str) or not isinstance(transposed, bool):
         raise UsageError(f"{where} has to or transposed of the wrong kind")
     if stacked is not None and (not isinstance(stacked, int) or isinstance(stacked, bool)):
-        raise UsageError(f"{where} has stacked = {stacked!r}, which is no dim")
+        raise UsageError(f"{where} has stacked = {stacked!r}, which is not a dim")
     if shape is not None and (
         not isinstance(shape, list)
         or not all(isinstance(extent, int) and not isinstance(extent, bool) and extent >= -1 for extent in shape)
         or shape.count(-1) > 1
     ):
-        raise UsageError(f"{where} has shape = {shape!r}, which is none")
+        raise UsageError(f"{where} has shape = {shape!r}, which is not a shape")
     words = _NUMBER.findall(pattern)
     if len(set(words)) < len(words):
         raise UsageError(f"{where} has one number twice", hint="call each differently; the new name need not have all")
     if not set("{}").isdisjoint(_NUMBER.sub("", to)):
-        raise UsageError(f"{where} has braces in {to!r} that hold no number", hint="numbers are called {n} or {layer}")
+        raise UsageError(
+            f"{where} has braces in {to!r} that do not name a number", hint="numbers are called {n} or {layer}"
+        )
     extra = set(_NUMBER.findall(to)) - set(words)
     if len(extra) != (stacked is not None):
         raise UsageError(
-            f"{where} has {len(extra)} numbers that its pattern has not",
+            f"{where} has {len(extra)} numbers that its pattern does not have",
             hint="the indices of a stacked dim are numbered by the one number that only the new name has",
         )
     return NamingLine(pattern, to, stacked, tuple(shape) if shape is not None else None, transposed)

@@ -149,7 +149,7 @@ class RuleFile:
 
     def _unused(self, used: set[int]) -> tuple[str, ...]:
         return tuple(
-            f"the rule {rule.pattern!r} of {self.path} is used by no tensor"
+            f"the rule {rule.pattern!r} of {self.path} matches no tensor"
             for place, rule in enumerate(self.rules)
             if place not in used
         )

@@ -79,7 +79,7 @@ class _PlanRules:
     def model(self, architecture: str) -> Model:
         """Return the model."""
         tensors = {name: self.tensor(tensor) for name, tensor in self.stored.tensors.items()}
-        warnings = [f"how {architecture} is cut is what {self.plan.source} says; shardctl has no table for it"]
+        warnings = [f"shardctl has no table for {architecture}; its cuts are those of {self.plan.source}"]
         if self.whole:
             warnings.append(
                 f"that plan leaves {format_first_few(list_name_patterns(self.whole))} whole on every tp rank"

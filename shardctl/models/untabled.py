@@ -65,9 +65,13 @@ class UntabledModel:
         repeated = [name for name, tensor in names.items() if len(tensor.spec.where) > 1]
         undecided = list_name_patterns(name for name in names if self.places.is_undecided(name))
         return (
-            f"{line}; layers counted by names: {self.places}",
-            *([f"on every stage that computes with it: {format_first_few(repeated)}"] if repeated else ()),
-            *([f"taken to precede layers, as names leave open: {format_first_few(undecided)}"] if undecided else ()),
+            f"{line}; layers are counted by names: {self.places}",
+            *([f"held by every stage that computes with it: {format_first_few(repeated)}"] if repeated else ()),
+            *(
+                [f"assumed to precede the layers, because names do not say: {format_first_few(undecided)}"]
+                if undecided
+                else ()
+            ),
         )
 
 

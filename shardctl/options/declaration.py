@@ -25,15 +25,15 @@ class HelpPanel(StrEnum):
 
     GENERAL = "Options"
     MESH = "Mesh"
-    PURPOSE = "What the devices are for"
+    PURPOSE = "Workload"
     SERVING = "Serving"
     DEVICES = "Devices"
     TRAINING = "Training"
-    WRITING = "What is written"
+    WRITING = "Output"
     TRIALS = "On devices"
     REPORTS = "Reports"
     EFFORT = "Effort"
-    SOURCE = "How the source is understood"
+    SOURCE = "Source"
 
 
 @dataclass(frozen=True, slots=True)

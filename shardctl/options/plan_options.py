@@ -155,7 +155,7 @@ class PlanOptions:
     ] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        CommandOption(HelpPanel.TRAINING, "Which activations are recomputed instead of kept. Default: none."),
+        CommandOption(HelpPanel.TRAINING, "Which activations to recompute instead of keeping them. Default: none."),
     ] = None
     microbatches: Annotated[
         int | None,
@@ -182,7 +182,7 @@ class PlanOptions:
     ] = None
     offload: Annotated[
         Literal["none", "cpu", "nvme"] | None,
-        CommandOption(HelpPanel.TRAINING, "Where optimizer states are offloaded to. Default: none."),
+        CommandOption(HelpPanel.TRAINING, "Where to offload optimizer states. Default: none."),
     ] = None
     offload_parameters: Annotated[bool, CommandOption(HelpPanel.TRAINING, "Offload parameters as well.")] = False
     gradient_dtype: Annotated[
@@ -190,7 +190,7 @@ class PlanOptions:
         CommandOption(HelpPanel.TRAINING, "Type of gradients. Default: the type that the profile uses."),
     ] = None
     no_sequence_parallel: Annotated[
-        bool, CommandOption(HelpPanel.TRAINING, "Every tp rank repeats norms and dropouts on whole sequences.")
+        bool, CommandOption(HelpPanel.TRAINING, "Compute norms and dropouts on whole sequences on every tp rank.")
     ] = False
     attention: Annotated[
         Literal["fused", "eager"] | None,

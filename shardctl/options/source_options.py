@@ -24,7 +24,7 @@ class SourceOptions:
         Literal["transformers", "names", "none"] | None,
         CommandOption(
             HelpPanel.SOURCE,
-            "Where the rules of a model without a table are from. Default: derived from transformers' plan, "
+            "Where the rules for a model without a table come from. Default: derived from transformers' plan, "
             "names and shapes.",
         ),
     ] = None

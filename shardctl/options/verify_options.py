@@ -87,7 +87,7 @@ class VerifyOptions:
         str | None,
         CommandOption(
             HelpPanel.TRIALS,
-            "Text that source and shards are shown to continue; implies --level forward.",
+            "Text that the source and the shards continue; implies --level forward.",
             metavar="TEXT",
         ),
     ] = None

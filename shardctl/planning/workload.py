@@ -42,8 +42,8 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     _check_about_use(options, use)
     if use == "serve" and not options.search and options.devices not in {None, mesh.world}:
         raise UsageError(
-            f"--gpus {options.devices} is about --search, and the mesh is of {mesh.world:,}",
-            hint=f"add --search, or say what they do, such as --tp {options.devices}",
+            f"--gpus {options.devices} applies to --search, but the mesh has {mesh.world:,} ranks",
+            hint=f"add --search, or divide them, such as with --tp {options.devices}",
         )
     if about.anatomy is None and use == "serve":
         return None
@@ -63,10 +63,10 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         flag = find_flag(PlanOptions, foreign[0])
         here, there = ("serving", "training") if use == "serve" else ("training", "serving")
         other = "train" if use == "serve" else "serve"
-        raise UsageError(f"{flag} is about {there}, and this is about {here}", hint=f"add --for {other}")
+        raise UsageError(f"{flag} applies to {there}, but this plan is for {here}", hint=f"add --for {other}")
     if use == "train" and options.quantised_type is not None:
         raise UsageError(
-            f"--dtype {options.quantised_type} is about serving, and this is about training",
+            f"--dtype {options.quantised_type} applies to serving, but this plan is for training",
             hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
         )
 
@@ -120,7 +120,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
     schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
     if stages > 1 and schedule != "interleaved":
         raise UsageError(
-            f"--vp {stages} is about interleaved pipelines, and this is about {schedule}",
+            f"--vp {stages} applies to the interleaved schedule, not to {schedule}",
             hint="give --schedule interleaved, or leave --schedule out",
         )
     return replace(

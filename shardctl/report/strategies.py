@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def render_comparison(strategies: Sequence[ShardingStrategy]) -> list[RenderableType]:
     """Render what plain data parallelism and each stage of ZeRO leave on a device, and what they send."""
     devices = int(strategies[0].inputs["N"])
-    head = f"states of the model on each of {format_plural(devices, 'device')}, by nothing but data parallelism"
+    head = f"states of the model on each of {format_plural(devices, 'device')}, with data parallelism only"
     rows = [("", "memory", "reduction", "sent each step", "", "formula")]
     for one in strategies:
         relative = f"{one.relative:.2g}x"

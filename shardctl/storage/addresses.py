@@ -47,7 +47,9 @@ def open_source(text: str | Path) -> Source:
 
             return open_cloud(text)
         case other:
-            raise UsageError(f"{other}:// is not a place that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}")
+            raise UsageError(
+                f"{other}:// is not an address that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}"
+            )
 
 
 def check_destination(place: str | Path) -> None:
@@ -58,7 +60,9 @@ def check_destination(place: str | Path) -> None:
     _check_name(place)
     scheme = _parse_scheme(place)
     if scheme not in (None, *SCHEMES):
-        raise UsageError(f"{scheme}:// is not a place that shardctl writes to", hint=_suggest_place(scheme, str(place)))
+        raise UsageError(
+            f"{scheme}:// is not an address that shardctl writes to", hint=_suggest_place(scheme, str(place))
+        )
 
 
 def check_written_file(place: str | Path) -> None:
@@ -66,7 +70,7 @@ def check_written_file(place: str | Path) -> None:
     scheme = _parse_scheme(place)
     if scheme is not None:
         raise UsageError(
-            f"{place} is an address, and only checkpoints are written to such places",
+            f"{place} is an address, but only checkpoints can be written to addresses",
             hint="name a file on this machine",
         )
 

@@ -129,7 +129,7 @@ def parse_toml(data: bytes, where: str, limits: TextLimits, error: type[Shardctl
         _check_memory((_CONTAINER + 4 * _ITEM) * containers + _ITEM * bare.count(","), where, limits, error)
         _check_depth("".join(re.findall(r"[\[\]{}]", bare)), where, limits, error)
         if _LONG_KEY.search(bare):
-            raise error(f"{where} has a key of more than {_KEY_PARTS} parts, of which the parser makes as many tables")
+            raise error(f"{where} has a key of more than {_KEY_PARTS} parts, each of which becomes a table")
         if _TOML_NUMBER.search(bare):
             raise error(f"{where} has a number of more than 4,300 digits")
         return tomllib.loads(text)
@@ -146,8 +146,8 @@ def check_size(size: int, where: str, limits: TextLimits, error: type[ShardctlEr
 def _check_memory(needed: int, where: str, limits: TextLimits, error: type[ShardctlError]) -> None:
     if needed > limits.memory:
         raise error(
-            f"{where} has so many brackets and commas that it would take {format_memory_size(needed)} of memory, "
-            f"and at most {format_memory_size(limits.memory)} are given to it"
+            f"{where} has so many brackets and commas that it would take {format_memory_size(needed)} "
+            f"of memory, more than the {format_memory_size(limits.memory)} that are allowed"
         )
 
 

@@ -76,5 +76,5 @@ def translate_os_errors(path: object, doing: str) -> Iterator[None]:
         kind = AccessError if isinstance(error, PermissionError) else DestinationError
         raise kind(
             f"{doing} {path} failed: {error.strerror}",
-            hint="what was written is kept; once mended, run the same command again",
+            hint="what was written is kept; remove the cause and run the same command again",
         ) from error

@@ -240,7 +240,7 @@ class FileHashes:
             read = file.read_bytes()
         if read < file.promise.size:
             return f"{read:,} of {file.promise.size:,} bytes were read"
-        return "it was not read in order, and not again"
+        return "it was read out of order, and not read again"
 
 
 def _compute_grace(distance: int, size: int) -> float:

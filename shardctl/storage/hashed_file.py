@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MARKS: Final = 64
 """States of a hash kept of one file, from which a part of it is hashed again: each 200 bytes or so, against reading
 more again."""
-_ON_THE_WAY: Final = "something on the way changed it; run again, and if that does not help, fetch it another way"
+_ON_THE_WAY: Final = "it was changed on the way; run again, or download it in another way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def claim_hash(file: HashedFile, start: int, stop: int) -> Iterator[tuple[int | 
 
 def build_change_error(path: str, start: int, stop: int) -> ChangedError:
     """Build the error for a stretch that two reads give differently."""
-    return ChangedError(f"{path}: bytes {start} to {stop - 1} were read twice, and are not the same", hint=_ON_THE_WAY)
+    return ChangedError(f"{path}: bytes {start} to {stop - 1} were read twice with different results", hint=_ON_THE_WAY)
 
 
 def compare_hash(path: str, file: HashedFile) -> None:

@@ -54,7 +54,7 @@ class OrbaxSource(LocalSource):
             self._tensorstore = importlib.import_module("tensorstore")
         except ImportError as error:
             raise UnsupportedError(
-                f"{path} is an Orbax checkpoint, which is read through tensorstore, and that is not installed",
+                f"{path} is an Orbax checkpoint, but tensorstore, which reads it, is not installed",
                 hint="pip install 'shardctl[orbax]'",
             ) from error
         self._arrays: dict[str, StoredArray] | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import PlannedConversion
 
-_NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
+_NOTHING: Final = "--out needs stored tensors and a type that reshard writes"
 
 
 @pause_garbage_collection()
@@ -44,7 +44,7 @@ def plan(
         reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
     if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:
         raise UsageError(
-            "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
+            "--stages applies to one mesh, but --search compares many", hint="name the mesh, or leave --stages out"
         )
     asked = source_options.kv_heads if source_options is not None else None
     source_options = _choose_kv_heads(
@@ -102,7 +102,7 @@ def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> lis
     counts = {section.noun: section.size // section.unit for section in sections}
     written = "; reshard --to ranks needs --kv-heads replicate" if planned.layout == "ranks" else ""
     return [
-        f"{count} {noun} are fewer than {tp} tp ranks: each is on {tp // count} of them, as engines have it{written}"
+        f"{count} {noun} are fewer than {tp} tp ranks, so {tp // count} ranks hold each one, as in engines{written}"
         for noun, count in sorted(counts.items())
     ]
 

@@ -162,7 +162,7 @@ def _collect_answers(ray: Any, done: Sequence[Any]) -> Iterator[tuple[str, ...] 
             words = str(error).strip().splitlines()
             raise TransientError(
                 f"a Ray task died {_RETRIES + 1} times: {words[0] if words else type(error).__name__}",
-                hint="run the same command again: it goes on where this one stopped",
+                hint="run the same command again: it resumes where this one stopped",
             ) from error
 
 

@@ -34,10 +34,12 @@ def require_agreement(tensors: Sequence[Tensor], reader: ByteReader, effort: Exe
         if tensor.ties and len(names) > 1:
             raise SourceError(
                 f"{' and '.join(names)} are tied by config.json, but their stored values {where}",
-                hint="if they are two weights, say so: --config with tie_word_embeddings false",
+                hint="if they are two weights, give a config with tie_word_embeddings false by --config",
             )
         raise SourceError(
             f"{tensor.name}: copies {where}",
-            hint="shardctl verify SRC --level full lists all that differ; --prefer-index takes what an index names, "
-            "and where there is none, give the file that is meant",
+            hint=(
+                "shardctl verify SRC --level full lists all that differ; --prefer-index takes the copy "
+                "that an index names; without an index, give the right file"
+            ),
         )

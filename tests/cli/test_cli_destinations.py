@@ -24,7 +24,9 @@ def nothing_written(tmp_path, monkeypatch):
 def test_reshard_refuses_an_address_of_another_kind(say, source, place, more):
     code, _, err = say("reshard", source, place, *more)
     assert code == 2
-    assert err == f"error: {place.partition(':')[0]}:// is not a place that shardctl writes to\nhint:  {KINDS[place]}\n"
+    assert (
+        err == f"error: {place.partition(':')[0]}:// is not an address that shardctl writes to\nhint:  {KINDS[place]}\n"
+    )
 
 
 @pytest.mark.parametrize("place", KINDS)
@@ -47,7 +49,7 @@ def test_plans_and_reports_are_files_of_this_machine(say, source, verb, option, 
     code, out, err = say(verb, source, option, place)
     assert (code, out) == (2, "")
     assert err == (
-        f"error: {place} is an address, and only checkpoints are written to such places\n"
+        f"error: {place} is an address, but only checkpoints can be written to addresses\n"
         "hint:  name a file on this machine\n"
     )
 

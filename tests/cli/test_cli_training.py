@@ -21,7 +21,7 @@ def test_inspect_tells_writer_step_and_optimizer(say):
             "  weights    5.46 K parameters in 21 tensors, 21.8 kB (21.3 KiB)\n"
             "  dtypes     F32: 21 tensors, 5.46 K parameters, 21.8 kB\n"
             "  writer     torch.distributed.checkpoint (format 1.0.0), 4 ranks\n"
-            "  read as    weights are named by what follows 'app.model' in the keys\n"
+            "  read as    the names of weights are the parts of the keys after 'app.model'\n"
             "  step       2\n"
             "  optimizer  exp_avg: 21 tensors, 21.8 kB\n"
             "             exp_avg_sq: 21 tensors, 21.8 kB\n"
@@ -69,7 +69,7 @@ def test_hugging_face_has_no_place_for_them(say, tmp_path):
     code, out, err = say("reshard", FIXTURES / "fsdp2", tmp_path / "out", "--optimizer-states", "keep", *CONFIG)
     assert (code, out) == (2, "")
     assert err == (
-        "error: layout hf has no place for optimizer states\n"
+        "error: layout hf cannot store optimizer states\n"
         "hint:  use --to ranks, dcp or universal, or leave --optimizer-states out\n"
     )
 

@@ -94,7 +94,7 @@ def test_the_recipe_is_the_one_of_the_page():
 @pytest.mark.parametrize("verb", ["inspect", "plan", "reshard", "verify", "diff", "digest"])
 def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
     said = ask(copied, verb, "--help").stdout
-    panel = said.partition("How the source is understood")[2]
+    panel = said.partition("Source")[2]
     assert "--skip-empty" in panel
     assert "Leave out tensors" in panel
     assert ("--files" in said) is (verb in {"plan", "reshard"})

@@ -103,13 +103,13 @@ def test_serving_replicates_key_value_heads_as_engines_do_and_says_so(say, tmp_p
     (tmp_path / "config.json").write_text((PUBLIC / "qwen3-30b-a3b.json").read_text())
     found = say("plan", tmp_path / "config.json", "--tp", "8", *options)
     assert found.code == code
-    said = "4 key/value heads are fewer than 8 tp ranks: each is on 2 of them, as engines have it\n"
+    said = "4 key/value heads are fewer than 8 tp ranks, so 2 ranks hold each one, as in engines\n"
     assert (said in found.err) == (code == 0)
     if code == 0:
         ranks = json.loads(say("plan", tmp_path / "config.json", "--tp", "8", "--json").out)["ranks"]
         by_hand = json.loads(say("plan", tmp_path / "config.json", "--tp", 8, "--kv-heads=replicate", "--json").out)
         assert ranks == by_hand["ranks"]
-        assert "as engines have it" not in "".join(by_hand["warnings"])
+        assert "as in engines" not in "".join(by_hand["warnings"])
 
 
 def test_a_search_for_serving_ranks_meshes_with_replicated_heads(say):
@@ -172,7 +172,12 @@ def test_the_fewest_devices_for_each_type_stand_with_their_mesh(say):
 @pytest.mark.parametrize(
     ("config", "options", "message", "hint"),
     [
-        ("llama-3.1-8b", ("--gpus", "8"), "--gpus 8 is about --search, and the mesh is of 1", "add --search, or say"),
+        (
+            "llama-3.1-8b",
+            ("--gpus", "8"),
+            "--gpus 8 applies to --search, but the mesh has 1 rank",
+            "add --search, or divide",
+        ),
         ("bert-base", ("--kv-dtype", "fp8"), "--kv-dtype needs a model that generates", "leave it out"),
         ("bert-base", ("--max-seqs", "64"), "--max-seqs needs a model that generates", "leave it out"),
         ("llama-3.1-8b", ("--encoder-len", "64"), "--encoder-len needs a model with an encoder", "leave it out"),
@@ -238,7 +243,7 @@ def test_a_device_that_is_a_size_is_named_once(say):
     [
         (["--encoder-len", "64"], "--encoder-len needs a model with an encoder and a decoder"),
         (["--batch", "8", "--max-seqs", "4"], "--batch 8 is more than --max-seqs 4"),
-        (["--for", "train", "--batched-tokens", "4"], "--batched-tokens is about serving"),
+        (["--for", "train", "--batched-tokens", "4"], "--batched-tokens applies to serving"),
         (["--mesh", ""], "--mesh has an empty value"),
         (["--mesh", "pp=2", "--stages", "0,2"], "--stages 0,2 leaves a stage without layers"),
     ],

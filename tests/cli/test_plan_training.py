@@ -214,16 +214,16 @@ def test_chunks_of_a_stage_are_interleaved(say, document):
     assert document(*options)["purpose"]["workload"]["schedule"] == "interleaved"
     refused = say("plan", *options, "--schedule", "1f1b")
     assert refused.code == 2
-    assert "--vp 2 is about interleaved pipelines" in refused.err
+    assert "--vp 2 applies to the interleaved schedule, not to" in refused.err
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--vp", "2"), "--vp is about training"),
-        (("--attention", "eager"), "--attention is about training"),
-        (("--no-sequence-parallel",), "--no-sequence-parallel is about training"),
-        (("--gradient-dtype", "bf16"), "--gradient-dtype is about training"),
+        (("--vp", "2"), "--vp applies to training"),
+        (("--attention", "eager"), "--attention applies to training"),
+        (("--no-sequence-parallel",), "--no-sequence-parallel applies to training"),
+        (("--gradient-dtype", "bf16"), "--gradient-dtype applies to training"),
     ],
 )
 def test_options_of_training_are_refused_by_their_own_names(say, options, said):
@@ -235,7 +235,7 @@ def test_options_of_training_are_refused_by_their_own_names(say, options, said):
 def test_nothing_is_trained_in_codes(say):
     found = say("plan", LLAMA, "--for", "train", "--dtype", "fp8")
     assert found.code == 2
-    assert "--dtype fp8 is about serving" in found.err
+    assert "--dtype fp8 applies to serving" in found.err
 
 
 def test_a_schedule_is_that_of_a_pipeline(say):

@@ -158,7 +158,7 @@ def test_a_finished_checkpoint_is_replaced_when_the_new_one_is_complete(place, s
     assert "--overwrite" in refused.value.hint
     done = reshard(source, place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))
     assert {key: value for key, value in seen[0].items() if not key.startswith(".shardctl/")} == old
-    assert any("may have seen a part of a checkpoint" in warning for warning in done.warnings)
+    assert any("may have read part of a checkpoint" in warning for warning in done.warnings)
     reshard(source, tmp_path / "one", ONE)
     assert result(place) == on_disk(tmp_path / "one")
     assert verify(place.address("out"), VerifyOptions(against=source)).ok

@@ -413,7 +413,7 @@ def test_small_reads_are_merged(s3, bucket, tmp_path, monkeypatch):
 
 def test_a_key_that_is_no_path_is_named(s3, bucket):
     s3.put_object(Bucket=bucket, Key="m/./z", Body=b"1")
-    with pytest.raises(SourceError, match=r"a key in it is no path: .*\./z") as refused:
+    with pytest.raises(SourceError, match=r"a key in it is not a path: .*\./z") as refused:
         CloudBucket(f"s3://{bucket}/m").objects()
     assert refused.value.hint == "rename that object, or remove it"
 

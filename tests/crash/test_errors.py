@@ -134,7 +134,7 @@ def test_a_link_to_a_directory_is_followed(site):
     [
         (lambda out: out.write_text("mine"), "is not a directory"),
         (lambda out: (out.mkdir(), (out / "thesis.tex").write_text("mine")), "was not written by shardctl"),
-        (lambda out: out.symlink_to("nowhere"), "is a link to nothing"),
+        (lambda out: out.symlink_to("nowhere"), "is a link whose target does not exist"),
     ],
 )
 def test_what_is_not_ours_is_refused_and_left_alone(site, prepare, message):

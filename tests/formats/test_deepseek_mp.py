@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
-from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
+from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -66,10 +66,6 @@ class TestReading:
         with pytest.raises(SourceError, match="without a config, nothing says which model's tensors") as caught:
             digest(place)
         assert "--config" in caught.value.hint
-
-    def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
-        shutil.copy(FIXTURES / "bf16" / "source" / "model.safetensors", place)
-        assert detect_format(LocalSource(place)).name == "safetensors"
 
 
 class TestWriting:
@@ -137,10 +133,8 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="is for DeepSeek-V2 and V3, not for LlamaForCausalLM"):
             reshard(source, tmp_path / "out", reshard_options(2))
 
-    def test_a_file_that_is_missing(self, place):
+    def test_files_that_are_missing(self, place):
         (place / "model1-mp4.safetensors").unlink()
-        with pytest.raises(SourceError, match=r"model1-mp4\.safetensors is missing: 3 of 4 files"):
-            scan_checkpoint(LocalSource(place))
         (place / "model2-mp4.safetensors").unlink()
         with pytest.raises(SourceError, match=r"model1-mp4\.safetensors and 1 more files are missing"):
             scan_checkpoint(LocalSource(place))
@@ -165,16 +159,3 @@ class TestRefusals:
     def test_another_models_config(self, place):
         with pytest.raises(SourceError, match="shape"):
             digest(place, source_options=said("fp8"))
-
-    def test_replicas_that_differ(self, place):
-        arrays = load_file(place / "model3-mp4.safetensors")
-        arrays["layers.1.ffn.gate.weight"] += 1
-        save_file(arrays, place / "model3-mp4.safetensors")
-        with pytest.raises(SourceError, match=r"mlp\.gate\.weight: copies differ"):
-            digest(place, source_options=said("bf16"))
-
-    def test_a_link_that_leaves_the_directory_is_hostile(self, place, tmp_path):
-        (place / "model1-mp4.safetensors").rename(tmp_path / "elsewhere")
-        (place / "model1-mp4.safetensors").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
-            scan_checkpoint(LocalSource(place))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.megatron.legacy_writing import MegatronOptions, _find_end_stages
 from shardctl.libraries.megatron.names import find_engine_name, find_local_name
 from shardctl.libraries.megatron.ranks import build_least_mesh, list_mesh_folders
@@ -237,17 +237,6 @@ class TestWriting:
         assert unlike <= {"vocab_size", "iteration"} | ({"moe_grouped_gemm"} if name == "llama-te" else set())
         assert ours["vocab_size"] == 100
 
-    @pytest.mark.parametrize("name", [*WRITABLE, "premcore-tp2"])
-    def test_there_and_back_is_the_same(self, name, tmp_path):
-        made = reshard(source(name), tmp_path / "mg", reshard_options(name))
-        assert verify(tmp_path / "mg").ok
-        for side in ("config.json", "shardctl.json"):
-            (tmp_path / "mg" / side).unlink()
-        back = reshard(tmp_path / "mg", tmp_path / "hf", ReshardOptions(to="hf"))
-        assert back.record.digest == made.record.digest
-        if not CASES[name].get("dtype"):
-            assert back.record.digest == digest(source(name)).digest
-
     def test_one_mesh_becomes_another_byte_for_byte(self, tmp_path):
         given = source_options("llama-tp2-pp2")
         reshard(FIXTURES / "llama-tp2-pp2", tmp_path / "out", reshard_options("llama-tp4"), source_options=given)
@@ -271,7 +260,7 @@ class TestWriting:
 
     def test_a_rank_of_copies_of_the_last_row_is_refused(self, tmp_path):
         wanted = ReshardOptions(to="megatron", mesh=Mesh.of(tp=4), megatron="padding=last-row")
-        with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with copies"):
+        with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with only copies"):
             reshard(source("llama-tp1"), tmp_path / "out", wanted)
 
     def test_a_sliding_window_travels_in_the_args(self, tmp_path):
@@ -353,15 +342,6 @@ class TestRefusals:
         with pytest.raises(SourceError, match=r"has checkpoint_version 2, but .* 3"):
             scan_checkpoint(LocalSource(written))
 
-    def test_a_file_that_runs_code(self, written):
-        class Attack:
-            def __reduce__(self) -> object:
-                return eval, ("1",)
-
-        change(written, rng_state=Attack())
-        with pytest.raises(HostileError):
-            scan_checkpoint(LocalSource(written))
-
     def test_no_args(self, written):
         change(written, args=None)
         with pytest.raises(SourceError, match="has no args of Megatron-LM, so its mesh is not known"):
@@ -369,7 +349,7 @@ class TestRefusals:
 
     def test_a_tracker_that_names_what_is_not_there(self, written):
         (written / "latest_checkpointed_iteration.txt").write_text("30")
-        with pytest.raises(SourceError, match="names iter_0000030, of which there are no ranks"):
+        with pytest.raises(SourceError, match=r"names iter_0000030, but only .* has files of ranks"):
             scan_checkpoint(LocalSource(written))
 
     @pytest.mark.parametrize(
@@ -379,7 +359,7 @@ class TestRefusals:
             (ReshardOptions(mesh=Mesh.of(pp=3)), "4 layers cannot be divided evenly over 3 stages"),
             (
                 ReshardOptions(mesh=Mesh.of(pp=4), stages="1,1,1,1", megatron="virtual=2"),
-                "virtual=2 needs --pp, and no --stages",
+                "virtual=2 needs --pp and excludes --stages",
             ),
             (ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), "not of fsdp"),
             (ReshardOptions(megatron="layers=flash"), "cannot read part 'layers=flash' of --megatron"),
@@ -417,7 +397,7 @@ class TestRefusals:
             (
                 "llama",
                 {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-                "rotary embeddings of the type 'linear'",
+                "rotary embeddings of type 'linear'",
             ),
             ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "only some layers have a window"),
         ],
@@ -462,7 +442,7 @@ class TestNames:
 
     def test_args_that_say_endless_ranks_are_refused_at_once(self, written):
         change(written, args_pipeline_model_parallel_size=1 << 19, args_expert_model_parallel_size=1 << 19)
-        with pytest.raises(SourceError, match=r"args that cannot be: a mesh of 2[0-9,]+ ranks is larger"):
+        with pytest.raises(SourceError, match=r"impossible args: a mesh of 2[0-9,]+ ranks is larger"):
             scan_checkpoint(LocalSource(written))
 
     def test_what_is_asked_for(self):
@@ -482,7 +462,7 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
 def test_a_vocabulary_that_is_said_too_small_is_noticed():
     """What is left behind as padding is not zero then; it may also be padding that was trained, so it is a warning."""
     with open_checkpoint(FIXTURES / "mistral-tp2", SourceOptions(true_vocab=50)) as checkpoint:
-        (said,) = [text for text in checkpoint.manifest.warnings if "behind the last token are not zero" in text]
+        (said,) = [text for text in checkpoint.manifest.warnings if "after the last token are not zero" in text]
     assert "--true-vocab" in said
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 from stored_bytes import scan
 
 from fixtures.meta import make as make_meta
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.meta.params import MetaParams
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -75,20 +72,6 @@ def test_a_missing_file_in_the_middle_is_named(place):
     for rank in (3, 4):
         shutil.copy(place / "consolidated.01.pth", place / f"consolidated.{rank:02d}.pth")
     with pytest.raises(SourceError, match=r"consolidated\.02\.pth is missing, but consolidated\.04\.pth is there"):
-        scan(place)
-
-
-def test_a_missing_file_at_the_end_is_named(place):
-    (place / "consolidated.01.pth").unlink()
-    with pytest.raises(
-        SourceError, match=r"consolidated\.01\.pth is missing: .*wo.weight is \[32, 16\].* one of 2 parts"
-    ):
-        scan(place)
-
-
-def test_a_missing_first_file_is_named(place):
-    (place / "consolidated.00.pth").unlink()
-    with pytest.raises(SourceError, match=r"consolidated\.00\.pth is missing"):
         scan(place)
 
 
@@ -168,27 +151,6 @@ def test_without_params_the_names_stay_metas(place):
     found = inspect(place)
     assert found.architecture == ""
     assert "layers.0.attention.wq.weight" in {line.name for line in found.tensors}
-
-
-class _Evil:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/owned-by-meta",)
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_a_pickle_that_runs_code_is_hostile(place, protocol):
-    with zipfile.ZipFile(place / "consolidated.01.pth", "w") as archive:
-        archive.writestr("consolidated/data.pkl", pickle.dumps({"norm.weight": _Evil()}, protocol))
-        archive.writestr("consolidated/version", "3\n")
-    with pytest.raises(HostileError, match=r"consolidated\.01\.pth"):
-        scan(place)
-
-
-def test_a_link_that_leaves_the_directory_is_hostile(place, tmp_path):
-    (place / "consolidated.01.pth").rename(tmp_path / "elsewhere.pth")
-    (place / "consolidated.01.pth").symlink_to(tmp_path / "elsewhere.pth")
-    with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
-        scan(place)
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "norm_eps", "multiple_of", "ffn_dim_multiplier", "hidden_dim"])

@@ -105,7 +105,7 @@ def test_without_tensorstore_that_is_said(place, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(UnsupportedError, match="read through tensorstore, and that is not installed") as caught:
+    with pytest.raises(UnsupportedError, match="but tensorstore, which reads it, is not installed") as caught:
         open_source(place)
     assert "shardctl[orbax]" in caught.value.hint
 
@@ -174,13 +174,13 @@ class TestNames:
             ('"**" = "x"', "calls two arrays x"),
             ('"**" = 3', "is not understood"),
             ('"**" = { to = "x", turned = true }', "is not understood"),
-            ('"**" = { to = "x.{n}" }', "1 numbers that its pattern has not"),
+            ('"**" = { to = "x.{n}" }', "1 numbers that its pattern does not have"),
             ('"a.{n}.{n}" = "x.{n}"', "has one number twice"),
-            ('"**" = "x.{N}"', "braces in 'x.{N}' that hold no number"),
-            ('"**" = "x{"', "braces in 'x{' that hold no number"),
-            ('"**" = { to = "x", stacked = 0 }', "0 numbers that its pattern has not"),
-            ('"**" = { to = "x.{n}", stacked = true }', "stacked = True, which is no dim"),
-            ('"**" = { to = "x", shape = [-1, -1] }', "which is none"),
+            ('"**" = "x.{N}"', "braces in 'x.{N}' that do not name a number"),
+            ('"**" = "x{"', "braces in 'x{' that do not name a number"),
+            ('"**" = { to = "x", stacked = 0 }', "0 numbers that its pattern does not have"),
+            ('"**" = { to = "x.{n}", stacked = true }', "stacked = True, which is not a dim"),
+            ('"**" = { to = "x", shape = [-1, -1] }', "which is not a shape"),
             ('"up.kernel" = { to = "x", transposed = true }\n"**" = ""', "transposes up.kernel, but it is"),
             ('"up.kernel" = { to = "x", shape = [5] }\n"**" = ""', r"sees up.kernel as \[5\]"),
             ('"up.kernel" = { to = "x.{n}", stacked = 3 }\n"**" = ""', "stacked = 3 of up.kernel"),

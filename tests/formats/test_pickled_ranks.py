@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import re
 import shutil
 import zipfile
@@ -243,21 +241,6 @@ def test_the_config_that_verl_keeps_is_found(place):
     assert scan(found).own_config.values == json.loads((DCP / "config.json").read_text())
 
 
-class _Evil:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/owned-by-a-rank",)
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_a_pickle_that_runs_code_is_hostile(place, protocol):
-    found = place("tp")
-    with zipfile.ZipFile(found / "model_rank1.pt", "w") as archive:
-        archive.writestr("model_rank1/data.pkl", pickle.dumps({"model.norm.weight": _Evil()}, protocol))
-        archive.writestr("model_rank1/version", "3\n")
-    with pytest.raises(HostileError, match=r"model_rank1\.pt"):
-        scan(found)
-
-
 def edited(path: Path, old: bytes, new: bytes) -> None:
     """Replace bytes of the pickle in an archive; the rest stays."""
     with zipfile.ZipFile(path) as archive:
@@ -290,14 +273,6 @@ def test_descriptions_that_do_not_fit_are_refused(place, old, new, error, messag
     for rank in range(2):
         edited(found / f"model_rank{rank}.pt", old, new)
     with pytest.raises(error, match=message):
-        scan(found)
-
-
-def test_a_link_that_leaves_the_directory_is_hostile(place, tmp_path):
-    found = place("tp")
-    (found / "model_rank1.pt").rename(tmp_path / "elsewhere.pt")
-    (found / "model_rank1.pt").symlink_to(tmp_path / "elsewhere.pt")
-    with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
         scan(found)
 
 

@@ -17,7 +17,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.libraries.vllm.arrays import FAMILIES
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -97,9 +97,10 @@ def renamed(at: Path, old: str, new: str) -> None:
 class TestReading:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
-        reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
+        made = reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
         assert unequal(ours, theirs) == []
+        assert made.record.digest == digest(source(owner)).digest
 
     @pytest.mark.parametrize("profile", ["0.25", "0.11"])
     def test_inspect_says_which_version_has_such_arrays(self, profile):
@@ -134,11 +135,6 @@ class TestReading:
         assert unequal(ranks(tmp_path / "parts"), ranks(FIXTURES / "llama" / "0.25-tp2")) == []
         assert digest(tmp_path / "parts").digest == digest(source("llama/")).digest
 
-    def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
-        at = place("llama/0.25-tp2")
-        shutil.copy(source("llama/") / "model.safetensors", at)
-        assert detect_format(LocalSource(at)).name == "safetensors"
-
     def test_a_file_alone_is_a_safetensors_file(self):
         at = FIXTURES / "llama" / "0.25-tp2" / "model-rank-0-part-0.safetensors"
         assert detect_format(LocalSource(at)).name == "safetensors"
@@ -157,15 +153,6 @@ class TestWriting:
     def test_files_that_are_no_weights_travel_both_ways(self, given, asked, tmp_path):
         reshard(FIXTURES / "llama" / given, tmp_path / "out", asked)
         assert (tmp_path / "out" / "vocab.txt").read_bytes() == (FIXTURES / "llama/hf/vocab.txt").read_bytes()
-
-    @pytest.mark.parametrize("owner", OWNERS)
-    def test_there_and_back_is_the_same(self, owner, tmp_path):
-        reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
-        made = reshard(tmp_path / "hf", tmp_path / "again", reshard_options(owner))
-        assert verify(tmp_path / "again", VerifyOptions(against=str(FIXTURES / owner))).ok
-        assert made.record.digest == digest(FIXTURES / owner).digest == digest(source(owner)).digest
-        if owner in WRITTEN:
-            assert unequal(ranks(tmp_path / "again"), ranks(FIXTURES / owner)) == []
 
     @pytest.mark.parametrize(
         ("owner", "want"),
@@ -220,9 +207,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("owner", "mesh", "message"),
         [
-            ("llama/", Mesh.of(pp=2, tp=2), "no pp=2: every stage would write the same names"),
-            ("llama/", Mesh.of(dp=2, tp=2), "no dp=2: every replica loads the same directory"),
-            ("llama/", Mesh.of(fsdp=2), "no fsdp=2: vLLM does not cut weights so"),
+            ("llama/", Mesh.of(pp=2, tp=2), "pp=2 is not possible: every stage would write the same names"),
+            ("llama/", Mesh.of(dp=2, tp=2), "dp=2 is not possible: every replica loads the same directory"),
+            ("llama/", Mesh.of(fsdp=2), "fsdp=2 is not possible: vLLM does not cut weights this way"),
             ("llama/", Mesh.of(tp=3), "pads 100 rows to 128, which tp=3 does not divide"),
             ("llama/", Mesh.of(tp=16), "8 attention heads cannot be divided over tp=16"),
             ("mixtral/", Mesh.of(tp=4, ep=2), "over all ranks of tp or over none, but the mesh is tp4 x ep2"),
@@ -267,7 +254,7 @@ class TestRefusals:
 
     def test_a_quantised_model(self, tmp_path):
         fp8 = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
-        with pytest.raises(UnsupportedError, match="quantised weights an order of their own"):
+        with pytest.raises(UnsupportedError, match="vLLM reorders quantised weights"):
             reshard(fp8, tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     @pytest.mark.parametrize(
@@ -314,7 +301,7 @@ class TestRefusals:
     def test_arrays_of_a_version_that_is_not_known(self, place, owner, old, new, message):
         at = place(owner)
         renamed(at, old, new)
-        with pytest.raises(UnsupportedError, match=f"no version of vLLM that is known: .*{message}"):
+        with pytest.raises(UnsupportedError, match=f"no known version of vLLM: .*{message}"):
             scan_checkpoint(LocalSource(at))
 
     def test_an_array_too_many_and_one_too_few(self, place):
@@ -348,12 +335,6 @@ class TestRefusals:
         change(at, 1, **{name: torch.ones(4, 32).bfloat16()})
         with pytest.raises(UnsupportedError, match=r"rank1/.*w2_bias .*other values"):
             digest(at)
-
-    def test_a_file_that_is_missing(self, place):
-        at = place("llama/0.25-tp8")
-        (at / "model-rank-3-part-0.safetensors").unlink()
-        with pytest.raises(SourceError, match=r"no file of rank 3, but model-rank-7-part-0\.safetensors is there"):
-            scan_checkpoint(LocalSource(at))
 
     def test_the_last_rank_that_is_missing(self, place):
         """The shapes then are those of another number of ranks."""

@@ -61,7 +61,7 @@ def test_a_file_that_was_proved_is_not_read_again(hub, files, tmp_path):
     done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes >= len(files[one]) * 0.9
     assert hub.sent["cdn"] - before < sum(len(files[path]) for path in others) * 1.1
-    assert done.notes == ("8 files from the Hub, all with the hashes that it promises",)
+    assert done.notes == ("8 files from the Hub, all with the expected hashes",)
 
 
 def test_with_allow_unverified_everything_is_kept_and_said(hub, files, tmp_path):

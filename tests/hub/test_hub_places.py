@@ -69,7 +69,7 @@ def test_what_does_not_look_like_a_model_of_the_hub_is_a_path(hub, tmp_path, mon
 
 
 def test_places_that_nobody_knows():
-    with pytest.raises(UsageError, match="ftp:// is not a place that shardctl reads"):
+    with pytest.raises(UsageError, match="ftp:// is not an address that shardctl reads"):
         open_source("ftp://server/model")
 
 

@@ -54,4 +54,4 @@ def test_the_result_says_where_it_came_from_and_what_was_proved(hub, files, tmp_
     done = reshard(NAME, tmp_path / "out")
     commit = hub.repositories[NAME].references["main"]
     assert done.record.source["address"] == f"hf://{NAME}@{commit}"
-    assert done.notes == (f"{len(files)} files from the Hub, all with the hashes that it promises",)
+    assert done.notes == (f"{len(files)} files from the Hub, all with the expected hashes",)

@@ -90,7 +90,7 @@ def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, ri
 def test_large_ones_are_refused_there(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_WHOLE", 1000)
     hub.fail("cdn", *[server.ignored_range] * 50)
-    with pytest.raises(SourceError, match=r"a part of .* was asked for, and all of it came back") as refused:
+    with pytest.raises(SourceError, match=r"a part of .* was requested, but all of it was sent") as refused:
         reshard(NAME, tmp_path / "out", TP2)
     assert "proxy" in refused.value.hint
     assert not (tmp_path / "out").exists()
@@ -160,7 +160,7 @@ def test_the_same_command_goes_on_after_it(hub, tmp_path):
     hub._faults.clear()
     done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes
-    assert done.notes == ("8 files from the Hub, all with the hashes that it promises",)
+    assert done.notes == ("8 files from the Hub, all with the expected hashes",)
     assert content(tmp_path / "out") == content(tmp_path / "all")
 
 
@@ -224,7 +224,7 @@ def test_one_wrong_bit_in_a_config_is_found(hub):
 def test_the_hub_is_not_there(hub, monkeypatch):
     hub.close()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(TransientError, match=r"is no path here, and .* cannot be reached") as trouble:
+    with pytest.raises(TransientError, match=r"is not a path here, and .* cannot be reached") as trouble:
         inspect(NAME)
     assert "HF_HUB_OFFLINE" in trouble.value.hint
 

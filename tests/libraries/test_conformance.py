@@ -5,12 +5,15 @@ A library that is added to the catalogue without a sample fails here.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
 import time
+import zipfile
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -131,7 +134,9 @@ class TestReader:
 
     def test_a_missing_file_is_an_error_that_names_it(self, made, tmp_path, shardctl, name):
         sample = READERS[name]
-        for path, code, said, expected in _damaged(made(name), tmp_path, shardctl, sample, None):
+        for path, code, said, expected in _damaged(
+            made(name), tmp_path, shardctl, sample, lambda path, _: path.unlink()
+        ):
             if matches(path, sample.ignored | sample.optional):
                 assert (code, said) == (0, expected), f"{path}: {said}"
             else:
@@ -143,7 +148,10 @@ class TestReader:
     @pytest.mark.parametrize("damage", DAMAGES)
     def test_a_damaged_file_is_an_error_that_names_it(self, made, tmp_path, shardctl, name, damage):
         sample = READERS[name]
-        for path, code, said, expected in _damaged(made(name), tmp_path, shardctl, sample, DAMAGES[damage]):
+        harm = DAMAGES[damage]
+        for path, code, said, expected in _damaged(
+            made(name), tmp_path, shardctl, sample, lambda path, data: path.write_bytes(harm(data))
+        ):
             if matches(path, sample.ignored):
                 assert (code, said) == (0, expected), f"{path}: {said}"
             elif code == 0:  # what no tensor needs: the last byte of a page, say
@@ -153,6 +161,44 @@ class TestReader:
             else:
                 assert code == 4, f"{path}: {said}"
                 assert path in said or (matches(path, sample.said) or path) in said
+
+    def test_a_pickle_that_runs_code_is_hostile_and_does_not_run(self, made, tmp_path, shardctl, name):
+        sample, mark = READERS[name], tmp_path / "ran"
+
+        def harm(path, data):
+            evil = pickle.dumps({"weight": RunsCode(f"touch {mark}")}, protocol=2)
+            path.write_bytes(archive(evil) if data.startswith(b"PK") else evil)
+
+        for path, code, said, expected in _damaged(made(name), tmp_path, shardctl, sample, harm, only=is_pickle):
+            if matches(path, sample.ignored):
+                assert (code, said) == (0, expected), f"{path}: {said}"
+            else:
+                assert code == 4, f"{path}: {said}"
+                assert path in said
+                assert "which runs code" in said
+            assert not mark.exists(), path
+
+    def test_a_link_that_leaves_the_directory_is_hostile(self, made, tmp_path, shardctl, name):
+        sample = READERS[name]
+
+        def harm(path, _):
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+
+        for path, code, said, expected in _damaged(made(name), tmp_path, shardctl, sample, harm):
+            if code == 0:
+                assert matches(path, sample.ignored), path
+                assert said == expected, path
+            else:
+                assert code == 4, f"{path}: {said}"
+                assert f"{path} is a link that leaves the checkpoint's directory" in said
+
+    def test_other_safetensors_files_beside_it_are_the_checkpoint(self, made, tmp_path, name):
+        if not _names_safetensors(name):
+            return
+        copy = shutil.copytree(made(name), tmp_path / "copy")
+        shutil.copy(WRITERS[name].model / "model.safetensors", copy)
+        assert detect_format(open_source(copy)).name == "safetensors"
 
     def test_replicas_that_differ_are_an_error(self, made, tmp_path, shardctl, name):
         sample = READERS[name]
@@ -189,8 +235,32 @@ def _copies(tensor):
     return None
 
 
-def _damaged(folder, tmp_path, shardctl, sample, damage):
-    """Damage one file after another, or remove it; gives what `digest` said, and what it says of the sound checkpoint.
+class RunsCode:
+    """Runs a command of the shell when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def archive(data):
+    """A file of `torch.save` with the pickle `data`."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as records:
+        records.writestr("archive/data.pkl", data)
+        records.writestr("archive/version", "3\n")
+    return made.getvalue()
+
+
+def is_pickle(path):
+    """Whether a file is one of `torch.save`, or a pickle; items of `.distcp` files are at offsets of their own."""
+    return path.suffix not in {".distcp", ".safetensors"} and path.read_bytes().startswith((b"PK", b"\x80"))
+
+
+def _damaged(folder, tmp_path, shardctl, sample, harm, only=lambda _: True):
+    """Harm one file after another; gives what `digest` said, and what it says of the sound checkpoint.
 
     Of files that have the same name in many folders, two stand for all.
     """
@@ -199,11 +269,12 @@ def _damaged(folder, tmp_path, shardctl, sample, damage):
     assert code == 0
     paths = sorted(path for path in copy.rglob("*") if path.is_file())
     for path in [path for path in paths if path in [other for other in paths if other.name == path.name][:2]]:
+        if not only(path):
+            continue
         sound = path.read_bytes()
-        path.unlink()
-        if damage is not None:
-            path.write_bytes(damage(sound))
+        harm(path, sound)
         yield (path.relative_to(copy).as_posix(), *shardctl("digest", copy, *sample.arguments), expected)
+        path.unlink(missing_ok=True)
         path.write_bytes(sound)
 
 

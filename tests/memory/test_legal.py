@@ -47,14 +47,14 @@ def test_each_stage_has_a_layer():
     law = AllowedDegrees(llama_405b())
     assert law.degrees("pp", 130) == tuple(range(1, 127))
     assert str(law.refuse(Mesh.of(pp=128))) == (
-        "pp=128 needs at least 128 layers, and the model has 126; pp can be 1 to 126"
+        "pp=128 needs at least 128 layers, but the model has 126; pp can be 1 to 126"
     )
 
 
 def test_a_ring_shares_out_the_sequence():
     law = AllowedDegrees(stock(LLAMA_3_8B), sequence=24)
     assert law.degrees("cp", 12) == (1, 2, 3, 4, 6, 12)
-    assert "cp=5 shares out 10 equal parts of a sequence, and it has 24 tokens" in str(law.refuse(Mesh.of(cp=5)))
+    assert "cp=5 divides a sequence into 10 equal parts, but it has 24 tokens" in str(law.refuse(Mesh.of(cp=5)))
     assert AllowedDegrees(stock(LLAMA_3_8B)).allows("cp", 5)
 
 

@@ -225,9 +225,9 @@ def test_meshes_are_compared_at_equal_tokens():
         each = set_equal_tokens(work, mesh, 128)
         replicas = mesh.degree("dp") * mesh.degree("fsdp")
         assert each.microbatches * each.micro_batch * replicas == 128
-    with pytest.raises(UsageError, match="12 sequences are no whole number of microbatches of 2 for each of 4"):
+    with pytest.raises(UsageError, match="12 sequences cannot be divided into microbatches of 2 for each of 4"):
         set_equal_tokens(work, Mesh.of(dp=4), 12)
-    with pytest.raises(UsageError, match="no whole number"):
+    with pytest.raises(UsageError, match="cannot be divided"):
         set_equal_tokens(work, Mesh.of(dp=4), 0)
 
 

@@ -80,7 +80,7 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
 
 
 def test_stages_are_those_of_a_mesh():
-    with pytest.raises(UsageError, match="--stages is about one mesh"):
+    with pytest.raises(UsageError, match="--stages applies to one mesh"):
         plan(
             SMALL / "llama.json",
             ReshardOptions(stages="1,1"),

@@ -82,8 +82,8 @@ def test_logits_are_held_as_often_as_the_schedule_makes_them_wait(schedule, virt
 
 
 def test_what_cannot_be_shared_out_is_refused():
-    with pytest.raises(UsageError, match="3 model chunks per stage need as many layers, and a stage has 1"):
+    with pytest.raises(UsageError, match="3 model chunks per stage need at least as many layers, but a stage has 1"):
         ranks("llama", Mesh.of(pp=2), TrainingWorkload(64, schedule="interleaved", virtual_stages=3), [1, 1])
-    with pytest.raises(UsageError, match="6 equal parts of a sequence, and it has 64 tokens") as raised:
+    with pytest.raises(UsageError, match="6 equal parts, but it has 64 tokens") as raised:
         ranks("llama", Mesh.of(cp=3), TrainingWorkload(64), [2])
     assert raised.value.hint == "use --seq-len 66"

@@ -139,7 +139,7 @@ def test_what_is_assumed_is_said(tmp_path):
     with open_checkpoint(tmp_path, SourceOptions(described=True)) as checkpoint:
         said = [warning for warning in checkpoint.manifest.warnings if "assumed" in warning]
     values = "vocab_size = 151936, num_experts = 128"
-    assert said == [f"config.json does not say everything; as its class in transformers does, {values} is assumed"]
+    assert said == [f"config.json lacks some keys; {values} is assumed, as by its class in transformers"]
     config["num_local_experts"] = 4
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 64}))
     with open_checkpoint(tmp_path, SourceOptions(described=True)) as checkpoint:

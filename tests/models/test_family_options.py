@@ -125,7 +125,7 @@ def test_a_model_that_sees_is_tied_where_transformers_ties_it(name, own, inner):
 
 @pytest.mark.parametrize("kind", ["text_config", "vision_config"])
 def test_a_text_or_vision_model_that_is_not_known_is_named(kind):
-    with pytest.raises(UnsupportedError, match=r"of type swin.*, which is not known yet"):
+    with pytest.raises(UnsupportedError, match=r"of type swin.*, a combination that shardctl does not know"):
         describe_model(fixture("llava", **{kind: {**fixture("llava")[kind], "model_type": "swin"}}))
 
 

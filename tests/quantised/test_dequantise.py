@@ -106,8 +106,8 @@ def test_what_is_read_are_the_bytes_of_the_codes(quantised, tmp_path):
 def test_what_no_weight_is_worked_out_of_is_named(quantised, tmp_path):
     done = reshard(quantised("modelopt-fp8"), tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
     (warning,) = done.warnings
-    assert warning.startswith("the result has no place for model.layers.0.self_attn.q_proj.input_scale, ")
-    assert "the values of 14 quantised weights were worked out as BF16" in done.notes
+    assert warning.startswith("the result leaves out model.layers.0.self_attn.q_proj.input_scale, ")
+    assert "14 quantised weights were decoded to BF16" in done.notes
     assert not reshard(quantised("gptq-4"), tmp_path / "gptq", ReshardOptions(to="hf", dtype="bf16")).warnings
 
 

@@ -439,7 +439,7 @@ class TestOtherwiseForSomeModules:
             ({"quant_method": "auto-round", "bits": 16}, UnsupportedError, "weights of 16 bits"),
             (quark("fp6_e2m3", "per_group"), UnsupportedError, "Quark's fp6_e2m3 per group is not known"),
             (quark("fp8_e4m3", "per_block"), SourceError, "no block_size"),
-            ({"quant_method": "quark"}, UnsupportedError, "of no weights that they are quantised"),
+            ({"quant_method": "quark"}, UnsupportedError, "names no quantised weights"),
         ],
     )
     def test_what_is_not_known_is_named(self, settings, error, message):

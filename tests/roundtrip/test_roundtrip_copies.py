@@ -56,7 +56,7 @@ def test_different_values_are_an_error_that_names_both_files(source, tmp_path, s
         code, said = shardctl(*verb)
         assert code == 4, said
         assert f"error: both: copies differ in 2 elements, first at [0:1, 0:1] in {first} and {second}" in said
-        assert "--prefer-index takes what an index names" in said
+        assert "--prefer-index takes the copy that an index names" in said
     assert not (tmp_path / "out").exists()
     code, said = shardctl("verify", path, "--level", "full")
     assert code == 3
@@ -109,7 +109,7 @@ def test_without_an_index_equal_values_are_one_tensor_and_it_is_said(tmp_path, k
     first, second = write(tmp_path / "source", kind, {"a": ONE, "both": TWO}, {"b": ONE, "both": TWO}, index=False)
     code, said = shardctl("reshard", tmp_path / "source", tmp_path / "out", "--to", "hf")
     assert code == 0, said
-    assert f"'both': in two files each, such as {first} and {second}, and no index says which counts" in said
+    assert f"'both': each is in two files, such as {first} and {second}, and no index says which to use" in said
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["both"], TWO)
     assert shardctl("verify", tmp_path / "source", "--level", "full")[0] == 0
     assert shardctl("diff", tmp_path / "source", tmp_path / "out")[0] == 0

@@ -149,15 +149,15 @@ class TestPipelineStages:
             "last_norm.bias",
             "to_logits.weight",
         }
-        assert "layers counted by names: 11 of stack.*" in done.warnings[0]
-        assert done.warnings[1:] == ("taken to precede layers, as names leave open: seen, scale",)
+        assert "layers are counted by names: 11 of stack.*" in done.warnings[0]
+        assert done.warnings[1:] == ("assumed to precede the layers, because names do not say: seen, scale",)
 
     def test_the_plan_says_it_in_text_and_in_json(self, unknown, capfd):
         assert run(["plan", str(unknown), "--pp", "2", "--json"]) == 0
         captured = capfd.readouterr()
-        assert "layers counted by names: 11 of stack.*" in json.loads(captured.out)["warnings"][0]
+        assert "layers are counted by names: 11 of stack.*" in json.loads(captured.out)["warnings"][0]
         assert run(["plan", str(unknown), "--pp", "2"]) == 0
-        assert "layers counted by names: 11 of stack.*" in capfd.readouterr().err
+        assert "layers are counted by names: 11 of stack.*" in capfd.readouterr().err
 
     def test_more_stages_than_layers_are_refused(self, unknown, tmp_path):
         with pytest.raises(UsageError, match="pp=12 needs at least 12 layers, but the model has 11"):
@@ -256,7 +256,7 @@ def test_a_rule_file_without_layers_leaves_counting_them_to_names(unknown, tmp_p
     reading = SourceOptions(rules=tmp_path / "rules.toml")
     both = ReshardOptions(mesh=Mesh.of(tp=2, pp=2))
     done = reshard(unknown, tmp_path / "ranks", both, source_options=reading)
-    assert done.warnings == ("layers counted by names, as no rule says where they are: 11 of stack.*",)
+    assert done.warnings == ("layers are counted by names, because no rule says where they are: 11 of stack.*",)
     last = read_ranks(tmp_path / "ranks", 4)[3]
     assert "to_logits.weight" in last
     assert "tok_embed.weight" not in last

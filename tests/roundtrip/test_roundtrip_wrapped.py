@@ -145,5 +145,5 @@ def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towe
     found = json.loads(capfd.readouterr().out)
     counted = sum(tensor.numel() for tensor in stored(alone).values())
     assert found["parameters"] == counted
-    line = f"of {name}ForConditionalGeneration only the {TEXTS[name]} inside is counted, and no tower"
+    line = f"only the {TEXTS[name]} inside {name}ForConditionalGeneration is counted, without its towers"
     assert line in found["warnings"]

@@ -16,8 +16,8 @@ from shardctl.verbs.inspect import inspect
 from shardctl.verbs.verify import verify
 
 QUANTISED = (
-    "config.json says that weights are quantised, and the files hold none that are: "
-    "take quantization_config out of it, or the quantised files may be elsewhere"
+    "config.json says that the weights are quantised, but the files hold no quantised weights; "
+    "remove quantization_config from it, or give the quantised files"
 )
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 
@@ -51,10 +51,10 @@ def unknown(layers=2, experts=0, rows=16):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"num_hidden_layers": 3}, "config.json declares 3 layers, and the files hold 2 of model.layers"),
-        ({"num_experts": 5}, "config.json declares 5 experts, and the files hold 4"),
-        ({"vocab_size": 32}, "config.json declares a vocabulary of 32, and model.embed_tokens.weight has 16 rows"),
-        ({"eos_token_id": [3, 16]}, "config.json has eos_token_id 16, and the vocabulary has 16 rows"),
+        ({"num_hidden_layers": 3}, "config.json declares 3 layers, but the files hold 2 of model.layers"),
+        ({"num_experts": 5}, "config.json declares 5 experts, but the files hold 4"),
+        ({"vocab_size": 32}, "config.json declares a vocabulary of 32, but model.embed_tokens.weight has 16 rows"),
+        ({"eos_token_id": [3, 16]}, "config.json has eos_token_id 16, but the vocabulary has only 16 rows"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             QUANTISED,
@@ -83,7 +83,7 @@ def test_tokens_without_a_row_are_named(tmp_path):
     added = {"added_tokens": [{"id": rows}], "model": {"vocab": {"a": 0}}}
     path = write(tmp_path / "model", config, tokenizer=added, generation_config={"pad_token_id": rows})
     found = list_config_findings(path)
-    assert f"generation_config.json has pad_token_id {rows}, and the vocabulary has {rows} rows" in found
+    assert f"generation_config.json has pad_token_id {rows}, but the vocabulary has only {rows} rows" in found
     assert any(message.startswith(f"tokenizer.json has token {rows}") for message in found)
 
 

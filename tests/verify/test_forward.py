@@ -154,7 +154,7 @@ def test_bf16_has_a_criterion_of_its_own(made, name):
 def test_bf16_says_nothing_of_experts(made):
     result = run(made("mixtral"), made("mixtral", "tp=2"), dtype="bf16")
     assert result.status == "skipped"
-    assert "router pick other experts" in result.reason
+    assert "routers choose other experts" in result.reason
 
 
 def test_the_result_says_what_ran(made):

@@ -92,7 +92,7 @@ def test_a_class_none_of_whose_modules_computes_with_parts_is_said(made, monkeyp
     monkeypatch.setattr("shardctl.verify.forward.executor.find_leaf", lambda *_: None)
     result = run(*made("llama"))
     assert result.worst.error == 0
-    assert "no module computed with the part of a rank: every weight was put together" in result.notes
+    assert "no module computed with the part of one rank; every weight was joined" in result.notes
 
 
 def test_weights_that_code_reaches_for_are_put_together_and_that_is_said(made):
@@ -123,7 +123,7 @@ def test_a_model_that_reaches_for_weights_outside_of_blocks_runs_all_the_same(ma
     monkeypatch.setattr(kind, "forward", forward_with_embedding)
     result = run(*made("llama"))
     assert result.status == "passed", result.findings
-    assert any("outside of blocks stays in memory" in note for note in result.notes)
+    assert any("outside of blocks stay in memory" in note for note in result.notes)
     assert 0 < result.output_error < 1e-5
 
 
@@ -163,7 +163,7 @@ def test_shards_that_speak_otherwise_are_seen_to(speaking, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("llama", "the tokenizer of .* cannot be loaded"), ("bert", "BertForMaskedLM does not continue texts")],
+    [("llama", "the tokenizer of .* cannot be loaded"), ("bert", "BertForMaskedLM cannot generate text")],
 )
 def test_a_prompt_that_cannot_be_continued_is_no_failure_and_is_said(made, name, why):
     result = run(*made(name), prompt="the cat sat", tokens=3)

@@ -58,7 +58,7 @@ def test_ranks_that_cannot_begin_in_processes_are_run_in_one_and_that_is_said(ma
     result = run(*made("llama", "pp=2,tp=2"), processes=4)
     assert result.status == "passed"
     assert result.engine.startswith("4 virtual ranks")
-    assert result.notes[0].startswith("no process for each rank, all of them in this one: ")
+    assert result.notes[0].startswith("all ranks ran in one process: ")
 
 
 def test_ranks_that_find_no_way_to_meet_are_run_in_one(made, monkeypatch):

@@ -137,7 +137,7 @@ class TestLoad:
     def test_a_copy_that_differs_is_found_by_the_rank_that_holds_it(self, ranks):
         name = flip(shard(ranks, 3), "model.norm.weight")
         loaded = level(verify(ranks, VerifyOptions(level="load")), "load")
-        assert f"model.norm.weight [0:32] on rank 3 (pp1 tp1), from {name}, is not what another rank" in (
+        assert f"model.norm.weight [0:32] on rank 3 (pp1 tp1), from {name}, differs from another rank" in (
             loaded.findings[0].message
         )
 
@@ -171,7 +171,7 @@ class TestLoad:
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
         assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]
         assert parts.status == "passed"
-        assert "a part of each rank at a time" in parts.notes[0]
+        assert "each rank was loaded on the CPU in parts" in parts.notes[0]
         assert whole.notes == []
         name = flip(shard(ranks, 3), "lm_head.weight")
         assert name in level(verify(ranks, VerifyOptions(level="load")), "load").findings[0].message
@@ -402,11 +402,11 @@ class TestForward:
 
     def test_a_comparison_with_itself_is_said_to_be_one(self, say, ranks, source):
         _, out, _ = say("verify", source, "--forward")
-        assert "note: forward: compared with itself, which shows only that it runs" in out
+        assert "note: forward: the model was compared with itself, which shows only that it runs" in out
         (ranks / "shardctl.json").unlink()
         _, out, _ = say("verify", ranks, "--forward")
-        assert "note: forward: neither shardctl.json nor --mesh says what mesh the ranks form" in out
-        assert "note: forward: compared with itself, which shows only that it runs" in out
+        assert "note: forward: neither shardctl.json nor --mesh says which mesh the ranks form" in out
+        assert "note: forward: the model was compared with itself, which shows only that it runs" in out
         code, out, _ = say("verify", ranks, "--forward", "--against", source)
         assert code == 0
         assert "compared with" not in out
@@ -423,7 +423,10 @@ class TestForward:
             "    prompt          'Once'",
             "    source          ' upon a time'",
             "    shards          ' in a while'",
-            "note: forward: compared with the same elements on one device; --against SRC compares with the source",
+            (
+                "note: forward: the model was compared with the same elements on one device; --against "
+                "SRC compares with the source"
+            ),
             "note: forward: attention was assembled",
         ]
         assert "error: [forward] model.layers.1 computes something else" in out

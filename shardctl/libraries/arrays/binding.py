@@ -80,8 +80,8 @@ def _note_changed(tensors: Iterable[Tensor]) -> Iterator[str]:
             sorted({f"{chunk.affine} in {tensor.dtype}" for tensor in changed for chunk in tensor.chunks})
         )
         yield (
-            f"{format_first_few([tensor.name for tensor in changed])} are stored as {kinds}: "
-            "read back, and rounded to that type where it cannot hold the sum"
+            f"{format_first_few([tensor.name for tensor in changed])} are stored as {kinds}; they are "
+            "converted back, and rounded to that type where it cannot hold the sum"
         )
 
 
@@ -102,9 +102,8 @@ def _note_dropped(padded: list[str]) -> Iterator[str]:
     """Yield what to say of arrays whose padding is none, or was trained."""
     if padded:
         yield (
-            f"the rows of {format_first_few(padded)} behind the last token are not zero, and are left "
-            "behind as padding; "
-            "if they are tokens, --true-vocab or vocab_size is too small"
+            f"the rows of {format_first_few(padded)} after the last token are not zero, but are left "
+            "out as padding; if they are tokens, --true-vocab or vocab_size is too small"
         )
 
 
@@ -162,7 +161,7 @@ def _check_constant(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int
     """Raise if what is stored is not the constant that the schema has there: it would be lost."""
     if tensor.shape != entry.declared or (entry.dtype is not None and tensor.dtype != entry.dtype):
         raise SourceError(
-            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} where {entry.dtype} {list(entry.declared)} belongs"
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} but {entry.dtype} {list(entry.declared)} is expected"
         )
     for chunk in tensor.chunks:
         if isinstance(chunk.where, Region):

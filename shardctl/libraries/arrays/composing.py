@@ -81,7 +81,7 @@ def _compose_array(order: PackRequest, schema: Schema, entry: SchemaEntry) -> Co
         return ComposedArray(entry, entry.dtype)
     for piece in entry.content.pieces:
         if piece.tensor not in order.have.tensors:
-            raise UnsupportedError(f"{schema.title} needs every tensor, and {piece.tensor} is not there")
+            raise UnsupportedError(f"{schema.title} needs every tensor, but {piece.tensor} is missing")
     kinds = {order.dtypes[piece.tensor]: piece.tensor for piece in entry.content.pieces}
     if entry.dtype is None and len(kinds) > 1:
         (one, first), (two, second), *_ = kinds.items()
@@ -91,11 +91,11 @@ def _compose_array(order: PackRequest, schema: Schema, entry: SchemaEntry) -> Co
         )
     if entry.dtype is None and not kinds:
         raise CutError(
-            f"{entry.name} of {schema.title} would be padding alone on one of the ranks", hint="use a smaller --tp"
+            f"{entry.name} of {schema.title} would be only padding on one of the ranks", hint="use a smaller --tp"
         )
     dtype = entry.dtype or next(iter(kinds))
     if dtype.unit_elements > 1:
-        raise UnsupportedError(f"{entry.name}: {schema.title} is not written with weights of {dtype}")
+        raise UnsupportedError(f"{entry.name}: {schema.title} cannot be written with weights of {dtype}")
     return ComposedArray(entry, dtype)
 
 

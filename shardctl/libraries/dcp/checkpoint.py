@@ -103,4 +103,4 @@ class _SortedSave(DcpSave):
         """Return how the keys were understood."""
         yield from self.sorted.notes()
         if not self.alone:
-            yield f"{len(self.metadata)} ranks saved without talking to each other; copies of a box must be equal"
+            yield f"{len(self.metadata)} ranks saved without communicating; copies of a box must be equal"

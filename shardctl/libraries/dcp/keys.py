@@ -63,7 +63,7 @@ class SortedKeys:
 
     def notes(self) -> tuple[str, ...]:
         """Return how the keys of weights were understood."""
-        return (f"weights are named by what follows {'.'.join(self.model)!r} in the keys",) if self.model else ()
+        return (f"the names of weights are the parts of the keys after {'.'.join(self.model)!r}",) if self.model else ()
 
 
 def sort_keys(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import refuse_impostor
+from shardctl.libraries.files.links import check_link
 from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
@@ -133,6 +134,7 @@ def read_metadata(source: Source, path: str) -> DcpMetadata:
         HostileError: it tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: it was written by torch 1.x, or by a storage or planner of somebody's own.
     """
+    check_link(source, path)
     size = source.files()[path].size
     if size > LARGEST:
         raise HostileError(f"{path} has {size:,} bytes; more than {LARGEST:,} are not read")

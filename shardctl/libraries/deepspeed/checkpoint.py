@@ -96,13 +96,14 @@ class DeepSpeedReader:
         absent = [name for name in found.parameters if name not in found.module.held]
         if self.weights == "module" and absent:
             raise UnsupportedError(
-                f"--weights module, but the module's own copy of {len(absent)} parameters such as {absent[0]!r} is not "
+                f"--weights module was given, but the module's own copy of {len(absent)} parameters "
+                f"such as {absent[0]!r} is not "
                 f"in the checkpoint ({found.kind}); at stage 3 ranks save only their parts of the fp32 master",
-                hint="leave --weights out, and add --dtype bf16 if that is what is wanted",
+                hint="leave --weights out, and add --dtype bf16 if you want 16-bit weights",
             )
         if self.weights == "master" and not found.master.held:
             raise UnsupportedError(
-                "--weights master, but the checkpoint has no master weights of its own",
+                "--weights master was given, but the checkpoint has no master weights of its own",
                 hint="leave --weights out: without ZeRO an engine that trains in fp32 has one copy only",
             )
         return bool(found.master.held) and self.weights != "module"

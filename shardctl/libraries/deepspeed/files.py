@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError
+from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _sort_file(files: DeepSpeedFiles, path: str, name: str) -> bool:
         if key in files.optimizer:
             raise SourceError(
                 f"{files.optimizer[key]} and {path} are both of data-parallel rank {key[1]}",
-                hint="two saves lie in one folder; move one away",
+                hint="the folder contains two saves; move one away",
             )
         files.optimizer[key] = path
     elif m := _EXPERT.fullmatch(name):
@@ -112,13 +113,14 @@ def choose_checkpoint(source: Source, found: dict[str, DeepSpeedFiles]) -> DeepS
 
     Raises:
         SourceError: the named folder is not there, or nothing says which of several is meant.
-        HostileError: `latest` names something else than a folder beside it.
+        HostileError: `latest` is a link that leaves the directory, or names something else than a folder beside it.
     """
     if "" in found:
         return found[""]
     for name in _LATEST:
         if name not in source.files():
             continue
+        check_link(source, name)
         tag = read_bytes(source, name, 0, min(source.files()[name].size, _LONGEST)).decode(errors="replace").strip()
         if not tag or tag in {".", ".."} or any(c in tag for c in "/\\\0:"):
             raise HostileError(

@@ -92,7 +92,8 @@ class ParallelCuts:
             return None
         if self._said(_MEAN, name):
             raise UnsupportedError(
-                f"{name!r} has values of its own on every tensor-parallel rank, of which the mean is meant", hint=_HINT
+                f"{name!r} has different values on every tensor-parallel rank, and DeepSpeed uses their mean",
+                hint=_HINT,
             )
         if self._said(_HALVES, name):
             widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]

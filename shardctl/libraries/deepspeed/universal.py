@@ -118,7 +118,7 @@ def _add_file(
         pieces.add_array(name, 0, array)
         return
     if shape is None:
-        raise SourceError(f"{path} has no shape, and no file beside it says that of {name!r}")
+        raise SourceError(f"{path} does not say the shape of {name!r}, and no file beside it does")
     if array.size != prod(shape) or len(array.shape) != 1:
         raise SourceError(f"{path} is {list(array.shape)}, but the parameter is {list(shape)}")
     pieces.add_run(name, 0, shape, array, ElementRun(0, array.size, 0))

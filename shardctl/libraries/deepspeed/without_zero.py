@@ -38,8 +38,10 @@ def read_optimizer(rank: int, state: ModelState, found: CheckpointPieces) -> Non
     states = {n: _collect_arrays(state, node) for n, node in as_dict(base.get("state")).items()}
     if len(groups) != 1 or len(names) != len(numbers) or not _has_fitting_states(state, names, numbers, states):
         found.warnings.append(
-            f"{state.path}: the optimizer is left behind, for without ZeRO its states have numbers in place of names, "
-            f"and which is which cannot be told ({len(groups)} groups, {len(numbers)} of {len(names)} parameters)"
+            f"{state.path}: the optimizer is left behind, because without ZeRO its states have "
+            "numbers instead of names, "
+            f"and their parameters cannot be identified ({len(groups)} groups, {len(numbers)} of "
+            f"{len(names)} parameters)"
         )
         return
     found.parameters |= dict.fromkeys(names)

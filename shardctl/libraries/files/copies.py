@@ -103,7 +103,7 @@ class CopyCollector:
         names = format_first_few((repr(each.name) for each in self._undecided), 1)
         one, other = self._undecided[0].one, self._undecided[0].other
         warning = (
-            f"{names}: in two files each, such as {one.file} and {other.file}, and no index says which counts; "
+            f"{names}: each is in two files, such as {one.file} and {other.file}, and no index says which to use; "
             "reshard, digest, diff and verify --level full compare all their values"
         )
         return (warning,)

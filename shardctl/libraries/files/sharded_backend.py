@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.files.file_names import DCP_METADATA
+from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def _read_text(source: Source, path: str) -> str | None:
     stat = source.files().get(path)
     if stat is None or stat.size > _LARGEST:
         return None
+    check_link(source, path)
     return read_bytes(source, path).decode("ascii", "replace").strip()
 
 

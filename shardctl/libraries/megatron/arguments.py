@@ -81,8 +81,8 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         left = window[0] if isinstance(window, tuple) and window else None
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
     warning = (
-        f"config.json is made from {TITLE}'s args, which do not name the model: taken for {name_usual_class(family)} "
-        "(or use --config)"
+        f"config.json is made from {TITLE}'s args, which do not name the model; {name_usual_class(family)} is "
+        "assumed (--config gives another)"
     )
     return OwnConfig(values, (warning,))
 
@@ -336,7 +336,7 @@ def _build_rope_arguments(config: Mapping[str, object], *, latent: bool) -> dict
             numbers = {name: said.settings.get(other) for other, name in _YARN.items()}
             yarn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             return {**found, "rope_type": "yarn", **yarn}
-    raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r} as this config has them")
+    raise UnsupportedError(f"{TITLE} does not support this config's rotary embeddings of type {said.kind!r}")
 
 
 def _find_window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:

@@ -64,8 +64,8 @@ def choose_iteration(source: Source) -> RankDirectory:
     folder = folder if folder is not None else next(iter(found))
     if folder not in found:
         raise SourceError(
-            f"{TRACKER} names {folder.rstrip('/')}, of which there are no ranks, only {', '.join(sorted(found))}",
-            hint="the copy is not complete; or give the folder of another iteration",
+            f"{TRACKER} names {folder.rstrip('/')}, but only {', '.join(sorted(found))} has files of ranks",
+            hint="copy the rest, or give the folder of another iteration",
         )
     others = tuple(sorted(each for each in found if each not in {folder, ""}))
     return RankDirectory(folder, dict(sorted(found[folder].items())), others)

@@ -178,7 +178,7 @@ def check_stack(same: list[StackCell]) -> None:
     """Raise UnsupportedError if the cells of an array do not fill its stack: then layers are unlike each other."""
     if len(same) != prod(same[0].counts) or len({cell.shape for cell in same}) > 1:
         raise UnsupportedError(
-            f"{TITLE} stacks layers that are alike, and {same[0].name} is not in all of them alike",
+            f"{TITLE} stacks layers of one kind, but {same[0].name} is not the same in all of them",
             hint="such a model is saved with a number in the name of each layer",
         )
 

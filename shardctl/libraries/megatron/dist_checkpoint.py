@@ -146,9 +146,9 @@ def _list_notes(
 ) -> Iterator[str]:
     """List how the keys were understood."""
     if keys.wrapper:
-        yield f"arrays are named by what follows {keys.wrapper!r} in the keys"
+        yield f"the names of arrays are the parts of the keys after {keys.wrapper!r}"
     if common is None:
-        yield f"there is no {COMMON}: what the model is, only a config can say"
+        yield f"there is no {COMMON}: only a config can say which model this is"
     if masters:
         which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
-        yield f"of the two copies of weights, {which} are read"
+        yield f"there are two copies of the weights; {which} are read"

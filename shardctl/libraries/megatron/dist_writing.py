@@ -174,7 +174,7 @@ class _CellWriter:
         for cell in same:
             for piece in (each for composite in cell.pieces for each in composite.pieces):
                 if piece.tensor not in self.order.have.tensors:
-                    raise UnsupportedError(f"{TITLE} needs every tensor, and {piece.tensor} is not there")
+                    raise UnsupportedError(f"{TITLE} needs every tensor, but {piece.tensor} is missing")
                 kinds.setdefault(cell.dtype or self.order.dtypes[piece.tensor], piece.tensor)
         if len(kinds) > 1:
             (one, first), (two, second), *_ = kinds.items()
@@ -184,7 +184,7 @@ class _CellWriter:
             )
         dtype = next(iter(kinds))
         if dtype.unit_elements > 1 or not dtype.torch:
-            raise UnsupportedError(f"{same[0].name}: {TITLE} is not written with weights of {dtype}")
+            raise UnsupportedError(f"{same[0].name}: {TITLE} cannot be written with weights of {dtype}")
         return dtype
 
 

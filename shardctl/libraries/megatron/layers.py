@@ -183,7 +183,7 @@ def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.encodings:
         raise UnsupportedError(
-            f"{TITLE} has forms of its own for quantised weights, which are not known here",
+            f"{TITLE} stores quantised weights in formats that shardctl does not know",
             hint="convert the model's weights in bfloat16",
         )
     if model.family not in FAMILIES or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):

@@ -119,7 +119,7 @@ def _build_mesh(file: MegatronRankFile) -> Mesh:
     try:
         return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=_choose_etp(said, degree("expert_tensor_parallel_size"), tp))
     except UsageError as error:
-        raise SourceError(f"{file.path} has args that cannot be: {error.message}") from error
+        raise SourceError(f"{file.path} has impossible args: {error.message}") from error
 
 
 def _choose_etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
@@ -241,10 +241,12 @@ def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, Megatr
     if first.before_core:
         yield f"names from before megatron-core, checkpoint_version {first.version:g}"
     if any(file.scales for file in files.values()):
-        yield f"{EXTRA_STATE} of Transformer Engine's layers, which is not of the weights, is left behind"
+        yield f"{EXTRA_STATE} of Transformer Engine's layers, which holds no weights, is left behind"
     optimizer = sum(path.startswith(found.folder) and bool(_OPTIMIZER.fullmatch(path)) for path in source.files())
     if optimizer or any("optimizer" in file.others for file in files.values()):
-        yield "the optimizer's states are left behind: their order is that of the run's buffers, which no file tells"
+        yield (
+            "the optimizer's states are left behind: their order is that of the run's buffers, which no file describes"
+        )
 
 
 FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect_megatron, scan_megatron, saved=True)

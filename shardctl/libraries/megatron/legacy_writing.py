@@ -136,7 +136,7 @@ def _build_mesh(order: PackRequest) -> Mesh:
     heads = ModelConfig(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
     if heads % tp:
         raise CutError(
-            f"{TITLE} gives every tp rank as many heads as any other, and {heads} cannot be divided over tp={tp}",
+            f"{TITLE} gives every tp rank the same number of heads, but {heads} cannot be divided over tp={tp}",
             hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
         )
     ep, etp = (mesh.ep, mesh.etp) if layers.count_experts(order.model) else (1, tp)
@@ -151,7 +151,7 @@ def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
     padded = round_up_to_multiple(tokens, wanted.multiple * tp)
     if wanted.last_row and padded // tp * (tp - 1) >= tokens:
         raise CutError(
-            f"padding {tokens} tokens to {padded} rows would leave ranks with copies of the last row alone",
+            f"padding {tokens} tokens to {padded} rows would leave ranks with only copies of the last row",
             hint="use a smaller multiple=N, or padding=zeros",
         )
     return padded
@@ -163,7 +163,8 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
     turns = stages * wanted.chunks
     if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
         raise UsageError(
-            f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have the same number of layers"
+            f"virtual={wanted.chunks} needs --pp and excludes --stages, because all chunks have the "
+            "same number of layers"
         )
     if order.stages is not None:
         _find_end_stages(order.stages)

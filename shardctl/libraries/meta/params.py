@@ -93,7 +93,8 @@ class MetaParams:
             config |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
             said += " and bos_token_id 128,000"
         warning = (
-            f"config.json is made from {PARAMS}, which does not say {said}: taken from {version} (or use --config)"
+            f"config.json is made from {PARAMS}, which does not say {said}; the values of {version} are "
+            "taken (--config gives others)"
         )
         return OwnConfig(config, (warning,))
 

@@ -125,9 +125,7 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
     said = parse_rope(config)
     scaled: dict[str, object] = {"use_scaled_rope": True, "rope_scaling_factor": said.settings.get("factor", 8.0)}
     if said.part != 1.0 or not (said.kind == "default" or said.as_llama3):
-        raise UnsupportedError(
-            f"Meta's code has no rotary embeddings of the type {said.kind!r} as this config has them"
-        )
+        raise UnsupportedError(f"Meta's code does not support this config's rotary embeddings of type {said.kind!r}")
     return said.theta, {"rope_theta": said.theta, **(scaled if said.as_llama3 else {})}
 
 
@@ -146,7 +144,7 @@ def _build_params(
         raise UnsupportedError(f"Meta's code has the activation silu, not {config.get('hidden_act')}")
     missing = [t.name for t in model.own() if t.name not in have.tensors]
     if missing:
-        raise UnsupportedError(f"Meta's code needs every tensor, and {missing[0]} was left out")
+        raise UnsupportedError(f"Meta's code needs every tensor, but {missing[0]} was left out")
     multiple, multiplier = _solve_ffn_settings(dim, inner)
     return {
         "dim": dim,

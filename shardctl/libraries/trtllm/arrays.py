@@ -77,7 +77,7 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
     ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
     if ep * etp != tp:
         raise CutError(
-            f"{TITLE} divides experts over the ranks of tp: ep={ep} x etp={etp} is not tp={tp}",
+            f"{TITLE} divides experts over the ranks of tp, but ep={ep} x etp={etp} is not tp={tp}",
             hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
         )
     here = _TrtllmRank(ModelParts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
@@ -154,7 +154,7 @@ def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.encodings:
         raise UnsupportedError(
-            f"{TITLE} has forms of its own for quantised weights, which are not known here",
+            f"{TITLE} stores quantised weights in formats that shardctl does not know",
             hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",
         )
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):

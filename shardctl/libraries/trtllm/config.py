@@ -164,7 +164,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
     said |= _build_expert_settings(config, kind)
     guessed = "the tokens that begin and end texts" + ("" if kind == "llama" else ", nor a sliding window")
     return OwnConfig(
-        said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (or use --config)",), True
+        said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (--config gives them)",), True
     )
 
 

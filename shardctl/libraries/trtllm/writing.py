@@ -178,11 +178,13 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
     """
     said = parse_rope(config)
     if said.part != 1.0:
-        raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {said.part} of each")
+        raise UnsupportedError(
+            f"{TITLE} rotates whole heads of Llama and Qwen, but the config rotates {said.part} of each"
+        )
     if said.kind == "default":
         return said.theta, None
     if said.kind not in _SCALINGS:
-        raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r}")
+        raise UnsupportedError(f"{TITLE} does not support rotary embeddings of type {said.kind!r}")
     return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
 
 

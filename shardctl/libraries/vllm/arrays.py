@@ -74,8 +74,8 @@ def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
     if model.encodings:
         raise UnsupportedError(
-            "vLLM gives quantised weights an order of their own, by the kernel that it chooses",
-            hint="serve the original files, which vLLM quantises or reads quantised by itself",
+            "vLLM reorders quantised weights for the kernel that it chooses",
+            hint="serve the original files, which vLLM can quantise or read quantised",
         )
     if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
         raise UnsupportedError(

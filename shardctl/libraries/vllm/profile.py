@@ -61,7 +61,7 @@ def _choose_profile(arrays: Mapping[str, Tensor]) -> str:
             f"experts called {_strip_rank_prefix(next(n for n in experts if n not in routed))}",
         )
     raise UnsupportedError(
-        f"the arrays are those of no version of vLLM that is known: {has}, but {lacks}. "
+        f"the arrays belong to no known version of vLLM: {has}, but {lacks}. "
         f"vLLM {modern} has {', '.join(SCALES)} and experts{_ROUTED}.w13_weight, vLLM {older} has none of them",
         hint="save the model with one of these versions, or convert the model that vLLM was given",
     )

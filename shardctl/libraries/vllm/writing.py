@@ -63,10 +63,10 @@ def _build_mesh(order: PackRequest) -> Mesh:
             if axis == "pp"
             else "every replica loads the same directory"
             if axis == "dp"
-            else "vLLM does not cut weights so"
+            else "vLLM does not cut weights this way"
         )
         raise CutError(
-            f"the names of vLLM's files have a tp rank and no other, so there is no {axis}={mesh.degree(axis)}: {why}",
+            f"the names of vLLM's files contain only a tp rank, so {axis}={mesh.degree(axis)} is not possible: {why}",
             hint="use --tp, with or without --ep; vLLM itself divides layers over stages when it reads --to hf"
             if axis == "pp"
             else f"leave {axis} out",

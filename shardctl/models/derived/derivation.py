@@ -69,5 +69,5 @@ class RuleDerivation:
         if self.uncut:
             few = ", ".join(each.pattern for each in self.uncut[:3])
             more = f" and {len(self.uncut) - 3} more" if len(self.uncut) > 3 else ""  # noqa: PLR2004
-            whole = f"; whole, because not known: {few}{more}"
-        return f"shardctl has no table for {what}: how it is cut is derived from {source}{whole}; {_PROOF}"
+            whole = f"; whole, because it is not known how to cut them: {few}{more}"
+        return f"shardctl has no table for {what}; its cuts are derived from {source}{whole}; {_PROOF}"

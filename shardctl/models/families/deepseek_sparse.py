@@ -74,7 +74,7 @@ def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
         return frozenset(n for n in range(layers) if max(n - offset + 1, 0) % period == 0)
     said = [_KINDS.get(kind, kind) for kind in kinds]
     if len(said) != layers or not {"full", "shared"}.issuperset(said):
-        raise SourceError(f"config.json has {kinds!r} where it should say of {layers} layers who chooses their tokens")
+        raise SourceError(f"config.json has {kinds!r} where {layers} entries, full or shared, are expected")
     return frozenset(n for n, kind in enumerate(said) if kind == "full")
 
 

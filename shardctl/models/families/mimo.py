@@ -128,8 +128,8 @@ def _list_windowed_layers(config: ModelConfig) -> frozenset[int]:
     marks = config.values.get("hybrid_layer_pattern")
     if isinstance(marks, list) and frozenset(n for n, mark in enumerate(marks) if mark) != found:
         raise UnsupportedError(
-            f"config.json has hybrid_layer_pattern = {marks!r}, by which other layers than all but the first and every "
-            f"{_PERIOD}th see a window",
+            f"config.json has hybrid_layer_pattern = {marks!r}, where all layers but the first and every "
+            f"{_PERIOD}th are expected to have a window",
             hint="say in layer_types which layers do",
         )
     return found

@@ -151,7 +151,8 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
     if family is None or sight not in _EYES:
         kind = words.text("model_type", text)
         raise UnsupportedError(
-            f"config.json has a text model of type {kind} and a vision model of type {sight}, which is not known yet",
+            f"config.json has a text model of type {kind} and a vision model of type {sight}, a "
+            "combination that shardctl does not know",
             hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
         )
     language = family.facts(family.complete_config(words))

@@ -67,7 +67,7 @@ def _choose_form(array: QuantisedArray, weight: tuple[int, ...], stored: Tensor 
         if array.dtypes and stored.dtype.name not in array.dtypes:
             raise SourceError(
                 f"{stored.name} is {stored.dtype}, but its quantization_config has {array.dtypes[0]} there",
-                hint="the config may belong to another checkpoint, or a writer has cast what is no number",
+                hint="the config may belong to another checkpoint, or a program has cast codes as if they were numbers",
             )
         for form in array.forms:
             if len(form) == len(stored.shape) and _compute_shape(form, weight, stored) == stored.shape:

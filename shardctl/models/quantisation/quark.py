@@ -70,7 +70,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
     some = usual or next((storage for _, storage in rules if storage is not None), None)
     if some is None:
-        raise UnsupportedError(f"{config.file} says Quark, but of no weights that they are quantised")
+        raise UnsupportedError(f"{config.file} says Quark, but names no quantised weights")
     return QuantisationScheme(lambda names: find(names) or some, lambda names: find(names) is None, heads=bool(listed))
 
 

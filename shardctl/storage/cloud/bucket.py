@@ -133,7 +133,7 @@ class CloudBucket:
         def got() -> None:
             answer = self._obstore.get(self._store, self._key(path), options=options)
             if tuple(answer.range) != options["range"]:
-                raise TroubleError(f"bytes {answer.range} came for {options['range']}")
+                raise TroubleError(f"the store sent bytes {answer.range} for {options['range']}")
             data = memoryview(answer.bytes())
             if len(data) != len(into):
                 raise TroubleError(f"{len(data)} bytes came for {len(into)}")
@@ -198,17 +198,18 @@ class CloudBucket:
                 if there is not None:
                     return there
                 if "NoSuchUpload" in str(error):
-                    raise TroubleError("the store has forgotten what was sent") from error
+                    raise TroubleError("the store no longer has the parts that were sent") from error
                 raise
 
         sent, there = self._tried("writing", path, put), self.head(path)
         if there is not None and sent.etag and there.etag != sent.etag:
             raise self._refusals.changed(
-                f"{self.name}/{path} was written by another program in the meantime", "run again alone"
+                f"{self.name}/{path} was written by another program in the meantime",
+                "run the same command again, and no other at the same time",
             )
         if there is None or there.size != size:
             raise self._refusals.refuse(
-                f"{self.name}/{path} has not the {size:,} bytes that were sent", "run the same command again"
+                f"{self.name}/{path} does not have the {size:,} bytes that were sent", "run the same command again"
             )
         return there
 
@@ -239,7 +240,8 @@ class CloudBucket:
         there = self.head(new)
         if there is None or there.size != found.size:
             raise self._refusals.refuse(
-                f"{self.name}/{new} has not the {found.size:,} bytes that were copied", "run the same command again"
+                f"{self.name}/{new} does not have the {found.size:,} bytes that were copied",
+                "run the same command again",
             )
 
     def _copy_through(self, old: str, new: str, found: BucketObject) -> None:

@@ -59,7 +59,8 @@ class RefusalReader:
             return self.changed(f"{doing} failed: the object has changed", "run again when nothing writes to it")
         if isinstance(error, library.InvalidPathError):
             return self.refuse(
-                f"{doing} failed: a key in it is no path: {_get_first_line(error)}", "rename that object, or remove it"
+                f"{doing} failed: a key in it is not a path: {_get_first_line(error)}",
+                "rename that object, or remove it",
             )
         status = _STATUS.search(str(error))
         refusal = self._elsewhere(error, doing) or (self._by_status(int(status[1]), error, doing) if status else None)
@@ -75,7 +76,7 @@ class RefusalReader:
 
     def _nothing(self, doing: str) -> ShardctlError:
         hint = "make the bucket first, or check its name" if self.writing else "check the bucket and the path"
-        return self.refuse(f"{doing} failed: there is nothing", hint)
+        return self.refuse(f"{doing} failed: nothing is there", hint)
 
     def _forbidden(self, doing: str, words: str) -> ShardctlError:
         return AccessError(f"{doing} is not allowed: {words}", hint=HOW_ALLOWED[self._scheme])

@@ -121,7 +121,9 @@ class RangeReader:
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status in PASSING:
-                raise TroubleError(f"HTTP {status} came back", parse_retry_after(error.response.headers)) from error
+                raise TroubleError(
+                    f"the server answered with HTTP {status}", parse_retry_after(error.response.headers)
+                ) from error
             raise build_refusal_error(error, self._address, path) from error
         except TransportError as error:
             raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
@@ -141,7 +143,7 @@ class RangeReader:
         with self._opened(path, start, stop) as response:
             status = response.status_code
             if status in PASSING:
-                raise TroubleError(f"HTTP {status} came back", parse_retry_after(response.headers))
+                raise TroubleError(f"the server answered with HTTP {status}", parse_retry_after(response.headers))
             if status in {200, 206}:
                 yield response, _check_response(response, path, self._listing.files[path].size, start, stop)
                 return
@@ -232,7 +234,7 @@ class RangeReader:
                         new = new[: len(into) - place]
                         into[place : place + len(new)] = new
                         break
-                    raise TroubleError("more bytes came back than were asked for")
+                    raise TroubleError("the server sent more bytes than were requested")
                 into[place : place + len(new)] = new
         except TransportError:
             pass  # what came is good; the caller asks for the rest
@@ -251,7 +253,7 @@ class RangeReader:
                 done += got
                 pace.add(got)
             if body.status_code == 206 and done == len(into) and not body.ended():  # noqa: PLR2004 - a part
-                raise TroubleError("more bytes came back than were asked for")
+                raise TroubleError("the server sent more bytes than were requested")
         except BROKEN:
             pass  # what came is good; the caller asks for the rest
         return max(done, 0)
@@ -271,7 +273,7 @@ class RangeReader:
         """Raise what the Hub's own answer is, if it is neither the file nor where that is."""
         status = response.status_code
         if status in PASSING:
-            raise TroubleError(f"HTTP {status} came back", parse_retry_after(response.headers))
+            raise TroubleError(f"the server answered with HTTP {status}", parse_retry_after(response.headers))
         if status not in {200, 206} and not (status in REDIRECTS and response.headers.get("location")):
             raise self._refusal(response, path)
         self._check_same(response, path)
@@ -306,27 +308,25 @@ def _check_response(response: Response, path: str, size: int, start: int, stop: 
     """
     encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise SourceError(f"{path} came back encoded as {encoding}, which was not asked for", hint=_BETWEEN)
+        raise SourceError(f"{path} was sent encoded as {encoding}, which was not requested", hint=_BETWEEN)
     length = response.headers.get("content-length")
     if response.status_code == 200:  # noqa: PLR2004 - the whole file
         if size > _WHOLE and (start, stop) != (0, size):
-            raise SourceError(f"a part of {path} was asked for, and all of it came back", hint=_BETWEEN)
+            raise SourceError(f"a part of {path} was requested, but all of it was sent", hint=_BETWEEN)
         if length is not None and length != str(size):
-            raise TroubleError(f"{length} bytes came back for a file of {size:,}")
+            raise TroubleError(f"{length} bytes were sent of a file of {size:,}")
         return start
     found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", "").strip())
     expected = (str(start), str(stop - 1))
     if found is None or found.groups()[:2] != expected or found[3] not in {str(size), "*"}:
         said = response.headers.get("content-range", "none")
-        raise TroubleError(f"bytes {start}-{stop - 1}/{size} were asked for, and Content-Range is {said}")
+        raise TroubleError(f"bytes {start}-{stop - 1}/{size} were requested, but Content-Range is {said}")
     if length is not None and length != str(stop - start):
-        raise TroubleError(f"{stop - start} bytes were asked for, and {length} are announced")
+        raise TroubleError(f"{stop - start} bytes were requested, but {length} are announced")
     return 0
 
 
-_BETWEEN: Final = (
-    "a proxy or a mirror between here and the Hub changes answers; go around it, or download the files first"
-)
+_BETWEEN: Final = "a proxy or a mirror changes the Hub's answers; bypass it, or download the files first"
 
 
 def _resolve_redirect(url: str, location: str, path: str) -> str:

@@ -66,9 +66,9 @@ def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlEr
     from huggingface_hub import constants
 
     return TransientError(
-        f"{address.repository} is no path here, and {_strip_credentials(constants.ENDPOINT)} cannot be "
+        f"{address.repository} is not a path here, and {_strip_credentials(constants.ENDPOINT)} cannot be "
         f"reached: {error}",
-        hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 what is in the Hub's cache is read",
+        hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 only the Hub's cache is read",
     )
 
 

@@ -88,9 +88,9 @@ class HubSource:
             return ()
         note = f"{fetched:,} files from the Hub, "
         if not found.unverified:
-            return (note + "all with the hashes that it promises",)
+            return (note + "all with the expected hashes",)
         others = format_first_few(f"{path} ({reason})" for path, reason in found.unverified.items())
-        return (note + f"{len(found.verified):,} with the hashes that it promises; not compared: {others}",)
+        return (note + f"{len(found.verified):,} with the expected hashes; not compared: {others}",)
 
     def cautions(self) -> tuple[str, ...]:
         """List the files of which the Hub may refuse parts, because they are above 50 GB and hf_xet is not there."""
@@ -99,7 +99,10 @@ class HubSource:
         if not large or (has_xet() and all(files[self._prefix + path].xet for path in large)):
             return ()
         which, name = format_first_few(sorted(large)), self._address.repository
-        text = f"the Hub may refuse to give parts of files above 50 GB, and there is no hf_xet that does: {which}; "
+        text = (
+            "the Hub may refuse to send ranges of files above 50 GB, and hf_xet, which can, is not "
+            f"installed: {which}; "
+        )
         return (text + f"pip install hf_xet, or hf download {name} --local-dir DIR and give DIR as the source",)
 
     @property
@@ -129,7 +132,7 @@ class HubSource:
                 f"{format_first_few(f'{path} ({self._hashes.why_not(path)})' for path in unproved)} cannot "
                 "be compared with the "
                 "hash that the Hub promises",
-                hint="run again; --allow-unverified takes the bytes as they came, and says of which files",
+                hint="run again, or add --allow-unverified to accept these files as they came",
             )
 
     def files(self) -> Mapping[str, FileStat]:

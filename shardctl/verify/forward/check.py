@@ -38,7 +38,7 @@ def compare_forward_passes(
             result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
         except NotStartedError as error:
             result = compare_in_process(candidate, original, options)
-            note = f"no process for each rank, all of them in this one: {error.message}"
+            note = f"all ranks ran in one process: {error.message}"
             result = replace(result, notes=(note, *result.notes))
     else:
         result = compare_in_process(candidate, original, options)

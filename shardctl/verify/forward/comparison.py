@@ -87,7 +87,7 @@ class ForwardComparison:
         executor = self.executor(kind, self.options.dtype)
         if self.options.dtype == "bf16" and _has_experts(executor.skeleton):
             raise UnsupportedError(
-                "in bf16 rounding alone makes a router pick other experts, so that nothing can be judged",
+                "in bf16, rounding alone makes routers choose other experts, so the outputs cannot be compared",
                 hint="leave out --dtype bf16",
             )
         source, shards = self.sides.fill(executor)
@@ -202,11 +202,11 @@ class ForwardComparison:
     def _say(self, executor: ModelExecutor, shards: ModelWeights, unused: int, experts: int) -> None:
         """Say what was read and not computed with as it would be on ranks."""
         if unused:
-            text = "experts were chosen by no token of these inputs, and were not computed with"
+            text = "experts were chosen by no token of these inputs and were not tested"
             self.sides.notes.append(f"{unused} of {experts} {text}")
         cut = shards.shards is not None and shards.shards.placed.mesh.degree("tp") > 1
         if cut and not executor.parted:
-            self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
+            self.sides.notes.append("no module computed with the part of one rank; every weight was joined")
 
     def _judge_apart(self, executor: ModelExecutor) -> None:
         """Tell whether ranks that only meet where linears sum compute what the source does, part by part."""
@@ -221,8 +221,8 @@ class ForwardComparison:
         for name, found in executor.apart.items():
             if found > bound:
                 message = (
-                    f"{name} is cut so that its ranks compute something else than the source: {found:.2e}, "
-                    f"at most {bound:g}; a cut goes through what belongs together"
+                    f"{name} is cut so that its ranks do not compute what the source computes: {found:.2e}, "
+                    f"at most {bound:g}; a cut separates rows or columns that belong together"
                 )
                 self.sides.findings.append(CheckFinding("error", "forward", message, name))
 

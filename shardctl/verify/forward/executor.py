@@ -93,7 +93,7 @@ class ModelExecutor:
                     return output
                 why = "the result was not a number"
             self._resident = True
-            self._note(f"what is outside of blocks stays in memory, because code may reach for it: {why}")
+            self._note(f"weights outside of blocks stay in memory, because code may use them: {why}")
         try:
             return self._pass(model or self.skeleton.model, inputs, weights, beside)
         except _FAILURES as error:
@@ -220,7 +220,7 @@ class ModelExecutor:
                 reached = [slot for leaf in idle for slot in unit.slots if slot.module is leaf.module]
                 self._assembled.update(reached)
                 names = sorted({slot.names[0].removeprefix(f"{unit.name}.") for slot in reached})
-                self._note(f"{', '.join(names)} of {part} put together from all ranks, because code reaches for it")
+                self._note(f"{', '.join(names)} of {part} joined from all ranks, because code uses it directly")
                 continue
             if failure is not None and self._unstacked(unit):
                 continue

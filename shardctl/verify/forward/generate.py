@@ -26,11 +26,11 @@ def continue_prompt(
     """
     model = executor.skeleton.model
     if not model.can_generate():
-        raise UnsupportedError(f"{type(model).__name__} does not continue texts")
+        raise UnsupportedError(f"{type(model).__name__} cannot generate text")
     tokenizer = _load_tokenizer(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(executor.precision.device)
     if not ids.shape[-1]:
-        raise UnsupportedError("the tokenizer makes nothing of the prompt")
+        raise UnsupportedError("the tokenizer finds no tokens in the prompt")
     source, shards = (_generate_tokens(executor, weights, tokenizer, ids, tokens) for weights in both)
     return GeneratedTexts(prompt, source, shards)
 

@@ -41,7 +41,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         given["decoder_input_ids"] = _draw_token_ids(text, config, generator)
     if not given:
-        raise UnsupportedError(f"{type(model).__name__} wants {main}, which shardctl cannot make up")
+        raise UnsupportedError(f"{type(model).__name__} needs {main}, which shardctl cannot generate")
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 

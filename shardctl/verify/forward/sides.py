@@ -99,12 +99,12 @@ class ComparedSides:
         self._round(source, shards)
         if source.unused:
             told = "1 tensor is" if len(source.unused) == 1 else f"{len(source.unused)} tensors are"
-            self.notes.append(f"{told} no part of the class and not computed with: {format_first_few(source.unused)}")
+            self.notes.append(f"{told} not part of the class and took no part: {format_first_few(source.unused)}")
         for have, lack in ((source, shards), (shards, source)):
             for slot in have.direct | have.converted:
                 if not lack.fills(slot):
                     name = slot.names[0]
-                    message = f"the {lack.title} has nothing that fills {name}, and the {have.title} has"
+                    message = f"nothing in the {lack.title} fills {name}, but the {have.title} fills it"
                     self.findings.append(CheckFinding("error", "forward", message, name))
         self._start(executor, source)
         return source, shards
@@ -149,7 +149,7 @@ class ComparedSides:
                 manifest, stages = self.candidate.manifest, self.candidate.stages
                 shards = CheckpointShards.of(manifest, reader, model, mesh, stages, self.team)
             else:
-                self.notes.append("the model is not known: shards were put together by what their headers say")
+                self.notes.append("the model is not known, so shards were joined as their headers say")
         named = model if model is not None and model.family else None
         entries = shards.entries() if shards else build_lens(self.candidate.manifest, reader, named)
         return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
