@@ -67,7 +67,7 @@ class _PeakCandidate:
     besides: ByteAmount
     """What is alive besides what the layers keep."""
     freed: float
-    """Bytes that later layers kept, and that are gone by then."""
+    """Bytes that later layers kept, and that are freed by then."""
     with_head: bool
     """Whether what the head keeps is still alive."""
 

@@ -64,7 +64,7 @@ class KeptTensor:
     size: Size
     """What its elements are counted by."""
     width: float | None = None
-    """Bytes of an element; None for those of the type that computes. Negative for what is gone by then."""
+    """Bytes of an element; None for those of the type that computes. Negative for what is freed by then."""
     when: tuple[Flag, ...] = ()
     """All of these must hold."""
     sequence: bool = False

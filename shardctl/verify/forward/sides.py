@@ -99,7 +99,7 @@ class ComparedSides:
         self._round(source, shards)
         if source.unused:
             told = "1 tensor is" if len(source.unused) == 1 else f"{len(source.unused)} tensors are"
-            self.notes.append(f"{told} not part of the class and took no part: {format_first_few(source.unused)}")
+            self.notes.append(f"{told} not part of the class and not used: {format_first_few(source.unused)}")
         for have, lack in ((source, shards), (shards, source)):
             for slot in have.direct | have.converted:
                 if not lack.fills(slot):
