@@ -89,9 +89,9 @@ def test_it_comes_back_bit_for_bit_and_its_rules_are_printed(name, tmp_path):
 def test_a_cut_through_a_block_is_refused_as_with_a_table():
     config, stored, _ = make("fp8-blocks", {**LLAMA, "num_hidden_layers": 1})
     model = derive(config, stored)
-    queries = model.tensors["model.layers.0.self_attn.q_proj.weight"]
+    output = model.tensors["model.layers.0.self_attn.o_proj.weight"]
     with pytest.raises(CutError, match="blocks of"):
-        check_cuts(queries.name, queries.shape, queries.spec, Mesh.of(tp=8))
+        check_cuts(output.name, output.shape, output.spec, Mesh.of(tp=8))
 
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4"])
