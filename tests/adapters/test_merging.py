@@ -115,7 +115,7 @@ def test_a_plan_follows_its_adapter_and_no_other(tmp_path):
     adapter = edited(tmp_path, "lora")
     assert run(["plan", str(base_of("lora")), "--merge", str(adapter), "--out", str(tmp_path / "plan.json")]) == 0
     (adapter / CONFIG).write_text((adapter / CONFIG).read_text().replace('"lora_alpha": 6', '"lora_alpha": 7'))
-    with pytest.raises(SourceError, match="differs from what would be done now"):
+    with pytest.raises(SourceError, match="differs from the plan that this version makes"):
         reshard(base_of("lora"), tmp_path / "out", plan=read_plan_file(tmp_path / "plan.json"))
 
 

@@ -172,7 +172,7 @@ def test_what_was_derived_is_said(unknown, tmp_path, capfd):
     config, _, source = unknown
     assert run(["plan", str(source), "--tp", "2"]) == 0
     said = capfd.readouterr().err
-    assert f"no table for {config['architectures'][0]}: how it is cut is derived from names and shapes" in said
+    assert f"no table for {config['architectures'][0]}; its cuts are derived from names and shapes" in said
     assert run(["inspect", str(source), "--show-rules"]) == 0
     (tmp_path / "rules.toml").write_text(capfd.readouterr().out)
     reshard(source, tmp_path / "derived", ReshardOptions(mesh=Mesh.of(tp=2)))
