@@ -10,11 +10,11 @@ az needs Azurite (`npm install --prefix .venv/azurite azurite`).
 
 import argparse
 import logging
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,13 +26,28 @@ from cloud_models import llama, on_disk
 from fault_proxy import LOST
 from stores import KINDS, StorePlace
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["obstore", "shardctl.cli.program", "shardctl.verbs.finish", "shardctl.verbs.reshard"])
 CUT = ["--tp", "2", "--max-shard-size", "200kB", "--threads", "1"]
 ONE = ["--to", "hf", "--threads", "1"]
 FAULTS = {"answer lost": LOST, "500": (500, b"<Error><Code>InternalError</Code></Error>"), "503": (503, b"")}
 
 
-def shardctl(*args):
-    return [sys.executable, "-m", "shardctl", *map(str, args)]
+def run_program(environment, args):
+    """Be the program, in a process that was forked from one which has imported it."""
+    from shardctl.cli.program import run
+
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    sys.exit(run(args))
+
+
+def start(environment, *args):
+    process = FORKS.Process(target=run_program, args=(environment, [str(arg) for arg in args]))
+    process.start()
+    return process
 
 
 class FaultSite:
@@ -47,18 +62,18 @@ class FaultSite:
         os.environ.update(self.place.environment)
         self.wanted = {}
         for name, options in (("cut", CUT), ("one", ONE)):
-            subprocess.run(shardctl("reshard", self.source, folder / name, *options), check=True, capture_output=True)
+            start(self.environment, "reshard", self.source, folder / name, *options).join()
             self.wanted[name] = on_disk(folder / name)
 
     def commands(self, scenario):
         """What is run, one after another, and the name of what it makes."""
         source, bucket, out = self.source, self.place.address("in"), self.place.address("out")
-        workers = [shardctl("reshard", source, out, *CUT, "--worker", f"{n}/2") for n in range(2)]
+        workers = [("reshard", source, out, *CUT, "--worker", f"{n}/2") for n in range(2)]
         return {
-            "directory to bucket": ([shardctl("reshard", source, out, *CUT)], "cut"),
-            "bucket to bucket": ([shardctl("reshard", bucket, out, *CUT)], "cut"),
-            "workers": ([*workers, shardctl("finish", out)], "cut"),
-            "--overwrite": ([shardctl("reshard", source, out, *CUT, "--overwrite")], "cut"),
+            "directory to bucket": ([("reshard", source, out, *CUT)], "cut"),
+            "bucket to bucket": ([("reshard", bucket, out, *CUT)], "cut"),
+            "workers": ([*workers, ("finish", out)], "cut"),
+            "--overwrite": ([("reshard", source, out, *CUT, "--overwrite")], "cut"),
         }[scenario]
 
     def prepare(self, scenario):
@@ -74,15 +89,14 @@ class FaultSite:
         """Exit codes; -9 for the process that was killed, after which no other begins."""
         codes = []
         for command in commands:
-            process = subprocess.Popen(
-                command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            while kill_after is not None and process.poll() is None:
+            process = start(self.environment, *command)
+            while kill_after is not None and process.is_alive():
                 if len(self.place.proxy.requests) >= kill_after:
-                    process.send_signal(signal.SIGKILL)
+                    process.kill()
                     break
                 time.sleep(0.001)
-            codes.append(process.wait())
+            process.join()
+            codes.append(process.exitcode)
             if codes[-1]:
                 break
         return codes
@@ -154,6 +168,7 @@ def main():
     parser.add_argument("--stores", default=",".join(sorted(KINDS)))
     options = parser.parse_args()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    cases = good = 0
     print("| store | conversion | what happens | cases | right at the end | looked finished and was not | else |")
     print("|---|---|---|---|---|---|---|")
     for scheme in options.stores.split(","):
@@ -164,17 +179,21 @@ def main():
             for scenario in ("directory to bucket", "bucket to bucket", "workers", "--overwrite"):
                 found = killed(site, scenario, options.points, generator)
                 row = found["cases"], found["right after a rerun"], found["looked finished and was not"]
+                cases, good = cases + row[0], good + row[1] - row[2]
                 print(f"| {scheme} | {scenario} | SIGKILL | {row[0]} | {row[1]} | {row[2]} | |", flush=True)
                 for name, fault in FAULTS.items():
                     found = disturbed(site, scenario, fault, max(options.points // 3, 1), generator)
                     rest = ", ".join(f"{count} {what}" for what, count in found.items() if what.startswith("exit"))
                     row = found["cases"], found["right"]
+                    cases, good = cases + row[0], good + row[1]
                     print(f"| {scheme} | {scenario} | {name} | {row[0]} | {row[1]} | 0 | {rest} |", flush=True)
             site.place.close()
         finally:
             store.close()
             shutil.rmtree(options.workdir / scheme, ignore_errors=True)
+    print(f"\n{cases} cases, {good} as they should be")
+    return int(good != cases)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
