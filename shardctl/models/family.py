@@ -187,6 +187,10 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names that keys may have in a config, and the names that `facts` reads (`attribute_map`)."""
 
+    inner_kinds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """The `model_type` of text models without a head of their own that have these layers, and what the config class of
+    each assumes otherwise than this family's."""
+
     def complete_config(self, config: ModelConfig) -> ModelConfig:
         """Return `config` as its class reads it: keys under one name, and what the class assumes if they are absent."""
         return config.called(self.aliases).over(self.assumed)

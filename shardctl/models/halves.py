@@ -21,18 +21,11 @@ if TYPE_CHECKING:
     from shardctl.models.model import Model
 
 _PLAIN: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
-    "qwen2_vl": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
-    "qwen2_vl_text": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
-    "qwen2_5_vl": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
-    "qwen2_5_vl_text": ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
-    "qwen3_vl_text": ("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
-    "qwen3_vl_moe_text": (
-        "qwen3_moe",
-        {"rope_theta": 5e5, "max_position_embeddings": 128000, "num_experts_per_tok": 4, "norm_topk_prob": True},
-    ),
+    kind: (family.name, assumed) for family in FAMILIES for kind, assumed in family.inner_kinds.items()
 }
-"""Text models without a head of their own in transformers: by `model_type`, the one whose layers they have, and what
-their config class assumes otherwise than that one's. Where no picture is seen, their rotary embedding is its own."""
+"""By the `model_type` of a text model inside another: the family by itself, and what its config class assumes.
+
+Where no picture is seen, its rotary embedding is that family's."""
 _PICTURE_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _TIED: Final = "tie_word_embeddings"

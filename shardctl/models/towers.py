@@ -79,6 +79,7 @@ def build_tower_family(
         weightless=nest_rows(text.weightless, under),
         text=partial(_read_text, text=text),
         aliases={},
+        inner_kinds={},
         assumed={"text_config": {}, **{tower.key: {} for tower in towers if not tower.optional}, **(assumed or {})},
     )
 

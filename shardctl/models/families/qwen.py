@@ -36,6 +36,10 @@ QWEN2: Final = Family(
     prefixes=("model", "transformer"),
     traits=_QWEN2_TRAITS,
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
+    inner_kinds={
+        kind: {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+        for kind in ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+    },
 )
 QWEN3: Final = Family(
     name="qwen3",
@@ -45,4 +49,5 @@ QWEN3: Final = Family(
     prefixes=("model", "transformer"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
+    inner_kinds={"qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000}},
 )

@@ -125,6 +125,14 @@ QWEN3_MOE: Final = Family(
     ),
     aliases={"num_local_experts": "num_experts"},
     assumed={**assume_sizes(151936, 2048, 6144, 24, 32), "moe_intermediate_size": 768, "num_experts": 128},
+    inner_kinds={
+        "qwen3_vl_moe_text": {
+            "rope_theta": 5e5,
+            "max_position_embeddings": 128000,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        }
+    },
 )
 OLMOE: Final = Family(
     name="olmoe",
