@@ -10,7 +10,6 @@ from shardctl.bands import ChunkIndex
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.family import TRANSPOSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,8 +117,8 @@ def _find_matrix(
 ) -> MergeTarget:
     """Find a module's own weight."""
     assert module.down is not None and module.up is not None  # noqa: S101, PT018 - asked before
-    family = checkpoint.model.family if checkpoint.model is not None else ""
-    by_input = module.embedding or (family in TRANSPOSED if family else settings.transposed)
+    model = checkpoint.model
+    by_input = module.embedding or (model.transposed if model is not None and model.family else settings.transposed)
     if module.embedding and module.magnitude is not None:
         raise UnsupportedError(
             f"{module.module} is an embedding with DoRA, whose norms PEFT adds up in an order that depends on threads"

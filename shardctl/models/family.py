@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 INDEX: Final = pattern(r"\{(\w+)\}")
 """An index in the name of a row."""
-TRANSPOSED: Final = ("gpt2",)
-"""Families whose linear weights are `[in, out]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +185,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names that keys may have in a config, and the names that `facts` reads (`attribute_map`)."""
 
+    transposed: bool = False
+    """Whether its linear weights are stored as `[in, out]`."""
     inner_kinds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """The `model_type` of text models without a head of their own that have these layers, and what the config class of
     each assumes otherwise than this family's."""

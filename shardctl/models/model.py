@@ -70,6 +70,8 @@ class Model:
     """The layers that were counted by names alone, where rules say nothing of them."""
     text: Mapping[str, object] | None = None
     """The config of the text model inside, of a model that is known by the table of that."""
+    transposed: bool = False
+    """Whether linear weights are stored as `[in, out]`."""
     plain: Model | None = None
     """The model as it would be without quantisation; None if that makes no difference."""
     encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)

@@ -286,6 +286,7 @@ def build_model(family: Family, architecture: str, config: ModelConfig, *, share
     builder.expand(plans)
     return Model(
         family=family.name,
+        transposed=family.transposed,
         architecture=architecture,
         layers=len(builder.layers),
         tensors=builder.tensors,

@@ -86,6 +86,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 GPT2: Final = Family(
     name="gpt2",
     rows=_GPT2,
+    transposed=True,
     facts=_build_facts,
     classes={
         "GPT2LMHeadModel": ModelClass("transformer", "lm"),

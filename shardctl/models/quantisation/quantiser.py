@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.binding import find_canonical_name, list_older_names
-from shardctl.models.family import TRANSPOSED, Row
+from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
 from shardctl.models.quantisation.autoround import AUTOROUND
@@ -71,7 +71,7 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     scheme = read_scheme(config)
     if scheme is None:
         return model
-    if model.family in TRANSPOSED:
+    if model.transposed:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
     with limit_matching():
         return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
