@@ -1,7 +1,7 @@
 """Turns a family's table and the facts of a config into the tensors of a model.
 
 >>> from shardctl.models import describe_model
->>> model = describe_model({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1})
+>>> model = describe_model({"architectures": ["GPT2LMHeadModel"], "n_layer": 1})
 >>> model.tensors["transformer.h.0.attn.c_attn.weight"].shape
 (768, 2304)
 """
