@@ -42,11 +42,7 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
 
 
 def name_usual_class(kind: str) -> str:
-    """Name the class that most models of a `model_type` have.
-
-    >>> name_usual_class("qwen3")
-    'Qwen3ForCausalLM'
-    """
+    """Name the class that most models of a `model_type` have, such as `Qwen3ForCausalLM` for those of `qwen3`."""
     return next(next(iter(family.classes)) for family in FAMILIES if family.name == kind)
 
 
