@@ -2,13 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from shardctl.cli import arguments, streams
-from shardctl.errors import UsageError
+from shardctl.errors import ShardctlError, UsageError
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
+
+if TYPE_CHECKING:
+    from shardctl.verify.level import VerifyResult
 
 EXAMPLES = """
 Examples:
@@ -41,25 +44,44 @@ def verify(
         return _find_newest(src, verify_options, source_options, threads, json=json)
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
-    from shardctl.report import junit as junit_xml
-    from shardctl.report import summary as markdown
-    from shardctl.report.annotations import format_github_annotations
     from shardctl.report.verification import render_verification
     from shardctl.verbs.verify import verify as verb
 
-    with watch_effort("verify", threads) as work:
-        found = verb(src, verify_options, source_options=source_options, effort=work)
-    if junit:
-        streams.write_report(junit, junit_xml.build_junit_report(found))
-    if summary:
-        streams.write_report(summary, markdown.format_summary(found))
+    for old in filter(None, (junit, summary)):
+        if old.is_file() and not old.is_symlink():
+            old.unlink()
+    try:
+        with watch_effort("verify", threads) as work:
+            found = verb(src, verify_options, source_options=source_options, effort=work)
+    except ShardctlError as error:
+        text = f"{error.message}; {error.hint}" if error.hint else error.message
+        _write_reports(_build_unread_result(src, text), junit, summary)
+        raise
+    _write_reports(found, junit, summary)
     if json:
         streams.print_document(documents.build_verify_document(found))
     else:
         streams.print_view(render_verification(found))
+    return 0 if found.ok else 3
+
+
+def _build_unread_result(src: str, error: str) -> "VerifyResult":
+    from shardctl.verify.level import VerifyResult
+
+    return VerifyResult(src, "", "", (), error=error)
+
+
+def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | None) -> None:
+    from shardctl.report.annotations import format_github_annotations
+    from shardctl.report.junit import build_junit_report
+    from shardctl.report.summary import format_summary
+
+    if junit:
+        streams.write_report(junit, build_junit_report(found))
+    if summary:
+        streams.write_report(summary, format_summary(found))
     if os.environ.get("GITHUB_ACTIONS"):
         streams.print_message(format_github_annotations(found))
-    return 0 if found.ok else 3
 
 
 def _find_newest(

@@ -218,9 +218,8 @@ def _build_level_document(level: LevelResult) -> Document:
         "tensor_bytes": level.nbytes,
         "seconds": round(level.seconds, 3),
         "findings": [asdict(finding) for finding in level.findings],
+        "notes": list(level.notes),
     }
-    if level.name in ("load", "forward"):
-        document["notes"] = list(level.notes)
     if level.name == "load":
         document["ranks"] = [
             {

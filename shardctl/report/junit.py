@@ -26,6 +26,13 @@ def build_junit_report(verified: VerifyResult) -> bytes:
         root.append(suite)
         for key in totals:
             totals[key] += int(suite.get(key, "0"))
+    if verified.error:
+        suite = ET.SubElement(root, "testsuite", name="verify", tests="1", failures="0", skipped="0", errors="1")
+        case = ET.SubElement(
+            suite, "testcase", name="verify", classname="shardctl.verify", file=_clean_text(verified.path)
+        )
+        ET.SubElement(case, "error", type="error", message=_clean_text(verified.error))
+        totals |= {"tests": 1, "errors": 1}
     for key, total in totals.items():
         root.set(key, str(total))
     root.set("time", f"{sum(level.seconds for level in verified.levels):.3f}")
@@ -60,6 +67,8 @@ def _build_suite(level: LevelResult, path: str, *, required: bool) -> ET.Element
     for key, count in (counts | {"skipped": int(level.status == "skipped" and not required)}).items():
         suite.set(key, str(count))
     suite.set("time", f"{level.seconds:.3f}")
+    for case in suite.iter("testcase"):
+        case.set("time", f"{level.seconds / counts['tests']:.3f}")
     return suite
 
 

@@ -29,6 +29,9 @@ def _list_lines(verified: VerifyResult) -> Iterator[str]:
         f", against {_escape_markdown(verified.against)}" if verified.against else ""
     )
     yield ""
+    if verified.error:
+        yield f"Error: {_escape_markdown(verified.error)}"
+        return
     yield from _list_table_lines(
         ("level", "status", "tensors", "read", "time", "rate"),
         (

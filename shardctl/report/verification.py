@@ -44,6 +44,8 @@ def render_verification(verified: VerifyResult) -> RenderableType:
 
 def format_verify_verdict(verified: VerifyResult) -> str:
     """Format ``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
+    if verified.error:
+        return "NOT VERIFIED"
     errors = sum(finding.severity == "error" for finding in verified.findings)
     warnings = len(verified.findings) - errors
     odd = f" ({format_plural(warnings, 'warning')})" if warnings else ""

@@ -92,6 +92,8 @@ class VerifyResult:
     levels: tuple[LevelResult, ...]
     required: tuple[str, ...] = ()
     """Levels that must not be skipped."""
+    error: str = ""
+    """Why the checkpoint could not be verified at all, in a report; then nothing is known of it."""
 
     @property
     def unmet(self) -> tuple[LevelResult, ...]:
@@ -101,7 +103,7 @@ class VerifyResult:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, and nothing that is required was skipped."""
-        return all(level.status != "failed" for level in self.levels) and not self.unmet
+        return not self.error and all(level.status != "failed" for level in self.levels) and not self.unmet
 
     @property
     def findings(self) -> list[CheckFinding]:

@@ -454,6 +454,34 @@ class TestForward:
         assert "| engine | 4 virtual ranks in one process" in (tmp_path / "s.md").read_text()
 
 
+def test_reports_of_what_cannot_be_read(say, ranks, tmp_path, monkeypatch):
+    junit, summary = tmp_path / "j.xml", tmp_path / "s.md"
+    assert say("verify", ranks, "--junit", junit, "--summary", summary)[0] == 0
+    case = ET.parse(junit).getroot().find("testsuite/testcase")  # noqa: S314 - our own file
+    assert float(case.get("time")) >= 0
+    assert "shardctl verify: ok" in summary.read_text()
+    shard(ranks, 1).write_bytes(b"no header")
+    (ranks / "shardctl.json").unlink()
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    code, *said = say("verify", ranks, "--junit", junit, "--summary", summary)
+    assert code == 4
+    root = ET.parse(junit).getroot()  # noqa: S314
+    assert (root.get("tests"), root.get("errors"), root.get("failures")) == ("1", "1", "0")
+    assert shard(ranks, 1).name in root.find("testsuite/testcase/error").get("message")
+    assert "shardctl verify: NOT VERIFIED" in summary.read_text()
+    assert "::error file=" in "".join(said)
+
+
+def test_an_old_report_does_not_stay(ranks, tmp_path, monkeypatch):
+    def end(*_args, **_options):
+        raise KeyboardInterrupt
+
+    (tmp_path / "j.xml").write_text("<old/>")
+    monkeypatch.setattr("shardctl.verbs.verify.verify", end)
+    run(["verify", str(ranks), "--junit", str(tmp_path / "j.xml")])
+    assert not (tmp_path / "j.xml").exists()
+
+
 def test_annotations_are_at_most_ten_and_one_line_each():
     many = LevelResult("content")
     many.add(CheckFinding("error", "digest", f"w{n} 100%\nbroken", f"w{n}", f"a,b:{n}.safetensors") for n in range(30))
