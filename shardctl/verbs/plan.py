@@ -10,8 +10,9 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
-from shardctl.errors import MemoryBudgetError, UsageError
+from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
+from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model, has_coded_weights
@@ -52,6 +53,7 @@ def plan(
     )
     with open_checkpoint(path, replace(source_options, described=True)) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
+        _refuse_division(checkpoint, reshard_options, plan_options)
         about = _build_unstored_model(checkpoint, reshard_options, plan_options)
         explored = (
             explore_meshes(
@@ -75,6 +77,17 @@ def plan(
                 plan_file.write_plan_file(plan_options.out, work, source_options)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         return replace(planned, explored=explored, warnings=(*planned.warnings, *shared))
+
+
+def _refuse_division(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions) -> None:
+    """Raise UnsupportedError for a mesh that divides a GGUF file: its tensors would be counted whole on every rank."""
+    mesh = reshard_options.mesh or Mesh.of()
+    divided = any(mesh.degree(axis) > 1 for axis in ("tp", "pp", "fsdp", "ep"))
+    if checkpoint.stored.format == GGUF and (divided or plan_options.search):
+        raise UnsupportedError(
+            f"{checkpoint.source.name} is a GGUF file, and how its engines divide one over devices is not known",
+            hint="leave the mesh out, or plan the checkpoint that the file was made from",
+        )
 
 
 def _choose_kv_heads(

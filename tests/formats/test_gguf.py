@@ -62,6 +62,9 @@ def test_inspect_and_plan_describe_it_and_reshard_refuses_it(tmp_path, capfd):
     assert document["weight_bytes"] == sum(row[2] for row in expected.values())
     cache = 2 * 64 * 2 * 64 * 2  # keys and values of 64 tokens, 2 heads of 64 elements, in 2 bytes
     assert str(cache) in json.dumps(document["needs"])
+    for options in (["--tp", "2"], ["--fsdp", "2"], ["--search", "--gpus", "4", "--gpu", "h100-80g"]):
+        assert run(["plan", path, *options]) == 4
+        assert "how its engines divide one over devices is not known" in capfd.readouterr().err
     for verb in (["reshard", path, str(tmp_path / "out")], ["verify", path]):
         assert run(verb) == 4
         assert "GGUF" in capfd.readouterr().err
