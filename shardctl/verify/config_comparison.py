@@ -71,7 +71,7 @@ def compare_configs(
     `common_only` looks only at what both say, where one is derived from what another library keeps.
     `cast` lets the element types differ.
 
-    >>> compare_configs({"rope_theta": 1e4, "use_cache": True}, {"rope_theta": 5e3, "use_cache": None}).changes
+    >>> compare_configs({"rope_theta": 1e4, "vocab_size": 9}, {"rope_theta": 5e3, "vocab_size": 9}).changes
     (ConfigChange(key='rope_parameters.rope_theta', a='10000.0', b='5000.0', harmless=False, certain=True),)
     """
     ours, theirs = _list_settings(a), _list_settings(b)

@@ -88,7 +88,7 @@ def test_verify_as_json(say, damaged):
     assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
     assert found.code == 3
     content = document["levels"][1]
-    assert list(content) == ["name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings"]
+    assert list(content) == ["name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings", "notes"]
     assert set(content["findings"][0]) == {"severity", "check", "message", "tensor", "file", "box"}
 
 
@@ -137,8 +137,9 @@ def test_diff_names_the_tensor_and_the_first_element(say, source, damaged):
     found = say("diff", source, damaged)
     assert (found.code, found.err) == (3, "")
     change, summary = found.out.splitlines()
-    assert change == "~ lm_head.weight  F32 [96, 32]  1 of 3,072 elements differ, first at [48:49, 0:1]"
-    assert summary == "1 tensor not the same, 20 equal, 86.7 kB compared"
+    where = "~ lm_head.weight  F32 [96, 32]  1 of 3,072 elements differ, first at [48:49, 0:1]"
+    assert change.startswith(f"{where}, apart by ")
+    assert summary == "1 tensor not the same, 20 tensors equal, 86.7 kB compared"
 
 
 def test_diff_of_other_tensors(say, source, tmp_path):
@@ -152,10 +153,12 @@ def test_diff_of_other_tensors(say, source, tmp_path):
 def test_diff_as_json(say, source, damaged):
     document = json.loads(say("diff", source, damaged, "--json").out)
     assert list(document) == [
-        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes", "changes", "warnings")
+        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes"),
+        *("changes", "config_changes", "file_changes", "warnings"),
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
-    assert set(document["changes"][0]) == {"tensor", "kind", "a", "b", "count", "size", "first"}
+    assert set(document["changes"][0]) == {*("tensor", "kind", "a", "b", "count", "size", "first", "distance", "cast")}
+    assert set(document["changes"][0]["distance"]) == {"largest", "mean", "relative", "nonfinite"}
 
 
 def test_digest_is_one_line_and_equal_for_every_layout(say, source, result):

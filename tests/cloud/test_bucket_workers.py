@@ -125,7 +125,7 @@ def test_a_worker_started_anew_forgets_what_it_had(s3_place, source, tmp_path):
     ("options", "said"),
     [
         ({"reshard_options": SMALL}, "another plan"),
-        ({"sha256": True}, "another choice of --hash"),
+        ({"checksums": "sha256"}, "another choice of --hash"),
         ({"overwrite": True}, "another choice of --overwrite"),
     ],
 )

@@ -344,7 +344,7 @@ def test_a_rehearsal_writes_nothing(s3, bucket, source):
 def test_what_is_not_there_is_said(bucket, source):
     with pytest.raises(SourceError, match="does not exist"):
         digest(f"s3://{bucket}/nothing")
-    with pytest.raises(SourceError, match="there is nothing"):
+    with pytest.raises(SourceError, match="nothing is there"):
         digest("s3://no-such-bucket/model")
     with pytest.raises(DestinationError, match="no-such-bucket"):
         reshard(source, "s3://no-such-bucket/model", TP2)

@@ -486,7 +486,7 @@ def test_what_megatron_has_no_place_for_is_refused_by_name():
         drafted("moe", mesh=Mesh.of(dp=3, ep=3))
     with pytest.raises(CutError, match="pp=3 needs at least 3 layers"):
         drafted("stacked", mesh=Mesh.of(pp=3))
-    with pytest.raises(UnsupportedError, match=r"needs every tensor, and model\.norm\.weight"):
+    with pytest.raises(UnsupportedError, match=r"needs every tensor, but model\.norm\.weight"):
         drafted("stacked", exclude="model.norm")
     with pytest.raises(UsageError, match="--to torch_dist does not use --names"):
         drafted("stacked", names="keep")

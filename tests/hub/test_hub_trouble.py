@@ -144,7 +144,9 @@ def test_all_addresses_are_over_at_once(hub, files):
 
 def test_what_never_works_ends_as_passing_trouble(hub, tmp_path):
     hub.fail("cdn", *[status(503)] * 500)
-    with pytest.raises(TransientError, match=r"reading .* failed 8 times, the last time because HTTP 503") as trouble:
+    with pytest.raises(
+        TransientError, match=r"reading .* failed 8 times, the last time because the server answered with HTTP 503"
+    ) as trouble:
         reshard(NAME, tmp_path / "out", TP2)
     assert "same command again" in trouble.value.hint
     assert trouble.value.exit_code == 7

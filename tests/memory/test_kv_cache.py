@@ -89,7 +89,7 @@ def cached(model, config):
     if config["model_type"] == "whisper":
         features = torch.zeros(BATCH, config["num_mel_bins"], 2 * config["max_source_positions"])
         given = {"input_features": features, "decoder_input_ids": ids}
-    elif config["model_type"] in {"t5", "bart", "mbart"}:
+    elif config["model_type"] in {"t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "pegasus"}:
         given["decoder_input_ids"] = ids
     elif config["model_type"] == "gpt2" and config.get("add_cross_attention"):
         given["encoder_hidden_states"] = torch.zeros(BATCH, TOKENS, config["n_embd"])
@@ -117,6 +117,9 @@ def test_bytes_are_those_of_the_cache_of_transformers(config):
     if config.get("new_decoder_architecture"):
         # transformers' Falcon repeats keys and values for every query before it caches them; vLLM's does not.
         expected = expected * config["num_kv_heads"] // config["num_attention_heads"]
+    if config["model_type"].startswith("minimax_m3"):
+        # transformers works out the keys of its indexer anew at each step; vLLM caches them.
+        terms = [term for term in terms if term.name != "keys of the indexer"]
     assert as_transformers(terms) == expected
     assert {term.category for term in terms} == {"kv cache"}
     free = any(

@@ -141,7 +141,7 @@ def test_one_stage_runs_forward_and_backward_in_turn():
 
 
 def test_what_no_schedule_does_is_refused():
-    with pytest.raises(UsageError, match="groups of 4") as raised:
+    with pytest.raises(UsageError, match="needs a multiple of 4 microbatches") as raised:
         count_in_flight(0, 4, 6, "interleaved", 2)
     assert raised.value.hint == "use --microbatches 8"
     with pytest.raises(UsageError, match="several model chunks"):

@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cache_bytes import bytes_per_token
 from hypothesis import given
 from hypothesis import strategies as st
 from known_models import even, stock
 
 from shardctl.errors import UsageError
 from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.kv_cache import compute_bytes_per_token
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.runtime import list_communicators, list_runtime_terms
 from shardctl.estimate.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
@@ -304,7 +304,7 @@ def test_a_large_model_takes_milliseconds():
     start = time.process_time()
     assert find_longest_context(shape, ranks, mesh, ServingWorkload(1, 8), dtype="BF16", budget=80 * GIB)
     assert time.process_time() - start < 1
-    assert compute_bytes_per_token(shape, dtype="BF16", tp=8) == 516_096 // 8
+    assert bytes_per_token(shape, dtype="BF16", tp=8) == 516_096 // 8
 
 
 @pytest.mark.parametrize(

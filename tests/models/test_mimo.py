@@ -32,7 +32,7 @@ def test_silent_configs_have_windows_where_transformers_has():
     assert describe_model(config).state() == state(on_meta(config))
     marks = [0, 1, 1, 1, 1, 0, 1, 1]
     assert describe_model({**config, "hybrid_layer_pattern": marks}).state() == describe_model(config).state()
-    with pytest.raises(UnsupportedError, match=r"hybrid_layer_pattern = .* other layers"):
+    with pytest.raises(UnsupportedError, match=r"hybrid_layer_pattern = .* are expected to have a window"):
         describe_model({**config, "hybrid_layer_pattern": marks[::-1]})
 
 

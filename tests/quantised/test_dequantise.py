@@ -196,7 +196,7 @@ def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
             {name: tensor.to(torch.int8), name[:-6] + "SCB": torch.ones(len(tensor))} if linear else {name: tensor}
         )
     source = write(tmp_path / "source", config, arrays)
-    with pytest.raises(UnsupportedError, match="not known"):
+    with pytest.raises(UnsupportedError, match="does not know how to decode"):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
 
 

@@ -215,7 +215,7 @@ class TestTies:
         done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2)))
         _, last = read_ranks(tmp_path / "ranks", 2)
         assert ("tok_embed.weight" in last) == (tied is not False)
-        line = "on every stage that computes with it: tok_embed.weight"
+        line = "held by every stage that computes with it: tok_embed.weight"
         assert (line in done.warnings) == (tied is not False)
         assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=tmp_path / "source")).ok
 

@@ -98,7 +98,7 @@ def test_a_class_none_of_whose_modules_computes_with_parts_is_said(made, monkeyp
 def test_weights_that_code_reaches_for_are_put_together_and_that_is_said(made):
     result = run(*made("mamba"))
     assert result.status == "passed"
-    assert any("dt_proj.weight of MambaBlock put together" in note for note in result.notes)
+    assert any("dt_proj.weight of MambaBlock joined from all ranks" in note for note in result.notes)
 
 
 def test_the_same_fault_is_found_in_what_is_put_together(made, tmp_path):
