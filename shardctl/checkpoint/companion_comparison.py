@@ -49,7 +49,7 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     files = tuple(_compare_files(a, b))
     if ours is None or theirs is None:
         which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
-        return CompanionComparison(None, files, (f"configs were not compared: {' and '.join(which)} has none",))
+        return CompanionComparison(None, files, tuple(f"configs were not compared: {name} has none" for name in which))
     derived = [each.source.name for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
     found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast)
     notes = tuple(

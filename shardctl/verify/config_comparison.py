@@ -85,12 +85,13 @@ def compare_configs(
     if named[0] and named[1] and named[0] != named[1]:
         changes.insert(0, ConfigChange("architectures", json.dumps(named[0]), json.dumps(named[1])))
     if single and len(filled) == len(read):
-        known = {_last_part(change.key) for change in changes}
         ours, theirs = filled
+        named_anew = {_last_part(key) for key in unequal if key not in ours}
+        known = {key for key in ours.keys() | theirs.keys() if key in unequal or _last_part(key) in named_anew}
         single = [
             key
-            for key in sorted(ours.keys() | theirs.keys())
-            if _last_part(key) not in known and not _is_dtype(key) and not _is_same(ours.get(key), theirs.get(key))
+            for key in sorted((ours.keys() | theirs.keys()) - known)
+            if not _is_dtype(key) and not _is_same(ours.get(key), theirs.get(key))
         ]
         changes += [replace(_build_change(key, ours, theirs), certain=True) for key in single]
     else:

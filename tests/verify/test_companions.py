@@ -117,6 +117,16 @@ def test_spellings_and_defaults_of_one_config_are_the_same(name):
     assert [change for change in found.changes if not change.harmless] == []
 
 
+def test_a_setting_of_one_part_does_not_hide_that_of_another():
+    stored = json.loads((CONFIGS / "qwen3_vl.json").read_text())
+    other = json.loads(json.dumps(stored))
+    other["text_config"]["hidden_act"] = "relu"
+    other["vision_config"]["hidden_act"] = "relu"
+    stored["vision_config"].pop("hidden_act", None)
+    keys = {change.key for change in compare_configs(stored, other).changes}
+    assert keys == {"text_config.hidden_act", "vision_config.hidden_act"}
+
+
 def test_rotary_embeddings_in_three_spellings():
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
     new = {"rope_parameters": {"rope_theta": 500000, "rope_type": "linear", "factor": 2.0}}
