@@ -319,3 +319,6 @@ def _main(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     _main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the results are written; threads of gloo that still end now and then abort an ordinary exit
