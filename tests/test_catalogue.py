@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -18,6 +19,7 @@ from shardctl.libraries.vllm import arrays as vllm_arrays
 from shardctl.options import ReshardOptions
 from shardctl.options.declaration import declared_options
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 MACHINERY = {"arrays", "catalogue", "files", "reader", "registry", "schemas", "writer"}
 ZIP = {"shardctl.libraries.torch_save.zip_records"}
 """How a damaged record of an archive is told, which is asked while files are copied and verified."""
@@ -60,6 +62,25 @@ def test_what_is_above_libraries_knows_none_of_them_but_by_the_catalogue():
 def test_only_help_loads_the_libraries_before_a_command_runs():
     said = "import sys, shardctl.cli.app; print('shardctl.libraries.catalogue' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", said], text=True) == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "unneeded"),
+    [
+        (["--version"], ["shardctl.libraries.catalogue", "shardctl.models"]),
+        (["--help"], ["shardctl.libraries.catalogue", "shardctl.models"]),
+        (["finish", "--help"], ["shardctl.libraries.catalogue", "shardctl.models"]),
+        (["inspect", str(FIXTURES / "peft" / "hf" / "llama")], ["shardctl.models.derived", "shardctl.verify.forward"]),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(args, unneeded):
+    code = (
+        "import sys; from shardctl.cli.program import run; code = run(sys.argv[2:]); "
+        "sys.exit(f'{code} {set(sys.argv[1].split()) & set(sys.modules)}')"
+    )
+    command = [sys.executable, "-c", code, " ".join(unneeded), *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == "0 set()\n"
 
 
 @pytest.mark.parametrize("option", [{"names": "keep"}, {"experts": "split"}, {"max_shard_size": 1}])

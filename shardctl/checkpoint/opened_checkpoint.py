@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.models.derived import can_divide
 from shardctl.training import add_states
 
 if TYPE_CHECKING:
@@ -118,8 +117,11 @@ class OpenedCheckpoint:
         """
         if self.model is None and self.untabled is not None and self.untabled().places_on(mesh):
             return self.untabled().model
-        if self.model is None and self.derived is not None and can_divide(self.derived(), mesh):
-            return self.derived()
+        if self.model is None and self.derived is not None:
+            from shardctl.models.derived import can_divide
+
+            if can_divide(self.derived(), mesh):
+                return self.derived()
         return self.require_model(f"a mesh of {mesh}")
 
     def find_placement(self, mesh: Mesh) -> Model | None:

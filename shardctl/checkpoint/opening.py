@@ -26,7 +26,6 @@ from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.manifest import first_byte
-from shardctl.models.derived import derive_model
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
@@ -168,7 +167,13 @@ def _prepare_derivation(
         return None
     library = reading.rules_from != "names"
     share = reading.kv_heads == "replicate"
-    return cache(lambda: derive_model(config, untabled().model, share_kv=share, library=library))
+
+    def derive() -> Model:
+        from shardctl.models.derived import derive_model
+
+        return derive_model(config, untabled().model, share_kv=share, library=library)
+
+    return cache(derive)
 
 
 def _apply_rule_names(

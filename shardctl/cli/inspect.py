@@ -23,7 +23,6 @@ def inspect(
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
     """Show the format, layout, model, types and ties of a checkpoint. Reads headers only."""
-    from shardctl.models.derived import format_rule_file
     from shardctl.report import documents
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
@@ -33,6 +32,8 @@ def inspect(
     if json:
         streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=rules))
     elif found.derivation is not None and not tensors:
+        from shardctl.models.derived import format_rule_file
+
         streams.print_text(format_rule_file(found.derivation))
     else:
         streams.print_view(render_inspection(found, tensors=tensors, rules=rules))

@@ -45,8 +45,8 @@ def run(args: Sequence[str]) -> int:
 def _invoke_command(args: list[str]) -> int:
     _refuse_empty_values(args)
     command = typer.main.get_command(app)
-    if _asks_help(args):
-        _fill_in_choices(command)
+    if "--help" in args:
+        _fill_in_choices(command, args)
     try:
         with command.make_context("shardctl", args) as context:
             code: int | None = command.invoke(context)
@@ -64,16 +64,17 @@ def _refuse_empty_values(args: list[str]) -> None:
             raise UsageError(f"{option} has an empty value", hint="give it a value, or leave it out")
 
 
-def _fill_in_choices(command: object) -> None:
-    """Put the names of formats and layouts into the help; other commands do not load what reads and writes them."""
+def _fill_in_choices(command: object, args: Sequence[str]) -> None:
+    """Put the names of formats and layouts into the help of a verb; only where it has some are they loaded."""
+    verbs = [verb for name, verb in getattr(command, "commands", {}).items() if name in args]
+    parameters = [each for verb in verbs for each in verb.params if "{" in (getattr(each, "help", None) or "")]
+    if not parameters:
+        return
     from shardctl.libraries.catalogue import list_choices
 
-    choices = list_choices()
-    for verb in getattr(command, "commands", {}).values():
-        for parameter in verb.params:
-            for word, names in choices.items():
-                if f"{{{word}}}" in (getattr(parameter, "help", None) or ""):
-                    parameter.help = parameter.help.replace(f"{{{word}}}", names)
+    for word, names in list_choices().items():
+        for parameter in parameters:
+            parameter.help = parameter.help.replace(f"{{{word}}}", names)
 
 
 def _asks_help(args: Sequence[str]) -> bool:

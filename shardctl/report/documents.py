@@ -7,7 +7,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
-from shardctl.models.derived import format_rule_file
 
 if TYPE_CHECKING:
     from shardctl.conversion.worker_part import ContributeResult
@@ -141,6 +140,8 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
 
 def _build_derivation_document(derivation: RuleDerivation) -> Document:
     """Say where derived rules are from, and what they leave whole because it is not known."""
+    from shardctl.models.derived import format_rule_file
+
     return {
         "from": list(derivation.origins),
         "whole": [{"pattern": each.pattern, "reason": each.reason} for each in derivation.uncut],
