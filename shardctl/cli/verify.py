@@ -72,15 +72,17 @@ def _build_unread_result(src: str, error: str) -> "VerifyResult":
 
 
 def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | None) -> None:
-    from shardctl.report.annotations import format_github_annotations
-    from shardctl.report.junit import build_junit_report
-    from shardctl.report.summary import format_summary
-
     if junit:
+        from shardctl.report.junit import build_junit_report
+
         streams.write_report(junit, build_junit_report(found))
     if summary:
+        from shardctl.report.summary import format_summary
+
         streams.write_report(summary, format_summary(found))
     if os.environ.get("GITHUB_ACTIONS"):
+        from shardctl.report.annotations import format_github_annotations
+
         streams.print_message(format_github_annotations(found))
 
 

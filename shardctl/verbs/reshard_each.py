@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -82,7 +83,7 @@ def reshard_each(
             result = None
             options = destination_options or DestinationOptions()
             if options.overwrite or not _is_converted(source, place, reshard_options, source_options):
-                with watch() if watch is not None else _NoProgress() as progress:
+                with watch() if watch is not None else nullcontext() as progress:
                     result = reshard(
                         source,
                         place,
@@ -101,16 +102,6 @@ def reshard_each(
         if fail_fast and outcomes[-1].error is not None:
             return ReshardEachResult(tuple(outcomes), tuple(sources[number + 1 :]))
     return ReshardEachResult(tuple(outcomes))
-
-
-class _NoProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> None:
-        """Begin with nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """End with nothing."""
 
 
 def list_matches(pattern: str) -> list[Path]:

@@ -13,6 +13,7 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
+from shardctl.models.families.phi import BIASED_HEAD_NORMS, FINAL_NORM
 from shardctl.models.family import Family, LogicalDim, Row
 from shardctl.models.layer_traits import LayerTraits
 
@@ -26,17 +27,13 @@ _PERSIMMON: Final = (
     Row(f"{LAYER}.self_attn.query_key_value.bias", "qkv"),
     Row(f"{LAYER}.self_attn.dense.weight", "hidden q"),
     Row(f"{LAYER}.self_attn.dense.bias", "hidden"),
-    Row(f"{LAYER}.self_attn.q_layernorm.weight", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.q_layernorm.bias", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.k_layernorm.weight", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.k_layernorm.bias", "head", when="qk_norm"),
+    *BIASED_HEAD_NORMS,
     Row(f"{LAYER}.mlp.dense_h_to_4h.weight", "ffn hidden"),
     Row(f"{LAYER}.mlp.dense_h_to_4h.bias", "ffn"),
     Row(f"{LAYER}.mlp.dense_4h_to_h.weight", "hidden ffn"),
     Row(f"{LAYER}.mlp.dense_4h_to_h.bias", "hidden"),
     *BIASED_NORMS,
-    Row(".final_layernorm.weight", "hidden", on="last"),
-    Row(".final_layernorm.bias", "hidden", on="last"),
+    *FINAL_NORM,
     *HEADS,
 )
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
+BIASED_HEAD_NORMS: Final = tuple(
+    Row(f"{LAYER}.self_attn.{norm}_layernorm.{part}", "head", when="qk_norm")
+    for norm in ("q", "k")
+    for part in ("weight", "bias")
+)
+FINAL_NORM: Final = tuple(Row(f".final_layernorm.{part}", "hidden", on="last") for part in ("weight", "bias"))
 _PHI: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
@@ -36,18 +42,14 @@ _PHI: Final = (
     Row(f"{LAYER}.self_attn.v_proj.bias", "kv"),
     Row(f"{LAYER}.self_attn.dense.weight", "hidden q"),
     Row(f"{LAYER}.self_attn.dense.bias", "hidden"),
-    Row(f"{LAYER}.self_attn.q_layernorm.weight", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.q_layernorm.bias", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.k_layernorm.weight", "head", when="qk_norm"),
-    Row(f"{LAYER}.self_attn.k_layernorm.bias", "head", when="qk_norm"),
+    *BIASED_HEAD_NORMS,
     Row(f"{LAYER}.mlp.fc1.weight", "ffn hidden"),
     Row(f"{LAYER}.mlp.fc1.bias", "ffn"),
     Row(f"{LAYER}.mlp.fc2.weight", "hidden ffn"),
     Row(f"{LAYER}.mlp.fc2.bias", "hidden"),
     Row(f"{LAYER}.input_layernorm.weight", "hidden"),
     Row(f"{LAYER}.input_layernorm.bias", "hidden"),
-    Row(".final_layernorm.weight", "hidden", on="last"),
-    Row(".final_layernorm.bias", "hidden", on="last"),
+    *FINAL_NORM,
     Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embed_tokens.weight"),
     Row("lm_head.bias", "vocab", when="lm", on="last"),
     Row("score.weight", "labels hidden", when="score", on="last"),
