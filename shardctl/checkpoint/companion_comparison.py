@@ -45,18 +45,24 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
 
     `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
     """
+    found, notes = compare_model_configs(a, b, cast=cast)
+    return CompanionComparison(found, tuple(_compare_files(a, b)), notes)
+
+
+def compare_model_configs(
+    a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool = False
+) -> tuple[ConfigComparison | None, tuple[str, ...]]:
+    """Compare the configs alone; gives None where one of the two has none, and what was not compared, and why."""
     ours, theirs = _read_stored_config(a), b.config
-    files = tuple(_compare_files(a, b))
     if ours is None or theirs is None:
         which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
-        return CompanionComparison(None, files, tuple(f"configs were not compared: {name} has none" for name in which))
+        return None, tuple(f"configs were not compared: {name} has none" for name in which)
     derived = [each.source.name for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
     found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast)
-    notes = tuple(
+    return found, tuple(
         f"{name} has no config of transformers: the {found.compared} settings that its own library keeps were compared"
         for name in derived
     )
-    return CompanionComparison(found, files, notes)
 
 
 def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison) -> Iterator[CheckFinding]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.checkpoint.companion_comparison import compare_companions
+from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.digest import compute_tensor_digest
 from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.estimate.holding import list_holdings
@@ -306,7 +306,7 @@ def _run_forward(
 
 def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[str, ...]:
     """List the settings that decide what a model computes and are not those of the source."""
-    compared = compare_companions(checkpoint, other).config
+    compared, _ = compare_model_configs(checkpoint, other, cast=True)  # the pass computes in a type of its own
     return tuple(change.key for change in compared.changes if not change.harmless) if compared is not None else ()
 
 

@@ -227,8 +227,9 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
     ranks, mesh = list_ranks(checkpoint.stored), checkpoint.mesh
     if not ranks:
         return
-    by_others = checkpoint.record is not None and checkpoint.record.options.get("rules") == GIVEN
-    model = checkpoint.find_placement(mesh) if mesh is not None and checkpoint.ruled >= by_others else None
+    given = checkpoint.record is not None and checkpoint.record.options.get("rules") == GIVEN
+    unnamed = given and not checkpoint.ruled
+    model = checkpoint.find_placement(mesh) if mesh is not None and not unnamed else None
     if mesh is not None and model is not None and checkpoint.manifest.tensors.keys() <= model.tensors.keys():
         specs = {name: model.tensors[name].spec for name in checkpoint.manifest.tensors}
         placed = PlacedCheckpoint(tuple(checkpoint.manifest.tensors.values()), specs, mesh, checkpoint.stages)
@@ -237,7 +238,7 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
         message = f"which rank should hold what was not checked: neither {RECORD} nor --mesh names the mesh"
         yield CheckFinding("warning", rank_parts.CHECK, message)
     elif mesh is not None:
-        why = "--rules does not name the rules that cut them" if by_others else "nothing says how tensors are cut"
+        why = "--rules does not name the rules that cut them" if unnamed else "nothing says how tensors are cut"
         message = f"which rank should hold what was not checked: {why}"
         yield CheckFinding("warning", rank_parts.CHECK, message)
 
@@ -332,7 +333,7 @@ def _check_identity(
             "that says why: the source was cast to the types here before it was compared"
         )
         level.add(iter([CheckFinding("warning", "identity", message)]))
-    companions = compare_companions(checkpoint, other, cast=cast and bool(retyped))
+    companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))
     level.add(check_companions(checkpoint, companions))
     level.notes += companions.notes
     for name in [*mine, *(n for n in theirs if n not in mine)]:

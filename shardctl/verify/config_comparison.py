@@ -100,7 +100,9 @@ def compare_configs(
 
 
 def _read_alike(key: str, filled: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether the config class gives one meaning to both values of a setting."""
+    """Return whether the config class gives one meaning to both values of a setting; types it was told."""
+    if _is_dtype(key):
+        return False
     return len(filled) == 2 and all(key in each for each in filled) and _is_same(filled[0][key], filled[1][key])  # noqa: PLR2004
 
 

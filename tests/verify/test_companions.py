@@ -28,6 +28,7 @@ EDITS = {
         "max_position_embeddings": 7,
         "bos_token_id": 5,
         "attention_dropout": 0.5,
+        "dtype": "bfloat16",
         "architectures": ["MistralForCausalLM"],
     },
     "mixtral": {"num_experts_per_tok": 1, "sliding_window": 3},
@@ -179,6 +180,14 @@ def test_a_cast_that_no_record_tells_of_is_compared_and_said(kept, tmp_path, cap
     assert (change.kind, change.count) == ("dtype", 1)
     assert run(["diff", str(whole), str(tmp_path / "half")]) == 3
     assert ", as BF16 1 of " in capfd.readouterr().out
+
+
+def test_a_cast_is_no_config_of_its_own_for_the_forward_pass(kept, tmp_path):
+    whole, _ = kept("llama")
+    reshard(whole, tmp_path / "cast", ReshardOptions(dtype="bf16", mesh=Mesh.of(tp=2)))
+    found = verify(tmp_path / "cast", VerifyOptions(level="forward", against=whole))
+    assert found.ok
+    assert not any("their own config.json" in note for level in found.levels for note in level.notes)
 
 
 def test_how_far_values_are_apart(kept, tmp_path):
