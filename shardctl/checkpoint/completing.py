@@ -18,6 +18,7 @@ from shardctl.models.binding import list_missing_warnings
 from shardctl.models.halves import find_text_half
 from shardctl.models.predicting import PREDICTING_KEYS, list_predicting_names
 from shardctl.record import LEFT_OUT
+from shardctl.verify.config_comparison import compare_configs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,13 +29,9 @@ if TYPE_CHECKING:
 COMPLETED: Final = "complete_from"
 """The option of a record that says from which checkpoint its own was completed, and with what."""
 _FREE: Final = frozenset(
-    {
-        *("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "return_dict", "output_hidden_states"),
-        *PREDICTING_KEYS,
-    }
+    {*("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"), *PREDICTING_KEYS}
 )
-"""Keys of configs that may differ: they change no shape, and no number that the layers compute."""
+"""Keys of configs that may differ here: tokens that only a tokenizer gives, and how many layers predict."""
 _QUANTISED: Final = "quantization_config"
 
 
@@ -153,15 +150,25 @@ def _merge_configs(
     return {**theirs, **{key: value for key, value in mine.items() if not (predicts and key in PREDICTING_KEYS)}}
 
 
-def _list_contradictions(mine: Mapping[str, Any], theirs: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for key in (*mine, *({_QUANTISED} if _QUANTISED in theirs and not above else ())):
-        one, other = mine.get(key), theirs.get(key)
-        if key in _FREE or (key not in theirs and key != _QUANTISED) or one == other:
-            continue
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _list_contradictions(one, other, f"{above}{key}.")
-        else:
-            yield f"{above}{key} is {one!r:.40} and {other!r:.40}"
+def _list_contradictions(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what two configs of one class say differently, and a quantisation that only one of them names."""
+    quantised = ["absent" if config.get(_QUANTISED) is None else "given" for config in (mine, theirs)]
+    if quantised[0] != quantised[1]:
+        yield f"{_QUANTISED} is {quantised[0]} and {quantised[1]}"
+    named = {"architectures": theirs.get("architectures")}
+    compared = [{**_drop_free_keys(config), **named} for config in (mine, theirs)]
+    for change in compare_configs(*compared, common_only=True, cast=True).changes:
+        if not change.harmless:
+            yield f"{change.key} is {change.a:.40} and {change.b:.40}"
+
+
+def _drop_free_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and those inside it, without the keys that may differ."""
+    return {
+        key: _drop_free_keys(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _FREE
+    }
 
 
 def _require_tensors(checkpoint: OpenedCheckpoint) -> None:

@@ -149,6 +149,22 @@ def test_what_contradicts_is_refused(tmp_path, capfd, changes, word):
     assert not (tmp_path / "whole").exists()
 
 
+@pytest.mark.parametrize(("theta", "code"), [(5e5, 4), (1e4, 0)])
+def test_a_setting_is_compared_in_either_spelling(tmp_path, capfd, theta, code):
+    base = save(tmp_path / "base", config_of("qwen3")).path
+    trained = train(base, tmp_path / "trained", lost=("lm_head.",))
+    for place, spelled in (
+        (base, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        (trained, {"rope_theta": theta}),
+    ):
+        config = json.loads((place / "config.json").read_text())
+        for key in ("rope_theta", "rope_parameters", "rope_scaling"):
+            config.pop(key, None)
+        (place / "config.json").write_text(json.dumps({**config, **spelled}))
+    assert run(["reshard", str(trained), str(tmp_path / "whole"), "--complete-from", str(base)]) == code
+    assert ("rope_parameters.rope_theta is 500000.0 and 10000.0" in capfd.readouterr().err) == (code != 0)
+
+
 def test_another_model_is_refused(tmp_path, capfd):
     one, other = (save(tmp_path / name, config_of(name)).path for name in ("qwen3", "llama"))
     assert run(["reshard", str(one), str(tmp_path / "whole"), "--complete-from", str(other)]) == 4
