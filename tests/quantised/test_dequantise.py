@@ -188,13 +188,12 @@ def test_an_input_of_a_group_that_does_not_exist_is_an_error(tmp_path):
 
 
 def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
-    config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
-    arrays = {}
-    for name, tensor in plain_state(LLAMA).items():
-        linear = tensor.ndim == 2 and ".layers." in name
-        arrays |= (
-            {name: tensor.to(torch.int8), name[:-6] + "SCB": torch.ones(len(tensor))} if linear else {name: tensor}
-        )
+    codec = CODECS["awq"]
+    config = {**LLAMA, "quantization_config": {**codec.settings, "bits": 8}}
+    arrays = {
+        name: t.repeat_interleave(2, 1) if name.endswith(("qweight", "qzeros")) else t
+        for name, t in encoded(codec, plain_state(LLAMA)).items()
+    }
     source = write(tmp_path / "source", config, arrays)
     with pytest.raises(UnsupportedError, match="does not know how to decode"):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))

@@ -13,10 +13,18 @@ import numpy as np
 
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
+from shardctl.models.dequantisation.flat_codes import decode_byte_rows, decode_flat_codes
 from shardctl.models.dequantisation.floats import decode_packed_floats, decode_scaled_floats
 from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
 from shardctl.models.dequantisation.tile import WeightTile
-from shardctl.models.quantisation.storage import OUT, PackedFloats, ScaledFloats, ScaledIntegers
+from shardctl.models.quantisation.storage import (
+    OUT,
+    ByteRows,
+    FlatCodes,
+    PackedFloats,
+    ScaledFloats,
+    ScaledIntegers,
+)
 from shardctl.tiles import split_run
 
 if TYPE_CHECKING:
@@ -97,4 +105,8 @@ def _decode_tile(decoder: WeightDecoder, tile: WeightTile) -> DecodedTile:
         return decode_packed_floats(decoder, tile)
     if isinstance(decoder, ScaledIntegers):
         return decode_scaled_integers(decoder, tile)
+    if isinstance(decoder, FlatCodes):
+        return decode_flat_codes(decoder, tile)
+    if isinstance(decoder, ByteRows):
+        return decode_byte_rows(decoder, tile)
     return decode_packed_integers(decoder, tile)

@@ -14,9 +14,11 @@ from shardctl.errors import UnsupportedError
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
-    IN,
+    MATRIX,
     OUT,
     AlongDim,
+    ByteRows,
+    FlatCodes,
     OpenDim,
     QuantisationMethod,
     QuantisationScheme,
@@ -38,32 +40,33 @@ _SECOND: Final = 256
 """Scales that share a scale of their own, and codes that a byte may be."""
 _STATE: Final = {False: 80, True: 160}
 """Bytes of the JSON text that `quant_state` is, more or less; by whether scales have scales of their own."""
+_ROWS: Final = ByteRows(
+    QuantisedArray("weight", ("I8",), (MATRIX,)),
+    QuantisedArray("SCB", FLOAT, ((AlongDim(OUT),),)),
+    QuantisedArray("weight_format", ("U8",), ((), (1,)), optional=True),
+)
 _EIGHT: Final = WeightStorage(
-    (
-        QuantisedArray("weight", ("I8",), ((AlongDim(OUT), AlongDim(IN)),)),
-        QuantisedArray("SCB", FLOAT, ((AlongDim(OUT),),)),
-        QuantisedArray("weight_format", ("U8",), ((), (1,)), optional=True),
-    ),
+    (_ROWS.codes, _ROWS.peak, _ROWS.arrangement),
     whole="matrix in an order that bitsandbytes keeps as a value, which only pp or ep can place",
+    decoder=_ROWS,
 )
 
 
 def _build_four_bit_storage(kind: str, word: str, *, nested: bool) -> WeightStorage:
+    scales = ("U8", *FLOAT) if nested else (*FLOAT, "U8")
     words = (word, *(other for other in _WORDS.values() if other != word))
-    second = (
-        QuantisedArray("weight.nested_absmax", FLOAT, ((OpenDim(block=_BLOCK * _SECOND),),), optional=not nested),
-        QuantisedArray("weight.nested_quant_map", FLOAT, ((OpenDim(_SECOND),),), optional=not nested),
-    )
-    return WeightStorage(
-        (
-            QuantisedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
-            QuantisedArray("weight.absmax", ("U8", *FLOAT) if nested else (*FLOAT, "U8"), ((OpenDim(block=_BLOCK),),)),
-            QuantisedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),
-            *second,
-            QuantisedArray(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((OpenDim(_STATE[nested]),),)),
+    decoder = FlatCodes(
+        codes=QuantisedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
+        scale=QuantisedArray("weight.absmax", scales, ((OpenDim(block=_BLOCK),),)),
+        table=QuantisedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),
+        settings=QuantisedArray(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((OpenDim(_STATE[nested]),),)),
+        second=QuantisedArray(
+            "weight.nested_absmax", FLOAT, ((OpenDim(block=_BLOCK * _SECOND),),), optional=not nested
         ),
-        whole=_FLAT,
+        second_table=QuantisedArray("weight.nested_quant_map", FLOAT, ((OpenDim(_SECOND),),), optional=not nested),
     )
+    arrays = (decoder.codes, decoder.scale, decoder.table, decoder.second, decoder.second_table, decoder.settings)
+    return WeightStorage(arrays, whole=_FLAT, decoder=decoder)
 
 
 def _parse_scheme(config: ModelConfig) -> QuantisationScheme:

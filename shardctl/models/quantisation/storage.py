@@ -179,7 +179,35 @@ class PackedByInput:
     order: tuple[int, int] = BY_INPUT
 
 
-WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput
+@dataclass(frozen=True, slots=True)
+class FlatCodes:
+    """bitsandbytes' codes of four bits, each an index of a table, in blocks that run on from row to row."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    table: QuantisedArray
+    """The sixteen numbers."""
+    settings: QuantisedArray
+    """A JSON text: the size of a block, the shape and the type of the weight."""
+    second: QuantisedArray
+    """The scales of the blocks' scales, if those are codes of a byte."""
+    second_table: QuantisedArray
+    """The 256 numbers that such a code may stand for."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRows:
+    """bitsandbytes' integers of a byte, with the largest number of each row, which 127 stands for."""
+
+    codes: QuantisedArray
+    peak: QuantisedArray
+    arrangement: QuantisedArray
+    """Whether rows are stored as rows, or in the order of a kernel."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput | FlatCodes | ByteRows
 """How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
 
 
