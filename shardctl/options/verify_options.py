@@ -57,6 +57,10 @@ class VerifyOptions:
         str | None,
         CommandOption(HelpPanel.GENERAL, "Layers per pipeline stage of --mesh. Default: balanced.", metavar="N,N,..."),
     ] = None
+    require_finite: Annotated[
+        bool, CommandOption(HelpPanel.GENERAL, "Treat NaN and infinity as errors; implies --level full.")
+    ] = False
+    """Other warnings stay warnings."""
     require: Annotated[
         LevelName | None,
         CommandOption(HelpPanel.GENERAL, "Run this level as well, and exit with 3 if it cannot be run."),
@@ -110,6 +114,8 @@ class VerifyOptions:
         for level in asked:
             if level not in _LEVELS:
                 raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(_LEVELS)}")
+        if self.require_finite:
+            asked.append("full")
         if self.device is not None:
             asked.append("load")
         if self.forward or self.prompt is not None or self.second_opinion:

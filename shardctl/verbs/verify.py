@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
+from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.merging import MERGED, merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
 from shardctl.conversion.conversion_plan import choose_stages
-from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
+from shardctl.digest import compute_checkpoint_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
-from shardctl.manifest import Region, first_byte
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.pieces import PlacedCheckpoint
 from shardctl.record import GIVEN, RECORD
@@ -29,7 +29,6 @@ from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verify import alignment, content, rank_parts, structure
-from shardctl.verify.checksums import check_downloads, check_sums
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
 
-_PLACES = 16
-"""Places of one tensor in a message: any of its files may be the wrong one."""
+_OF_RANKS: Final = frozenset({alignment.CHECK, rank_parts.CHECK})
+"""Checks of the structure that say nothing against reading the elements."""
 __all__ = ["LEVELS", "LevelResult", "LoadedRank", "VerifyOptions", "VerifyResult", "verify"]
 
 
@@ -98,6 +97,7 @@ class _VerifyRun:
     def of(self, path: str | Path) -> tuple[list[LevelResult], str]:
         """Return the levels and the digest, which is empty if it was not computed."""
         first, began = LevelResult("structure", strict=self.strict), time.monotonic()
+        options = replace(self.source_options, strict=False)  # what is odd fails its level, and the others are run
 
         def recorded(source: Source, record: CheckpointRecord) -> None:
             first.add(structure.check_files(record, source.files()))
@@ -108,16 +108,17 @@ class _VerifyRun:
 
         try:
             with ExitStack() as stack:
-                checkpoint = stack.enter_context(open_checkpoint(path, self.source_options, before=recorded))
+                checkpoint = stack.enter_context(open_checkpoint(path, options, before=recorded))
                 checkpoint = _set_given_mesh(checkpoint, self.verify_options)
-                first.add(_check_structure(checkpoint))
+                found = list(_check_structure(checkpoint))
+                first.add(iter(found))
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
-                if any(finding.check not in {alignment.CHECK, rank_parts.CHECK} for finding in first.errors):
+                if any(each.severity == "error" and each.check not in _OF_RANKS for each in found):
                     return self._cut_short(first, "the structure is wrong"), ""
                 other = None
                 if self.verify_options.against is not None:
-                    other = stack.enter_context(open_checkpoint(self.verify_options.against, self.source_options))
+                    other = stack.enter_context(open_checkpoint(self.verify_options.against, options))
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
@@ -144,7 +145,8 @@ class _VerifyRun:
             for each in filter(None, (checkpoint, other)):
                 each.source.heed(self.effort.stop)
             if "content" in self.names:
-                level, digests = _check_content(checkpoint, self.effort, strict=self.strict)
+                finite = self.verify_options.require_finite
+                level, digests = run_content_level(checkpoint, self.effort, finite=finite, strict=self.strict)
                 levels.append(level)
             if other is not None:
                 full = "content" in self.names
@@ -159,7 +161,7 @@ class _VerifyRun:
                     merged=bool(self.verify_options.merge),
                 )
                 if not full:
-                    level.add(_check_replicas(checkpoint, self.effort))
+                    level.add(check_replicas(checkpoint, self.effort))
                 levels.append(level)
             if "load" in self.names:
                 levels.append(
@@ -241,65 +243,6 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
         why = "--rules does not name the rules that cut them" if unnamed else "nothing says how tensors are cut"
         message = f"which rank should hold what was not checked: {why}"
         yield CheckFinding("warning", rank_parts.CHECK, message)
-
-
-def _check_content(
-    checkpoint: OpenedCheckpoint, effort: ExecutionOptions, *, strict: bool
-) -> tuple[LevelResult, dict[str, str]]:
-    """Return the level, and the digest of each tensor as it is now."""
-    level, began = LevelResult("content", strict=strict), time.monotonic()
-    tensors = list(checkpoint.whole.tensors.values())
-    tracker = build_crc_tracker(checkpoint)
-    found = content.measure_content(
-        sorted(tensors, key=first_byte), CrcReader(checkpoint.source.read_at, tracker), effort
-    )
-    digests = {t.name: compute_tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
-    for tensor in tensors:
-        level.add(_find_odd_values(tensor, found[tensor.name]))
-        recorded = checkpoint.record.tensors.get(tensor.name) if checkpoint.record else None
-        if recorded and recorded.digest != digests[tensor.name]:
-            level.add(iter([_build_digest_finding(tensor, recorded.digest, digests[tensor.name])]))
-    level.add(_check_replicas(checkpoint, effort))
-    level.add(check_crcs(checkpoint, tracker, effort, unread=True))
-    level.add(check_sums(checkpoint.source, effort.stop))
-    level.add(check_downloads(checkpoint.source, effort.stop))
-    level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
-    level.seconds = time.monotonic() - began
-    if not checkpoint.record:
-        level.add(iter([CheckFinding("warning", "digest", f"there is no {RECORD} to compare digests with")]))
-    return level, digests
-
-
-def _check_replicas(checkpoint: OpenedCheckpoint, effort: ExecutionOptions) -> Iterator[CheckFinding]:
-    differences = content.compare_replicas(list(checkpoint.whole.tensors.values()), checkpoint.source, effort)
-    for d in differences:
-        message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
-        if d.other not in {"", d.file}:
-            message += f" and {d.other}"
-        yield CheckFinding("error", "replicas", message, d.tensor, d.file, str(d.first))
-
-
-def _find_odd_values(tensor: Tensor, found: content.TensorContent) -> Iterator[CheckFinding]:
-    size = tensor.size
-    if found.nans:
-        yield CheckFinding(
-            "warning", "values", f"{tensor.name} holds {found.nans:,} NaN of {size:,} elements", tensor.name
-        )
-    if found.infinities:
-        message = f"{tensor.name} holds {found.infinities:,} infinities of {size:,} elements"
-        yield CheckFinding("warning", "values", message, tensor.name)
-    if found.zero and size > 1 and tensor.name.endswith("weight"):
-        yield CheckFinding("warning", "values", f"{tensor.name} is all zeros", tensor.name)
-
-
-def _build_digest_finding(tensor: Tensor, recorded: str, found: str) -> CheckFinding:
-    places = [f"{c.where.file} {c.box}" for c in tensor.chunks if isinstance(c.where, Region)]
-    message = (
-        f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {format_first_few(places, _PLACES)}"
-    )
-    return CheckFinding(
-        "error", "digest", message, tensor.name, next(iter(tensor.files), ""), str(tensor.chunks[0].box)
-    )
 
 
 def _check_identity(

@@ -28,9 +28,33 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Tensor
     from shardctl.workers import ExecutionOptions
 
-_EXPONENT: Final = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000, "F64": 0x7FF0000000000000}
-"""The exponent bits of each float type: all set means NaN or infinity."""
-_MANTISSA: Final = {"F16": 0x03FF, "BF16": 0x007F, "F32": 0x007FFFFF, "F64": 0x000FFFFFFFFFFFFF}
+_EXPONENT: Final = {
+    "F16": 0x7C00,
+    "BF16": 0x7F80,
+    "F32": 0x7F800000,
+    "F64": 0x7FF0000000000000,
+    "C64": 0x7F800000,
+    "F8_E5M2": 0x7C,
+    "F8_E4M3": 0x7F,
+    "F8_E8M0": 0xFF,
+    "F8_E4M3FNUZ": 0xFF,
+    "F8_E5M2FNUZ": 0xFF,
+}
+"""The bits of each float type that say NaN or infinity: of IEEE's types all bits of the exponent.
+
+The types of 8 bits are those of the OCP (OFP8 and MX, 2023), of which only E5M2 has infinities, and those without a
+negative zero, whose bits are NaN."""
+_NONFINITE: Final = {"F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
+"""What these bits are then; if a type is not here, all of them are set."""
+_MANTISSA: Final = {"F16": 0x03FF, "BF16": 0x007F, "F32": 0x007FFFFF, "F64": 0x000FFFFFFFFFFFFF} | {
+    "C64": 0x007FFFFF,
+    "F8_E5M2": 0x03,
+    "F8_E4M3": 0x7F,
+    "F8_E8M0": 0xFF,
+    "F8_E4M3FNUZ": 0x80,
+    "F8_E5M2FNUZ": 0x80,
+}
+"""The bits of which one is set in a NaN, and none in an infinity."""
 
 
 @dataclass(slots=True)
@@ -308,11 +332,12 @@ def _find_file(chunks: ChunkIndex, unit: Box) -> str:
 
 
 def _count_nonfinite(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int]:
-    """Count how many NaNs and infinities there are; 0 for types that are not IEEE-like floats."""
+    """Count how many NaNs and infinities there are; of complex numbers each part counts; 0 for integers."""
     if dtype.name not in _EXPONENT or not prod(data.shape):
         return 0, 0
-    words = data.view(f"<u{dtype.unit_bytes}")
-    special = (words & _EXPONENT[dtype.name]) == _EXPONENT[dtype.name]
+    exponent = _EXPONENT[dtype.name]
+    words = data.view("<u4" if dtype.name == "C64" else f"<u{dtype.unit_bytes}")
+    special = (words & exponent) == _NONFINITE.get(dtype.name, exponent)
     if not special.any():
         return 0, 0
     nans = int(np.count_nonzero(words[special] & _MANTISSA[dtype.name]))

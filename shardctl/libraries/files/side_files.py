@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import format_first_few
-from shardctl.libraries.files.file_names import DCP_METADATA, WEIGHT_SUFFIXES
+from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import ADAPTERS
 from shardctl.libraries.files.links import check_link
 from shardctl.manifest import OpaqueObject
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Policy
+    from shardctl.manifest import Manifest, Policy
     from shardctl.storage import Source
 
 _REMADE: Final = frozenset({"shardctl.json", "SHA256SUMS"})
@@ -71,6 +71,16 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     warnings = [_describe_unused(unused)] if unused else []
     warnings += [f"{folder}/ is left behind: {n} files of another checkpoint" for folder, n in folders.items()]
     return tuple(objects), tuple(warnings)
+
+
+def list_unused_weights(manifest: Manifest) -> tuple[str, ...]:
+    """List the weights files of the root that a checkpoint does not use, and a loader may take; states are none."""
+    return tuple(
+        side.file
+        for side in manifest.objects
+        if side.file and "/" not in side.file and side.file.endswith(LOADED_SUFFIXES)
+        if _choose_policy(side.file) == ("drop", True)
+    )
 
 
 def _describe_unused(paths: list[str]) -> str:
