@@ -334,7 +334,7 @@ class _AnatomyReader:
             shared = named.size("sffn") if named.has("sffn") else 0
             if self.traits.experts_per_token is None and config.values.get("num_experts_per_tok") is None:
                 raise UnsupportedError("config.json does not say how many experts a token goes to", hint=_WEIGHTS_ONLY)
-            chosen = config.size("num_experts_per_tok", self.traits.experts_per_token)
+            chosen = _read_chosen_experts(config, self.traits.experts_per_token)
             gated = any("shared_expert_gate" in row.name for row in rows)
             wide = not self.traits.narrow_experts
             width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
@@ -404,6 +404,16 @@ class _AnatomyReader:
             kind, width // head, keys // head, head, value, window, cross=cross, gated=gated, borrowed=borrowed
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
+
+
+def _read_chosen_experts(config: ModelConfig, usual: int | None) -> int:
+    """Return how many experts a token goes to; a list has a number for each layer (Hunyuan), which must be the same."""
+    numbers = config.values.get("num_experts_per_tok")
+    if not isinstance(numbers, list):
+        return config.size("num_experts_per_tok", usual)
+    if any(number != numbers[0] for number in numbers):
+        raise UnsupportedError("tokens go to other numbers of experts in other layers", hint=_WEIGHTS_ONLY)
+    return ModelConfig({"num_experts_per_tok": next(iter(numbers), 0)}).size("num_experts_per_tok")
 
 
 _INDEXER_BLOCK: Final = 128

@@ -67,6 +67,7 @@ PARTLY_PLANNED = {
     "lfm2": "its plan is for the head alone",
     "lfm2_moe": "its plan is for the experts, and leaves attention and convolutions whole",
     "hunyuan_v1_dense": "its plan is for the head alone",
+    "hunyuan_v1_moe": "its plan is for the routed experts, and leaves attention and the shared one whole",
     "mistral4": "its plan is for the MLPs, and leaves latent attention whole",
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",

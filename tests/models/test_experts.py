@@ -187,7 +187,7 @@ def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"]
+    "name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v4", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"]
 )
 def test_layers_that_predict_further_tokens_are_known_and_not_demanded(name):
     model = describe_model(fixture(name))

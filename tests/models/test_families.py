@@ -95,7 +95,7 @@ def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     wide = re.compile("|".join(rf"(^|\.){part}($|\.)" for part in kind._keep_in_fp32_modules_strict or ("$^",)))
     model, usual = describe_model(config), dtype_of(real)
     whole = {name for name, tensor in real.state_dict().items() if not tensor.is_floating_point()}
-    kept = {name for name, buffer in real.named_buffers() if buffer.dtype == torch.float32}
+    kept = {name for name, tensor in real.state_dict().items() if tensor.dtype == torch.float32}
     for tensor in model.own():
         expected = (
             "I64" if tensor.name in whole else "F32" if wide.search(tensor.name) or tensor.name in kept else usual.name

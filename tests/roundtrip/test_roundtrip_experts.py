@@ -24,7 +24,7 @@ FUSED = [
     name
     for name in MOE
     if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values())
-    and not name.startswith(("gemma4", "minimax_m3_vl_text", "mistral4"))
+    and not name.startswith(("gemma4", "hy_v4", "minimax_m3_vl_text", "mistral4"))
 ]
 """Those whose experts transformers holds in another form than it saves."""
 OTHERWISE_SPELLED = {

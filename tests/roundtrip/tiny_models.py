@@ -67,7 +67,13 @@ def build(config: Mapping[str, Any], seed: int = 0) -> Any:
     """The transformers model of a config with every float of its state random: norms and biases too."""
     kind = getattr(transformers, config["architectures"][0])
     dtype = getattr(torch, config.get("dtype", "float32"))
-    model = kind(kind.config_class.from_dict(dict(config))).to(dtype)
+    read = kind.config_class.from_dict(dict(config))
+    model = kind(read).to(dtype)
+    with torch.device("meta"):
+        made = kind._from_config(read, dtype=dtype)
+    for name, parameter in made.named_parameters():  # modules that are made in fp32 whatever the model's type
+        if parameter.dtype != dtype:
+            model.get_parameter(name).data = model.get_parameter(name).data.to(parameter.dtype)
     for kept in model._keep_in_fp32_modules_strict or ():  # as from_pretrained does
         for module in model.modules():
             if kept in module._buffers:

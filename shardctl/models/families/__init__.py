@@ -31,7 +31,8 @@ from shardctl.models.families.gpt_oss import GPT_OSS
 from shardctl.models.families.gptj import GPTJ
 from shardctl.models.families.granite import GRANITE, HYPERCLOVAX
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
-from shardctl.models.families.hunyuan import HUNYUAN_V1_DENSE, HY_V3
+from shardctl.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, HY_V3
+from shardctl.models.families.hunyuan_v4 import HY_V4
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K3, KIMI_K25
 from shardctl.models.families.kimi_linear import KIMI_LINEAR
@@ -129,7 +130,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
     HELIUM,
     HYPERCLOVAX,
     HUNYUAN_V1_DENSE,
+    HUNYUAN_V1_MOE,
     HY_V3,
+    HY_V4,
     JAMBA,
     KIMI_K25,
     KIMI_K3,

@@ -1,4 +1,4 @@
-"""Describes Hunyuan 1 and 3 (Hy3): norms of heads, a dense layer before routed and shared experts, balanced by a bias.
+"""Describes Hunyuan 1 and 3 (Hy3): norms of heads; in Hy3 a dense layer before routed and shared experts.
 
 Names and shapes follow transformers 5 (`models/hy_v3/modeling_hy_v3.py`); the names of the Hub, which stand in
 `conversion_mapping.py`, are spellings of them. Layers that predict further tokens, which transformers leaves out, are
@@ -128,4 +128,32 @@ HUNYUAN_V1_DENSE: Final = Family(
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(290943, 4096, 11008, 32, 32),
+)
+_V1_MOE: Final = (
+    Row(f"{LAYER}.mlp.gate.wg.weight", "experts hidden", when="moe", dtype="F32"),
+    *build_expert_rows(),
+    *build_shared_expert_rows("mlp.shared_mlp"),
+)
+"""A router in fp32, whatever the model's type; each expert, routed or shared, is as wide as a dense MLP would be."""
+
+
+def _build_v1_moe_facts(config: ModelConfig) -> FamilyFacts:
+    ffn = config.size("intermediate_size")
+    return add_expert_facts(_build_v1_facts(config), config.size("num_experts"), ffn, shared=ffn)
+
+
+HUNYUAN_V1_MOE: Final = Family(
+    name="hunyuan_v1_moe",
+    rows=(*EMBEDDING, *_V1_ATTENTION, *_V1_MOE, *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_v1_moe_facts,
+    classes={
+        "HunYuanMoEV1ForCausalLM": ModelClass("model", "lm"),
+        "HunYuanMoEV1Model": ModelClass(),
+        "HunYuanMoEV1ForSequenceClassification": ModelClass("model", "score"),
+    },
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=1),
+    aliases={"moe_topk": "num_experts_per_tok", "num_local_experts": "num_experts"},
+    assumed={**assume_sizes(290943, 4096, 11008, 32, 32), "num_experts": 1},
 )
