@@ -1,14 +1,15 @@
 """Writes docs/models.md from the families that shardctl knows: python docs/models.py > docs/models.md."""
 
-from shardctl.models import FAMILIES
+from shardctl.models import load_families
 
 
 def page():
     """The page, as text."""
+    known = load_families()
     lines = [
         "# Models",
         "",
-        f"shardctl knows {len(FAMILIES)} families of models. The table lists each by the `model_type` of its configs,",
+        f"shardctl knows {len(known)} families of models. The table lists each by the `model_type` of its configs,",
         "with the classes that it describes. These are classes of transformers; if transformers has none, they are",
         "the names that configs on the Hub use. `python docs/models.py` writes this page from",
         "`shardctl/models/families`.",
@@ -16,7 +17,7 @@ def page():
         "| model_type | classes |",
         "|---|---|",
     ]
-    families = sorted(FAMILIES, key=lambda f: f.name.lower())
+    families = sorted(known, key=lambda f: f.name.lower())
     rows = (f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.classes)} |" for family in families)
     return "\n".join([*lines, *rows]) + "\n"
 

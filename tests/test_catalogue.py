@@ -70,7 +70,10 @@ def test_only_help_loads_the_libraries_before_a_command_runs():
         (["--version"], ["shardctl.libraries.catalogue", "shardctl.models"]),
         (["--help"], ["shardctl.libraries.catalogue", "shardctl.models"]),
         (["finish", "--help"], ["shardctl.libraries.catalogue", "shardctl.models"]),
-        (["inspect", str(FIXTURES / "peft" / "hf" / "llama")], ["shardctl.models.derived", "shardctl.verify.forward"]),
+        (
+            ["inspect", str(FIXTURES / "peft" / "hf" / "llama")],
+            ["shardctl.models.derived", "shardctl.verify.forward", "shardctl.models.families.gpt2"],
+        ),
     ],
 )
 def test_a_command_loads_only_what_it_needs(args, unneeded):

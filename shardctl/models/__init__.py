@@ -11,7 +11,7 @@ from shardctl.models.describe import (
     list_assumed_values,
     name_usual_class,
 )
-from shardctl.models.families import FAMILIES
+from shardctl.models.families import load_families
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.multimodal import has_text_half
@@ -27,7 +27,6 @@ from shardctl.models.rule_table import RuleRow, build_rule_table
 from shardctl.models.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
 
 __all__ = [
-    "FAMILIES",
     "NEEDING_TABLE",
     "KvHeads",
     "Model",
@@ -50,6 +49,7 @@ __all__ = [
     "list_assumed_values",
     "list_block_encodings",
     "list_name_patterns",
+    "load_families",
     "load_rules",
     "name_usual_class",
     "order_ties",

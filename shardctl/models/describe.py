@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.config import ModelConfig
-from shardctl.models.families import FAMILIES
+from shardctl.models.families import load_families, load_family
 from shardctl.models.multimodal import build_multimodal_model, describe_text_half
 from shardctl.models.quantisation import drop_quantisation_config, quantise_model
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardctl.manifest import Manifest
     from shardctl.models.family import Family
@@ -32,18 +33,27 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
     """
     named = ModelConfig(config)
     architecture, kind = named.architecture(), named.text("model_type", "")
-    for family in FAMILIES:
+    usual = load_family(kind)
+    if not architecture:
+        return None if usual is None else (usual, next(iter(usual.classes)))
+    for family in chain(() if usual is None else (usual,), _list_families()):
         current = family.renamed.get(architecture, architecture)
         if current in family.classes:
             return family, current
-        if not architecture and kind == family.name:
-            return family, next(iter(family.classes))
     return None
+
+
+def _list_families() -> Iterator[Family]:
+    """Yield every family; they are loaded only if the first is asked for."""
+    yield from load_families()
 
 
 def name_usual_class(kind: str) -> str:
     """Name the class that most models of a `model_type` have, such as `Qwen3ForCausalLM` for those of `qwen3`."""
-    return next(next(iter(family.classes)) for family in FAMILIES if family.name == kind)
+    family = load_family(kind)
+    if family is None:
+        raise ValueError(f"no family is called {kind}")
+    return next(iter(family.classes))
 
 
 def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:

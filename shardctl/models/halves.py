@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
 from shardctl.models.describe import find_family
-from shardctl.models.families import FAMILIES
+from shardctl.models.families import load_families, load_family
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
 
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
     from shardctl.models.family import Family
     from shardctl.models.model import Model
 
-_PLAIN: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
-    kind: (family.name, assumed) for family in FAMILIES for kind, assumed in family.inner_kinds.items()
-}
-"""By the `model_type` of a text model inside another: the family by itself, and what its config class assumes.
-
-Where no picture is seen, its rotary embedding is that family's."""
 _PICTURE_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _TIED: Final = "tie_word_embeddings"
@@ -35,6 +30,15 @@ _FLAT: Final = re.compile(r"(vision|audio|image|video)_")
 """How keys begin that are not the text model's, where its own stand beside them."""
 _VISION: Final = re.compile(r"(visual|vision(_tower|_model|_encoder)?)")
 """How the module of a vision model is called, inside the base model or outside."""
+
+
+@cache
+def _list_inner_kinds() -> Mapping[str, tuple[str, Mapping[str, object]]]:
+    """List, by the `model_type` of a text model inside another, the family by itself and what its config class assumes.
+
+    Where no picture is seen, its rotary embedding is that family's.
+    """
+    return {kind: (family.name, assumed) for family in load_families() for kind, assumed in family.inner_kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,9 @@ def _find_text_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, An
     if outer is not None and outer[0].text is not None:
         inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
         inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
-    name = _PLAIN.get(str(inner.get("model_type", "")), (inner.get("model_type"),))[0]
-    family = next((family for family in FAMILIES if family.name == name), None)
+    kind = str(inner.get("model_type", ""))
+    name = _list_inner_kinds().get(kind, (kind,))[0]
+    family = load_family(name)
     if family is not None:
         return family, inner
     return next(list_text_models(config), None)
@@ -155,8 +160,8 @@ def _build_text_config(config: Mapping[str, Any], inner: Mapping[str, Any], fami
     kind = str(inner.get("model_type", ""))
     values = {key: value for key, value in inner.items() if key != "architectures"}
     values |= {key: config[key] for key in _OUTER if config.get(key) is not None and values.get(key) is None}
-    if kind in _PLAIN:
-        assumed = dict(_PLAIN[kind][1])
+    if kind in _list_inner_kinds():
+        assumed = dict(_list_inner_kinds()[kind][1])
         if any(isinstance(values.get(rope), dict) and "rope_theta" in values[rope] for rope in _ROPES):
             assumed.pop("rope_theta")
         values = {**assumed, **values}

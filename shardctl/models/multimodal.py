@@ -14,7 +14,7 @@ from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Manifest
 from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
-from shardctl.models.families import FAMILIES
+from shardctl.models.families import load_family
 from shardctl.models.family import ModelClass
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
@@ -72,10 +72,9 @@ def has_text_half(config: Mapping[str, object]) -> bool:
 
 def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
-    known = {family.name: family for family in FAMILIES if "lm" in next(iter(family.classes.values())).parts.split()}
     for inner in list_text_configs(config):
-        family = known.get(str(inner.get("model_type", "")))
-        if family is not None:
+        family = load_family(str(inner.get("model_type", "")))
+        if family is not None and "lm" in next(iter(family.classes.values())).parts.split():
             yield family, inner
 
 

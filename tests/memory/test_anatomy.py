@@ -17,12 +17,12 @@ import transformers
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models import FAMILIES, describe_model
+from shardctl.models import describe_model, load_families
 from shardctl.models.anatomy import LayerAttention, LayerExperts, LayerScan, LayerState, build_anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
-FAMILY = {family.name: family for family in FAMILIES}
+FAMILY = {family.name: family for family in load_families()}
 
 
 def fixture(name, **changes):

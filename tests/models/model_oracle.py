@@ -12,16 +12,16 @@ import transformers
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME, BY_TORCH
 from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
-from shardctl.models import FAMILIES
+from shardctl.models import load_families
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
-BUILT = [family for family in FAMILIES if hasattr(transformers, next(iter(family.classes)))]
+BUILT = [family for family in load_families() if hasattr(transformers, next(iter(family.classes)))]
 """The families whose classes transformers has; of the others, `test_hub_classes.py` says who the judge is."""
-FAMILY = {family.name: family for family in FAMILIES}
+FAMILY = {family.name: family for family in load_families()}
 
 
 def fixture(name: str, **changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import transformers
 from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, on_meta, state
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models import FAMILIES, describe_model
+from shardctl.models import describe_model, load_families
 from shardctl.models.config import ModelConfig
 
 CASES = classes()
@@ -120,7 +120,7 @@ def test_every_tensor_matches_exactly_one_row_and_every_row_is_used():
     inside = json.loads((CONFIGS.with_name("configs_hub") / "kimi_k3.json").read_text())["text_config"]
     for config in (*(fixture(name, architectures=[architecture]) for name, architecture in CASES), blocks, inside):
         model = describe_model(config)
-        family = next(f for f in FAMILIES if f.name == model.family)
+        family = next(f for f in load_families() if f.name == model.family)
         base = rf"{re.escape(model.prefix)}\." if model.prefix else ""
         counted = family.facts(family.complete_config(ModelConfig(config))).indices
         numbers = {f"{{{index}}}": "|".join(map(str, counted[index].values)) for index in counted}

@@ -18,14 +18,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardctl.box import Box, subtract_all
 from shardctl.mesh import Mesh
-from shardctl.models import FAMILIES, describe_model
+from shardctl.models import describe_model, load_families
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.decoder import HEADS
 from shardctl.placement import check_cuts, compute_rank_boxes
 
 FOLDER = CONFIGS.with_name("configs_hub")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-FAMILY = {family.name: family for family in FAMILIES if family not in BUILT}
+FAMILY = {family.name: family for family in load_families() if family not in BUILT}
 
 
 def hub_config(name, **changes):

@@ -16,7 +16,7 @@ from model_oracle import BUILT, CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
 from shardctl.errors import UnsupportedError
-from shardctl.models import FAMILIES, ModelConfig, describe_model, families
+from shardctl.models import ModelConfig, describe_model, families, load_families
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
@@ -216,12 +216,18 @@ def test_a_silent_config_has_the_activation_that_transformers_builds(name, key):
     check_norms_and_activations(silent(fixture(name), key))
 
 
+def replace_families(monkeypatch, *families):
+    describe = sys.modules["shardctl.models.describe"]
+    monkeypatch.setattr(describe, "load_families", lambda: families)
+    monkeypatch.setattr(describe, "load_family", {family.name: family for family in families}.get)
+
+
 def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch):
-    llama = next(family for family in FAMILIES if family.name == "llama")
+    llama = next(family for family in load_families() if family.name == "llama")
     for traits in (None, LayerTraits(activation=("hidden_act", "silu"))):
         mute = replace(llama, traits=traits)
-        others = tuple(family for family in FAMILIES if family is not llama)
-        monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (*others, mute))
+        others = tuple(family for family in load_families() if family is not llama)
+        replace_families(monkeypatch, *others, mute)
         with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
             build_anatomy(fixture("llama"))
         assert describe_model(fixture("llama")).parameters
@@ -234,7 +240,7 @@ def test_the_family_in_extending_md_is_whole(monkeypatch):
     said: dict[str, object] = {}
     exec(text, said)  # noqa: S102
     family = next(value for value in said.values() if isinstance(value, Family))
-    monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (family,))
+    replace_families(monkeypatch, family)
     for architecture in family.classes:
         config = {**fixture("llama"), "model_type": family.name, "architectures": [architecture]}
         for changes in ({}, {"attention_bias": True, "mlp_bias": True}):
@@ -250,7 +256,7 @@ ELSEWHERE_SAID = {"meta_names.py": {"llama", "mistral"}, "windows.py": {"mamba"}
 def test_no_model_type_is_named_outside_the_files_of_families():
     """A second list by `model_type` is a wrong answer that waits."""
     root = Path(families.__file__).parents[1]
-    names = {family.name for family in FAMILIES}
+    names = {family.name for family in load_families()}
     for path in (*root.glob("*.py"), *root.with_name("estimate").glob("*.py")):
         said = names & set(re.findall(r'"([\w-]+)"', path.read_text()))
         assert said == ELSEWHERE_SAID.get(path.name, set()), path

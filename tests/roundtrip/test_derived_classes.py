@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.models import FAMILIES
+from shardctl.models import load_families
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 CLASSES = ("BioGptForCausalLM", "Cohere2MoeForCausalLM", "AriaTextForCausalLM", "CTRLLMHeadModel", "BarkCausalModel")
 """A decoder with biases, numbered experts, experts in a stack, and names that few have."""
-KNOWN = {name for family in FAMILIES for name in family.classes}
+KNOWN = {name for family in load_families() for name in family.classes}
 
 
 @pytest.fixture(scope="module")
