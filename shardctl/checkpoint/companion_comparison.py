@@ -70,14 +70,14 @@ def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison
     for change in compared.config.changes if compared.config is not None else ():
         message = f"config.json has {change.key} {change.a}; the source has {change.b}"
         if not change.certain:
-            message += "; whether that is the default is not known without the model's class of transformers"
+            message += "; without the model's class of transformers, shardctl cannot tell whether that is the default"
         severe = change.certain and not change.harmless
         yield CheckFinding("error" if severe else "warning", "config", message, file=CONFIG)
     left_out = checkpoint.record is not None and checkpoint.record.filtered
     for each in compared.files:
         if each.kind == "content":
             severity: Literal["error", "warning"] = "warning" if is_document(each.file) else "error"
-            yield CheckFinding(severity, "files", f"{each.file} is not the file of the source", file=each.file)
+            yield CheckFinding(severity, "files", f"{each.file} differs from that of the source", file=each.file)
         elif each.kind == "only_in_b" and not left_out and not is_document(each.file):
             yield CheckFinding("warning", "files", f"{each.file} is missing; the source has it", file=each.file)
 

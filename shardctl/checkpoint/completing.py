@@ -91,7 +91,9 @@ def _match_names(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Mappin
     mine, theirs = checkpoint.model, base.model
     if (mine is None) != (theirs is None):
         whose = checkpoint if mine is None else base
-        raise UsageError(f"only one known model completes another, and that of {whose.source.name} is not known")
+        raise UsageError(
+            f"only a model that shardctl knows can be completed from another, and it does not know {whose.source.name}"
+        )
     if mine is None or theirs is None or mine.architecture == theirs.architecture or base.config is None:
         return {}
     try:
@@ -121,7 +123,7 @@ def _check_tensors(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint, mine: M
         raise SourceError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} in {checkpoint.source.name}, and {other.dtype} "
             f"{list(other.shape)} in {base.source.name}",
-            hint="they are not of one model"
+            hint="the two are not the same model"
             if tensor.shape != other.shape
             else "cast one of the two first, with --dtype",
         )
@@ -141,7 +143,8 @@ def _merge_configs(
     unlike = list(_list_contradictions(mine, inner))
     if unlike:
         raise SourceError(
-            f"the configs of {checkpoint.source.name} and {base.source.name} contradict: {format_first_few(unlike)}",
+            f"the configs of {checkpoint.source.name} and {base.source.name} contradict each other: "
+            f"{format_first_few(unlike)}",
             hint="if the source's is wrong, give the right one with --config PATH",
         )
     if halved:

@@ -94,7 +94,7 @@ def find_target(
     """
     assert module.down is not None and module.up is not None  # noqa: S101, PT018 - sorted before
     if len(module.down.shape) != _MATRIX or len(module.up.shape) != _MATRIX:
-        raise UnsupportedError(f"{module.module} is a convolution, of which no adapter can be merged here")
+        raise UnsupportedError(f"{module.module} is a convolution, and shardctl cannot merge adapters of convolutions")
     tensors, model = checkpoint.manifest.tensors, checkpoint.model
     name = models.find_weight_name(model, f"{module.module}.weight")
     if not module.inside and name in tensors and len(tensors[name].shape) == _MATRIX:
@@ -158,7 +158,9 @@ def _fit_array(
     """Find out how the matrices belong to an array of all experts, which PEFT 0.18 takes the other way round."""
     assert module.down is not None and module.up is not None  # noqa: S101, PT018 - asked before
     if len(shape) != _STACK or module.magnitude is not None or module.bias is not None:
-        raise UnsupportedError(f"{name} has {len(shape)} dims, and only stacks of experts are known as parameters")
+        raise UnsupportedError(
+            f"{name} has {len(shape)} dims; of single parameters, only stacked experts can be merged"
+        )
     experts = shape[0]
     made = (module.up.shape[0], module.down.shape[1])
     rank, rest = divmod(module.down.shape[0], experts)
@@ -176,14 +178,14 @@ def _fit_array(
 def _check_fit(module: AdaptedModule, rank: int, declared: int, other: int) -> None:
     if not rank == other == declared:
         raise SourceError(
-            f"the matrices of {module.module} have ranks {rank} and {other}, and adapter_config.json says {declared}",
+            f"the matrices of {module.module} have ranks {rank} and {other}, but adapter_config.json says {declared}",
             hint="the config may belong to another adapter",
         )
 
 
 def _build_misfit(module: AdaptedModule, made: tuple[int, ...], shape: tuple[int, ...]) -> SourceError:
     return SourceError(
-        f"the adapter changes {module.module} by a matrix of {list(made)}, and the base has {list(shape)} there",
+        f"the adapter updates {module.module} with a matrix of {list(made)}, but that of the base is {list(shape)}",
         hint="it may have been trained on another model",
     )
 

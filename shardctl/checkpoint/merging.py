@@ -106,7 +106,7 @@ class _AdapterMerge:
         if missing:
             base, names = self.adapter.settings.base, format_first_few(missing)
             raise SourceError(
-                f"the adapter changes {names}, and {self.checkpoint.source.name} has no such module",
+                f"the adapter targets {names}, but {self.checkpoint.source.name} has no such module",
                 hint=f"it was trained on {base}" if base else f"see base_model_name_or_path in {ADAPTER_CONFIG}",
             )
 
@@ -122,8 +122,8 @@ class _AdapterMerge:
             return
         if base.shape != tensor.shape:
             raise SourceError(
-                f"the adapter has a {name} of {list(tensor.shape)}, and the base one of {list(base.shape)}",
-                hint="the vocabulary may have been resized before training; resize that of the base, too",
+                f"the adapter has a {name} of {list(tensor.shape)}, but the base has one of {list(base.shape)}",
+                hint="the vocabulary may have been resized before training; resize that of the base as well",
             )
         if base.ties:
             raise UnsupportedError(
@@ -143,7 +143,7 @@ class _AdapterMerge:
         """Put a tensor, and a bias, in the place of what is adapted of them."""
         base = self.tensors[target.name]
         if any(self._is_computed(chunk) for chunk in base.chunks):
-            raise UnsupportedError(f"the adapter changes {base.name} in two ways")
+            raise UnsupportedError(f"the adapter updates {base.name} twice, in different ways")
         chunks = []
         for part, weight in target.build_weights(base, self._find_views(target.module)):
             self._check_computable(base)

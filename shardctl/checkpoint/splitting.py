@@ -55,7 +55,7 @@ def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCh
         return _split_half(checkpoint, only, half)
     kept = _select_names(checkpoint, only)
     if not kept:
-        raise UsageError(f"--only {only} leaves no tensor", hint="shardctl inspect SRC --tensors lists the names")
+        raise UsageError(f"--only {only} matches no tensor", hint="shardctl inspect SRC --tensors lists the names")
     manifest = _keep_tensors(checkpoint.manifest, kept)
     return replace(checkpoint, manifest=manifest, part=only)
 
@@ -83,7 +83,7 @@ def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
         return [name for name in names if _EXPERT.search(name)]
     if "." not in only and "*" not in only:
         raise UsageError(
-            f"--only {only!r} is no part of a model",
+            f"--only {only!r} names no part of a model",
             hint=f"use {', '.join([*_HALVES, 'mtp', 'experts'])}, or a pattern such as 'model.layers.0.**'",
         )
     pattern = PatternList([only])
@@ -205,7 +205,7 @@ def _check_encodings(whole: Model | None, model: Model, half: ModelHalf) -> None
     """Raise UnsupportedError if by its own config other weights of a half would be quantised than are."""
     if _count_encoded(whole, half.names.keys()) != _count_encoded(model, half.names.values()):
         raise UnsupportedError(
-            f"which weights of {half.title} are quantised, its config would not say by itself",
+            f"a config of {half.title} alone would not say which of its weights are quantised",
             hint="take them back to numbers with --dtype bf16",
         )
 

@@ -215,7 +215,7 @@ def _set_given_mesh(checkpoint: OpenedCheckpoint, verify_options: VerifyOptions)
         return checkpoint
     if not list_ranks(checkpoint.stored):
         raise UsageError(
-            f"--mesh is for files of ranks, and {checkpoint.source.name} has none", hint="leave --mesh out"
+            f"--mesh applies to rank files, and {checkpoint.source.name} has none", hint="leave --mesh out"
         )
     if checkpoint.record is not None and checkpoint.record.mesh != mesh:
         raise UsageError(f"--mesh says {mesh}, and {RECORD} says {checkpoint.record.mesh}", hint="leave --mesh out")
@@ -237,11 +237,11 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
         placed = PlacedCheckpoint(tuple(checkpoint.manifest.tensors.values()), specs, mesh, checkpoint.stages)
         yield from rank_parts.check_rank_parts(checkpoint.manifest, placed, known)
     elif mesh is None and len(ranks) > 1:
-        message = f"which rank should hold what was not checked: neither {RECORD} nor --mesh names the mesh"
+        message = f"shardctl did not check which rank should hold what: neither {RECORD} nor --mesh names the mesh"
         yield CheckFinding("warning", rank_parts.CHECK, message)
     elif mesh is not None:
         why = "--rules does not name the rules that cut them" if unnamed else "nothing says how tensors are cut"
-        message = f"which rank should hold what was not checked: {why}"
+        message = f"shardctl did not check which rank should hold what: {why}"
         yield CheckFinding("warning", rank_parts.CHECK, message)
 
 
@@ -272,8 +272,8 @@ def _check_identity(
     if checkpoint.record is None and retyped:
         example = f"{mine[retyped[0]].dtype} here and {theirs[retyped[0]].dtype} there"
         message = (
-            f"{format_first_few(retyped)} have other types than in the source ({example}), and there is no {RECORD} "
-            "that says why: the source was cast to the types here before it was compared"
+            f"{format_first_few(retyped)} have other element types than the source ({example}), and there is no "
+            f"{RECORD} that says why: the source was cast to the types here before it was compared"
         )
         level.add(iter([CheckFinding("warning", "identity", message)]))
     companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))

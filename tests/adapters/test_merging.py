@@ -123,9 +123,9 @@ def test_a_plan_follows_its_adapter_and_no_other(tmp_path):
     ("settings", "kind", "message"),
     [
         ({"peft_type": "IA3"}, UnsupportedError, "LORA"),
-        ({"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "changed itself"),
+        ({"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "changed the base"),
         ({"alora_invocation_tokens": [1, 2]}, UnsupportedError, "aLoRA"),
-        ({"r": 8}, SourceError, "ranks 4 and 4, and adapter_config.json says 8"),
+        ({"r": 8}, SourceError, "ranks 4 and 4, but adapter_config.json says 8"),
         ({"lora_alpha": "much"}, SourceError, "lora_alpha"),
         ({"rank_pattern": {"(a+)+": 3}}, SourceError, "for ever"),
     ],
@@ -151,7 +151,7 @@ def test_matrices_of_another_size_are_refused(tmp_path):
 
 
 def test_a_directory_without_adapter_is_refused(tmp_path):
-    with pytest.raises(SourceError, match="holds no adapter"):
+    with pytest.raises(SourceError, match="is not a PEFT adapter"):
         reshard(base_of("lora"), tmp_path / "out", ReshardOptions(merge=(base_of("lora"),)))
 
 

@@ -131,7 +131,7 @@ def test_nothing_is_taken_where_nothing_lacks(tmp_path):
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps"),
-        ({"intermediate_size": 56}, "not of one model"),
+        ({"intermediate_size": 56}, "not the same model"),
         ({"dtype": "float32"}, "--dtype"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],

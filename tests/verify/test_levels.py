@@ -285,7 +285,9 @@ class TestWrongFiles:
     def test_without_a_record_the_mesh_is_named(self, say, ranks, source):
         (ranks / "shardctl.json").unlink()
         _, out, _ = say("verify", ranks)
-        assert "which rank should hold what was not checked: neither shardctl.json nor --mesh names the mesh" in out
+        assert (
+            "shardctl did not check which rank should hold what: neither shardctl.json nor --mesh names the mesh" in out
+        )
         mesh = ("--mesh", "pp=2,tp=2")
         code, out, _ = say("verify", ranks, *mesh, "--forward", "--against", source)
         assert (code, "was not checked" in out, "4 virtual ranks in one process" in out) == (0, False, True)

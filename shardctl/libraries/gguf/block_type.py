@@ -37,7 +37,8 @@ class BlockType(DType):
         """Return bytes of a tensor of `shape` elements, whose rows are whole blocks."""
         if shape and shape[-1] % self.elements:
             raise UnsupportedError(
-                f"rows of {shape[-1]} elements are no whole blocks of {self.name}, which have {self.elements}"
+                f"rows of {shape[-1]} elements are not a whole number of {self.name} blocks, "
+                f"which have {self.elements} elements"
             )
         size = self.block_bytes
         for extent in self.unit_shape(shape):

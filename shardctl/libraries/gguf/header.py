@@ -66,11 +66,11 @@ def read_header(source: Source, path: str) -> GgufHeader:
     """Read the header of a file; raises SourceError for one that cannot be so, UnsupportedError for other versions."""
     reader = _HeaderReader(source, path)
     if reader.take(4) != MAGIC:
-        raise SourceError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
+        raise SourceError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     version = reader.number("<I")
     if version not in _VERSIONS:
         raise UnsupportedError(
-            f"{path} has version {version} of GGUF, and versions {' and '.join(map(str, _VERSIONS))} are read",
+            f"{path} is GGUF version {version}; shardctl reads versions {' and '.join(map(str, _VERSIONS))}",
             hint="big-endian files have huge versions; older files are converted by llama.cpp",
         )
     tensors = reader.count("tensors", "<Q", _MOST_TENSORS)
@@ -82,7 +82,7 @@ def read_header(source: Source, path: str) -> GgufHeader:
             settings[key] = value
     alignment = settings.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= _WINDOW:
-        raise SourceError(f"{path} aligns tensors at {alignment!r}")
+        raise SourceError(f"{path} states {alignment!r} as the alignment of its tensors")
     rows = [reader.tensor() for _ in range(tensors)]
     start = -(-reader.place // alignment) * alignment
     found = {}
@@ -165,7 +165,7 @@ class _HeaderReader:
         shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
         kind, offset = self.number("<I"), self.number("<Q")
         if kind not in BLOCK_TYPES:
-            raise UnsupportedError(f"{self._path} has {name!r} in the type {kind}, which is not known")
+            raise UnsupportedError(f"{self._path} stores {name!r} as type {kind}, which shardctl does not know")
         elements = 1
         for extent in shape:
             elements *= extent
@@ -179,7 +179,7 @@ class _HeaderReader:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise SourceError(f"{self._path} has a text that is not UTF-8", hint="the file is damaged") from error
+            raise SourceError(f"{self._path} holds a string that is not UTF-8", hint="the file is damaged") from error
 
     def _pass(self, count: int) -> None:
         """Go on by `count` bytes; raises SourceError where the file or the largest header ends before."""

@@ -52,7 +52,7 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     file = next((name for name in ADAPTERS if (folder / name).is_file()), None)
     if file is None or not (folder / ADAPTER_CONFIG).is_file():
         raise SourceError(
-            f"{folder} holds no adapter of PEFT", hint=f"one has {ADAPTER_CONFIG} and {' or '.join(ADAPTERS)}"
+            f"{folder} is not a PEFT adapter", hint=f"one has {ADAPTER_CONFIG} and {' or '.join(ADAPTERS)}"
         )
     content = read_file(folder / ADAPTER_CONFIG, CONFIG_TEXT)
     values = parse_json(content, ADAPTER_CONFIG, CONFIG_TEXT)

@@ -67,12 +67,14 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
     found = AdapterTensors()
     for tensor in tensors:
         if not tensor.name.startswith(_PREFIX):
-            raise UnsupportedError(f"the adapter has a tensor {tensor.name!r:.200}, and PEFT's begin with {_PREFIX}")
+            raise UnsupportedError(
+                f"the adapter has a tensor {tensor.name!r:.200}, but names in PEFT adapters begin with {_PREFIX}"
+            )
         name = tensor.name.removeprefix(_PREFIX)
         match = _PART.fullmatch(name)
         if match is None:
             if "lora_" in name:
-                raise UnsupportedError(f"what {tensor.name!r:.200} is to an adapter is not known")
+                raise UnsupportedError(f"shardctl does not know the adapter tensor {tensor.name!r:.200}")
             found.replaced[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = tensor
             continue
         key = match["module"], match["inside"].count(".base_layer")
@@ -81,5 +83,5 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
         setattr(module, _PARTS[match["part"]], tensor)
     for module in found.modules.values():
         if module.down is None or module.up is None:
-            raise SourceError(f"of {module.module} the adapter has one matrix and not the other")
+            raise SourceError(f"the adapter has only one of the two matrices of {module.module}")
     return found

@@ -81,7 +81,7 @@ def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
     kind = values.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
-            f"{ADAPTER_CONFIG} says {kind!r:.50}, and only adapters of the type LORA are known",
+            f"{ADAPTER_CONFIG} says {kind!r:.50}, but shardctl only knows adapters of the type LORA",
             hint="merge it with PEFT (`merge_and_unload`) and give the merged model",
         )
     for key, meaning in _REFUSED.items():
@@ -90,7 +90,7 @@ def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
     start = values.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGING):
         raise UnsupportedError(
-            f"the adapter belongs to a base that it has changed itself (init_lora_weights is {start!r:.50})",
+            f"the training of this adapter changed the base, too (init_lora_weights is {start!r:.50})",
             hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",
         )
     config = ModelConfig(values, ADAPTER_CONFIG)
