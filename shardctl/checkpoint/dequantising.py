@@ -77,7 +77,12 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     return replace(
         checkpoint,
         source=ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
-        manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
+        manifest=replace(
+            checkpoint.manifest,
+            tensors=tensors,
+            warnings=warnings,
+            metadata=models.drop_torchao_metadata(checkpoint.manifest.metadata),
+        ),
         model=plain,
         config=models.drop_quantisation_config(config),
         remade_config=True,

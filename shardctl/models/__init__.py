@@ -19,6 +19,7 @@ from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.quantisation import (
     complete_config,
     drop_quantisation_config,
+    drop_torchao_metadata,
     find_quantisation_config,
     list_block_encodings,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "count_parameters",
     "describe_model",
     "drop_quantisation_config",
+    "drop_torchao_metadata",
     "find_family",
     "find_quantisation_config",
     "find_weight_name",

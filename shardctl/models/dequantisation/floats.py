@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.models.dequantisation.tile import IN_BETWEEN, DecodedTile
+from shardctl.models.dequantisation.tile import IN_BETWEEN, DecodedTile, smooth_inputs
 from shardctl.models.quantisation.storage import IN
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def decode_scaled_floats(decoder: ScaledFloats, tile: WeightTile) -> DecodedTile
     stored = tile.read_numbers(decoder.scale)
     tile.read_factors(decoder.scale, decoder.order, stored).scale(values)
     kind = tile.arrays[decoder.scale.names[0]].tensor.dtype.name
-    return DecodedTile(values, kind if decoder.by_scale and kind in IN_BETWEEN else "F32")
+    return DecodedTile(values, kind if decoder.by_scale and kind in IN_BETWEEN else decoder.rounded)
 
 
 def _look_up_numbers(codes: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -62,7 +62,7 @@ def decode_packed_floats(decoder: PackedFloats, tile: WeightTile) -> DecodedTile
         scales = scales / whole if decoder.divided else scales * whole
     values = np.ascontiguousarray(values)
     tile.read_factors(decoder.scale, decoder.order, scales).scale(values)
-    return DecodedTile(values, decoder.rounded)
+    return smooth_inputs(decoder.smoothing, tile, DecodedTile(values, decoder.rounded))
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardctl.errors import SourceError
-from shardctl.models.dequantisation.tile import IN_BETWEEN, BlockFactors, DecodedTile
-from shardctl.models.quantisation.storage import BY_OUTPUT, IN, OUT, WORD
+from shardctl.models.dequantisation.tile import IN_BETWEEN, BlockFactors, DecodedTile, round_numbers, smooth_inputs
+from shardctl.models.quantisation.storage import BY_OUTPUT, FLOAT, IN, OUT, WORD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +66,8 @@ def decode_scaled_integers(decoder: ScaledIntegers, tile: WeightTile) -> Decoded
     codes = tile.read(decoder.codes)
     if decoder.bits:
         codes = _crop(unpack_codes(codes, decoder.bits, 1), 1, tile.spans[IN], decoder.bits)
+    elif decoder.halved:
+        codes = _split_halves(codes, decoder, tile)
     values = codes.astype(np.float32)
     if decoder.bits:
         values -= 1 << (decoder.bits - 1)
@@ -76,14 +78,31 @@ def decode_scaled_integers(decoder: ScaledIntegers, tile: WeightTile) -> Decoded
         also = {1: (int(columns.min()), int(columns.max()) + 1)}
         _check_groups(also[1], tile, decoder.scale, 1)
         columns = columns - also[1][0]
-    if decoder.zero is not None and tile.has(decoder.zero):
+    rounded = decoder.rounded or _get_scale_type(tile, decoder.scale)
+    zeros = decoder.zero if decoder.zero is not None and tile.has(decoder.zero) else None
+    if zeros is not None and not decoder.added:
         _combine(np.subtract, values, _read_zeros(decoder, tile, also), columns)
+        if decoder.rounded and tile.arrays[zeros.names[0]].tensor.dtype.name in FLOAT:
+            values = round_numbers(values, decoder.rounded)
     scales = tile.read_factors(decoder.scale, BY_OUTPUT, tile.read_numbers(decoder.scale, also))
     if columns is None:
         scales.scale(values)
     else:
         _combine(np.multiply, values, scales, columns)
-    return DecodedTile(values, _get_scale_type(tile, decoder.scale))
+    if zeros is not None and decoder.added:
+        _combine(np.add, values, _read_zeros(decoder, tile, also), columns)
+    return smooth_inputs(decoder.smoothing, tile, DecodedTile(values, rounded))
+
+
+def _split_halves(codes: NDArray[Any], decoder: ScaledIntegers, tile: WeightTile) -> NDArray[np.int8]:
+    """Return the two codes of each byte, along the dim of the weight in which they are neighbours."""
+    dim = OUT if tile.block(decoder.codes, OUT) > 1 else IN
+    both = np.stack((codes.view(np.int8) << 4 >> 4, codes.view(np.int8) >> 4), axis=dim + 1)
+    shape = [extent * (2 if axis == dim else 1) for axis, extent in enumerate(codes.shape)]
+    skipped = tile.spans[dim][0] % 2
+    chosen = slice(skipped, skipped + tile.extent(dim))
+    whole = both.reshape(shape)
+    return whole[chosen] if dim == OUT else whole[:, chosen]
 
 
 def _read_zeros(decoder: ScaledIntegers, tile: WeightTile, also: Mapping[int, Span]) -> BlockFactors:

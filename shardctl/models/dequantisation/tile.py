@@ -191,3 +191,19 @@ class WeightTile:
             return 0, size
         start, stop = self.spans[extent.dim]
         return start // extent.block * extent.stored, min(-(-stop // extent.block) * extent.stored, size)
+
+
+def round_numbers(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
+    """Return the numbers as a narrower type has them, as F32."""
+    return values if kind == "F32" else values.astype(_TYPES[kind]).astype(np.float32)
+
+
+def smooth_inputs(smoothing: QuantisedArray | None, tile: WeightTile, decoded: DecodedTile) -> DecodedTile:
+    """Return the tile of a weight whose inputs are multiplied with factors first, as that of one that needs none.
+
+    Rows are outputs. The weight is rounded before it is multiplied, and the product has its type.
+    """
+    if smoothing is None or not tile.has(smoothing):
+        return decoded
+    factors = tile.read_numbers(smoothing).reshape(1, -1)
+    return DecodedTile(round_numbers(decoded.values, decoded.rounded) * factors, decoded.rounded)

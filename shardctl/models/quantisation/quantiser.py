@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.binding import find_canonical_name, list_older_names
+from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
@@ -24,6 +25,7 @@ from shardctl.models.quantisation.mxfp4 import MXFP4
 from shardctl.models.quantisation.quark import QUARK
 from shardctl.models.quantisation.settings import find_quantisation_config, name_method
 from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
+from shardctl.models.quantisation.torchao import TORCHAO
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
 from shardctl.placement import PartitionSpec
 
@@ -45,6 +47,7 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
     GPTQ,
     MODELOPT,
     QUARK,
+    TORCHAO,
     MXFP4,
 )
 """Every method; to add one, write its file and name it here."""
@@ -92,7 +95,8 @@ def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
             f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
             hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
         )
-    return method.read(settings.over({"expert_dtype": config.get("expert_dtype")}))  # where DeepSeek-V4 has it
+    around = {"expert_dtype": config.get("expert_dtype"), "model_dtype": ModelConfig(config).dtype().name}
+    return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
 
 
 @dataclass(frozen=True, slots=True)

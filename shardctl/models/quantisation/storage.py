@@ -128,6 +128,8 @@ class ScaledFloats:
     scale: QuantisedArray
     by_scale: bool = False
     """Whether the owner computes in the type of the scales, rather than in F32."""
+    rounded: str = "F32"
+    """The type of the owner's result, if it does not compute in that of the scales."""
     order: tuple[int, int] = BY_OUTPUT
 
 
@@ -143,12 +145,14 @@ class PackedFloats:
     """Whether the blocks' scales are divided by it, rather than multiplied with it."""
     rounded: str = "F32"
     """The type of the owner's result."""
+    smoothing: QuantisedArray | None = None
+    """What each input is multiplied with before the weight is used."""
     order: tuple[int, int] = BY_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledIntegers:
-    """compressed-tensors' integers: in a byte each, or packed along the inputs."""
+    """Integers in a byte each, in two halves of a byte, or packed along the inputs as compressed-tensors does."""
 
     codes: QuantisedArray
     scale: QuantisedArray
@@ -157,6 +161,14 @@ class ScaledIntegers:
     """The group of each input, where act-order mixed them."""
     bits: int = 0
     """Of a packed code; 0 where each has a byte of its own."""
+    halved: bool = False
+    """Whether a byte has two codes, each in two's complement, the first in its low half."""
+    added: bool = False
+    """Whether zero points are numbers that are added to the product, rather than subtracted from the codes."""
+    rounded: str = ""
+    """The type of the owner's result; empty if it is that of the scales."""
+    smoothing: QuantisedArray | None = None
+    """What each input is multiplied with before the weight is used."""
     order: tuple[int, int] = BY_OUTPUT
 
 
