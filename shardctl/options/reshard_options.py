@@ -60,8 +60,10 @@ class ReshardOptions:
         ),
     ] = None
     vllm_profile: Annotated[
-        Literal["0.25", "0.11"] | None,
-        CommandOption(HelpPanel.WRITING, "vLLM version whose names --to vllm writes. Default: 0.25."),
+        str | None,
+        CommandOption(
+            HelpPanel.WRITING, "vLLM version whose names --to vllm writes: 0.32, 0.25 or 0.11. Default: 0.32."
+        ),
     ] = None
     """Which version of vLLM the files are for."""
     trtllm_embedding: Annotated[

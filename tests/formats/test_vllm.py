@@ -43,22 +43,25 @@ def place(tmp_path):
     return copied
 
 
+ALIKE = tuple((FIXTURES / "0.32-as-0.25.txt").read_text().split())
+"""Directories of 0.25 whose every array 0.32 saves as well."""
+
+
 def source(owner: str) -> Path:
     return FIXTURES / owner.partition("/")[0] / "hf"
 
 
 def reshard_options(owner: str, **options: object) -> ReshardOptions:
-    profile, tp, *rest = owner.partition("/")[2].split("-")
-    ranks = int(tp.removeprefix("tp"))
-    ep = ranks if any(word.startswith("ep") for word in rest) else 1
-    return ReshardOptions(to="vllm", mesh=Mesh.of(tp=ranks, ep=ep), vllm_profile=profile, **options)
+    profile, *words = owner.partition("/")[2].split("-")
+    degrees = {word[:2]: int(word[2:]) for word in words if word != "mla"}
+    return ReshardOptions(**{"to": "vllm", "mesh": Mesh.of(**degrees), "vllm_profile": profile} | options)
 
 
 def ranks(at: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Every array, by rank and name."""
     return {
-        (path.name.split("-")[2], name): tensor
-        for path in at.glob("model-rank-*.safetensors")
+        (path.name.rpartition("-part-")[0], name): tensor
+        for path in at.glob("model-*.safetensors")
         for name, tensor in load_file(path).items()
     }
 
@@ -102,22 +105,38 @@ class TestReading:
         assert unequal(ours, theirs) == []
         assert made.record.digest == digest(source(owner)).digest
 
-    @pytest.mark.parametrize("profile", ["0.25", "0.11"])
-    def test_inspect_says_which_version_has_such_arrays(self, profile):
-        training = inspect(FIXTURES / "llama" / f"{profile}-tp2").training
+    @pytest.mark.parametrize(
+        ("owner", "profiles"),
+        [
+            ("llama/0.25-tp2", "0.32 and 0.25"),
+            ("llama/0.11-tp2", "0.11"),
+            ("gemma/0.25-tp2", "0.25"),
+            ("gemma/0.32-tp2", "0.32 and 0.25"),  # as another tied model has it
+            ("gemma2/0.25-tp2", "0.32 and 0.25"),
+            ("gpt_neox/0.25-tp2", "0.25"),
+            ("gpt_neox/0.32-tp2", "0.32"),
+            ("mixtral/0.25-tp2-ep2", "0.25"),
+            ("mixtral/0.32-tp2-ep2", "0.32"),
+        ],
+    )
+    def test_inspect_says_which_versions_have_such_arrays(self, owner, profiles):
+        training = inspect(FIXTURES / owner).training
         assert (training.writer, training.ranks, training.notes) == (
             "vLLM",
             2,
-            (f"the arrays are those of vLLM {profile}",),
+            (f"the arrays are those of vLLM {profiles}",),
         )
 
     @pytest.mark.parametrize(
         ("owner", "mesh", "facts"),
         [
-            ("llama/0.25-tp8", "tp8", {"profile": "0.25", "latent": False}),
+            ("llama/0.25-tp8", "tp8", {"profile": "0.32", "latent": False}),
             ("mixtral/0.11-tp2-ep2", "tp2 x ep2", {"profile": "0.11", "latent": False}),
-            ("mixtral/0.25-tp2", "tp2", {"profile": "0.25", "latent": False}),
-            ("deepseek_v3/0.25-tp2-mla", "tp2", {"profile": "0.25", "latent": True}),
+            ("mixtral/0.25-tp2", "tp2", {"profile": "0.32", "latent": False}),
+            ("mixtral/0.25-tp2-ep2", "tp2 x ep2", {"profile": "0.25", "latent": False}),
+            ("qwen3_moe/0.32-tp4-ep4", "tp4 x ep4", {"profile": "0.32", "latent": False}),
+            ("llama-tied/0.32-tp2-pp2", "pp2 x tp2", {"profile": "0.32", "latent": False}),
+            ("deepseek_v3/0.25-tp2-mla", "tp2", {"profile": "0.32", "latent": True}),
         ],
     )
     def test_the_files_say_what_they_are(self, owner, mesh, facts):
@@ -146,6 +165,11 @@ class TestWriting:
         reshard(source(owner), tmp_path / "out", reshard_options(owner))
         assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / owner)) == []
         assert (tmp_path / "out" / "config.json").read_bytes() == (FIXTURES / owner / "config.json").read_bytes()
+
+    @pytest.mark.parametrize("owner", ALIKE)
+    def test_what_032_saves_as_025_did_is_written_for_it(self, owner, tmp_path):
+        reshard(source(owner), tmp_path / "out", reshard_options(owner, vllm_profile="0.32"))
+        assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / owner)) == []
 
     @pytest.mark.parametrize(
         ("given", "asked"), [("hf", reshard_options("llama/0.25-tp2")), ("0.25-tp2", ReshardOptions(to="hf"))]
@@ -207,7 +231,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("owner", "mesh", "message"),
         [
-            ("llama/", Mesh.of(pp=2, tp=2), "pp=2 is not possible: every stage would write the same names"),
             ("llama/", Mesh.of(dp=2, tp=2), "dp=2 is not possible: every replica loads the same directory"),
             ("llama/", Mesh.of(fsdp=2), "fsdp=2 is not possible: vLLM does not cut weights this way"),
             ("llama/", Mesh.of(tp=3), "pads 100 rows to 128, which tp=3 does not divide"),
@@ -234,9 +257,41 @@ class TestRefusals:
         with pytest.raises(CutError, match="3 key/value heads can neither be divided over tp=2 nor repeated evenly"):
             reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
-    def test_a_profile_that_is_none(self, tmp_path):
-        with pytest.raises(UsageError, match=r"unknown --vllm-profile '0\.9'"):
-            reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="0.9"))
+    @pytest.mark.parametrize(
+        ("version", "message"),
+        [
+            ("latest", "unknown --vllm-profile 'latest'"),
+            ("0.9", r"the names of vLLM 0\.9 are not known here"),
+            ("0.33.1", r"vLLM 0\.33\.1 is newer than 0\.32, the newest whose names are known here"),
+            ("1.0", r"vLLM 1\.0 is newer than 0\.32"),
+        ],
+    )
+    def test_a_version_that_was_not_compared(self, version, message, tmp_path):
+        with pytest.raises(UsageError, match=message):
+            reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile=version))
+
+    def test_a_release_of_a_known_version(self, tmp_path):
+        reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="0.11.2"))
+        assert inspect(tmp_path / "out").training.notes == ("the arrays are those of vLLM 0.11",)
+
+    def test_stages_of_a_version_that_has_no_names_for_them(self, tmp_path):
+        with pytest.raises(CutError, match=r"the files of vLLM 0\.25 have no names for stages"):
+            reshard(source("llama/"), tmp_path / "out", reshard_options("llama/0.25-tp2-pp2"))
+
+    def test_stages_that_vllm_would_not_make(self, tmp_path):
+        deepseek = FIXTURES.parent / "deepseek_mp" / "predicting" / "source"
+        with pytest.raises(CutError, match="vLLM divides layers over stages by itself, as 31,30"):
+            reshard(deepseek, tmp_path / "out", reshard_options("deepseek_v3/0.32-pp2", stages="30,31"))
+
+    def test_a_stage_that_is_missing_and_files_of_two_saves(self, place):
+        at = place("llama-tied/0.32-tp2-pp2")
+        shutil.copy(at / "model-pp-0-tp-0-part-0.safetensors", at / "model-rank-0-part-0.safetensors")
+        with pytest.raises(SourceError, match="is named for stages, and model-rank-0-part-0"):
+            scan_checkpoint(LocalSource(at))
+        (at / "model-rank-0-part-0.safetensors").unlink()
+        (at / "model-pp-0-tp-1-part-0.safetensors").unlink()
+        with pytest.raises(SourceError, match="there is no file of rank 1 of stage 0, but model-pp-1-tp-1-part-0"):
+            scan_checkpoint(LocalSource(at))
 
     def test_a_profile_for_another_layout(self, tmp_path):
         with pytest.raises(UsageError, match="vllm-profile"):

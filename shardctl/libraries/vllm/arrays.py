@@ -26,8 +26,10 @@ NAME: Final = "vllm"
 TITLE: Final = "vLLM's sharded state"
 PROFILE: Final = "profile"
 """The fact that says whose arrays these are, one of `PROFILES`."""
-PROFILES: Final = ("0.25", "0.11")
-"""Each checked with that version of vLLM (0.25.1, 0.11.2); the first is written if nothing else is asked for."""
+PROFILES: Final = ("0.32", "0.25", "0.11")
+"""Each checked with that version of vLLM (0.32.0, 0.25.1, 0.11.2), newest first.
+
+The first is written if nothing else is asked for."""
 LATENT: Final = "latent"
 """The fact that says whether latent attention is done as such; vLLM does so unless ``VLLM_MLA_DISABLE=1``."""
 VOCABULARY_TYPE: Final = "vocabulary_type"
@@ -46,6 +48,10 @@ FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]
     "falcon": list_bloom_entries,
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
+_STAGED: Final = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "gpt_neox", "deepseek_v3"}
+)
+"""Those whose stages only have what they need; all stages of the others have the embedding, last norm and head."""
 _HEADS: Final = ("ForCausalLM", "LMHeadModel")
 
 
@@ -57,17 +63,37 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
             f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
             hint=f"use --ep {tp}, or leave --ep out",
         )
+    place = dialect.mesh.coordinate(rank)
+    stages = dialect.stages or split_into_stages(model.layers, dialect.mesh.degree("pp"))
+    first = sum(stages[: place.get("pp", 0)])
     here = VllmRank(
         parts=ModelParts(model, TITLE),
         tp=tp,
-        index=dialect.mesh.coordinate(rank)["tp"],
+        index=place.get("tp", 0),
+        layers=range(first, first + stages[place.get("pp", 0)]),
+        begins=place.get("pp", 0) == 0 or model.family not in _STAGED,
+        ends=place.get("pp", 0) == len(stages) - 1 or model.family not in _STAGED,
         whole_experts=dialect.mesh.ep > 1,
-        modern=dialect.text(PROFILE, PROFILES[0]) != "0.11",
+        profile=dialect.text(PROFILE, PROFILES[0]),
         latent=dialect.switch(LATENT),
         vocabulary_dtype=BY_NAME[dialect.text(VOCABULARY_TYPE, "BF16")],
         bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
     )
     yield from FAMILIES[model.family](here, model)
+
+
+def split_into_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has (`get_pp_indices` of distributed/utils.py).
+
+    Those that are left over go to the stages before the last, from the back.
+
+    >>> split_into_stages(10, 4), split_into_stages(7, 2)
+    ((2, 3, 3, 2), (4, 3))
+    """
+    counts = [layers // stages] * stages
+    for number in range(layers % stages):
+        counts[-2 - number] += 1
+    return tuple(counts)
 
 
 def check_model(model: Model) -> None:

@@ -30,20 +30,19 @@ _NORMS: Final = (
 )
 _KINDS: Final = ("weight", "bias")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
-_HEADLESS: Final = frozenset({"gemma", "gemma2"})
-"""Families whose class has no head at all, but asks the embedding; in 0.11, that of Gemma 3, too."""
 
 
 def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List the arrays of a rank."""
     embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
-    headless = model.family in _HEADLESS or (model.family == "gemma3_text" and not here.modern)
-    if _HEAD not in model.aliases or headless:
+    headless = _is_headless(here, model.family)
+    if here.begins and (_HEAD not in model.aliases or headless or not here.ends):
         yield here.vocabulary(_EMBEDDING, embedding)
-    if not headless:
+    if here.ends and not headless:
         yield here.vocabulary(_HEAD)
-    yield from here.same("model.norm.weight")
-    for number in range(model.layers):
+    if here.ends:
+        yield from here.same("model.norm.weight")
+    for number in here.layers:
         layer = f"model.layers.{number}"
         yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
         if model.family == "gpt_oss":
@@ -55,6 +54,13 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
             yield from _list_attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
             yield from _list_mlp(here, f"{layer}.mlp")
             yield from _list_mixtral_experts(here, f"{layer}.block_sparse_moe")
+
+
+def _is_headless(here: VllmRank, family: str) -> bool:
+    """Return whether the class has no head at all, but asks the embedding."""
+    return (
+        family == "gemma2" or (family == "gemma" and not here.latest) or (family == "gemma3_text" and not here.modern)
+    )
 
 
 def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:

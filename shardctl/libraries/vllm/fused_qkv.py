@@ -6,6 +6,7 @@ Names and orders are those of vLLM 0.25.1, `model_executor/models/` (`gpt2.py`, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.arrays.composite import SchemaEntry
@@ -28,7 +29,7 @@ def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
         yield here.vocabulary("transformer.wte.weight")
     yield here.vocabulary(_HEAD)
     yield from here.same("transformer.wpe.weight", *(f"transformer.ln_f.{kind}" for kind in _KINDS))
-    for number in range(model.layers):
+    for number in here.layers:
         layer = f"transformer.h.{number}"
         yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
         qkv = f"{layer}.attn.c_attn"
@@ -46,14 +47,19 @@ def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 
 
 def list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """List GPT-NeoX and Pythia."""
-    if _HEAD not in model.aliases:
-        yield here.vocabulary("gpt_neox.embed_in.weight")
-    yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", "embed_out.weight")
-    yield from here.same(*(f"gpt_neox.final_layer_norm.{kind}" for kind in _KINDS))
-    for number in range(model.layers):
-        layer = f"gpt_neox.layers.{number}"
-        yield from _list_layer(here, layer, f"{layer}.attention")
+    """List GPT-NeoX and Pythia; since 0.32 as the class of transformers has them, each head's q, k and v together."""
+    new, head = ("model", _HEAD) if here.latest else ("gpt_neox", "embed_out.weight")
+    if here.begins and (_HEAD not in model.aliases or not here.ends):
+        yield here.vocabulary("gpt_neox.embed_in.weight", f"{new}.embed_in.weight")
+    if here.ends:
+        yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", head)
+        for kind in _KINDS:
+            name = f"final_layer_norm.{kind}"
+            yield SchemaEntry(f"{new}.{name}", here[f"gpt_neox.{name}"])
+    for number in here.layers:
+        have, layer = f"gpt_neox.layers.{number}", f"{new}.layers.{number}"
+        for entry in _list_layer(here, have, f"{have}.attention", in_order=not here.latest):
+            yield replace(entry, name=entry.name.replace(have, layer, 1))
 
 
 def list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
@@ -63,18 +69,20 @@ def list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     yield here.vocabulary(_HEAD)
     yield from here.same(*(f"transformer.word_embeddings_layernorm.{kind}" for kind in _KINDS))
     yield from here.same(*(f"transformer.ln_f.{kind}" for kind in _KINDS))
-    for number in range(model.layers):
+    for number in here.layers:
         layer = f"transformer.h.{number}"
         yield from _list_layer(here, layer, f"{layer}.self_attention")
 
 
-def _list_layer(here: VllmRank, layer: str, attention: str) -> Iterator[SchemaEntry]:
+def _list_layer(here: VllmRank, layer: str, attention: str, *, in_order: bool = True) -> Iterator[SchemaEntry]:
+    """List a layer; `in_order` has queries, then keys, then values, else they take turns as in the file."""
     for norm in ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"):
         yield from here.same(*(f"{layer}.{norm}.{kind}" for kind in _KINDS))
     for kind in _KINDS:
         name = f"{attention}.query_key_value.{kind}"
         if name in here:
-            yield here.attention(name, _build_heads(here, name, attention))
+            whole = SchemaEntry(name, here.rows(name))
+            yield here.attention(name, _build_heads(here, name, attention)) if in_order else whole
     yield from here.scales(f"{attention}.attn")
     yield from here.row_layer(f"{attention}.dense")
     yield from here.column_layer(f"{layer}.mlp.dense_h_to_4h")

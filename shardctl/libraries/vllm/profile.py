@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
@@ -20,37 +21,70 @@ _EXPERTS: Final = (".w13_weight", ".w2_weight")
 _ROUTED: Final = ".routed_experts"
 _LATENT: Final = ".mla_attn.o_proj.weight"
 _BIAS: Final = ".w2_bias"
-_VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight")
+_VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
+_LAYER: Final = re.compile(r"rank([0-9]+)/[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
+_MOE: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
+_ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router")
 
 
-def recognise_dialect(arrays: Mapping[str, Tensor], ranks: int) -> LibraryDialect:
+def recognise_dialect(
+    arrays: Mapping[str, Tensor], ranks: int, stages: int = 1
+) -> tuple[LibraryDialect, tuple[str, ...]]:
     """Return the dialect of `arrays` of so many ranks, by their names with ``rankR/`` before them.
 
-    Raises UnsupportedError, by name, where some are as one version has them and others as another.
+    With it comes every profile that has such names; the dialect has the first of them. Raises UnsupportedError, by
+    name, where some are as one version has them and others as another.
     """
+    divided, mapped = _are_experts_divided(arrays), any(name.rpartition(".")[2] in EXPERT_MAPS for name in arrays)
+    profiles = _list_profiles(arrays, divided=divided and not mapped, mapped=mapped)
     facts: dict[str, Fact] = {
-        vllm.PROFILE: _choose_profile(arrays),
+        vllm.PROFILE: profiles[0],
         vllm.LATENT: any(name.endswith(_LATENT) for name in arrays),
     }
     for fact, names in ((vllm.BIAS_TYPE, _BIAS), (vllm.VOCABULARY_TYPE, _VOCABULARY)):
         known = next((tensor for name, tensor in arrays.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.dtype.name
-    whole_experts = any(name.rpartition(".")[2] in EXPERT_MAPS for name in arrays)
-    mesh = Mesh.of(tp=ranks, ep=ranks) if whole_experts else Mesh.of(tp=ranks)
-    return LibraryDialect(vllm.NAME, mesh, {rank: format_rank_prefix(rank) for rank in range(ranks)}, facts=facts)
+    tp = ranks // stages
+    mesh = Mesh.of(pp=stages, tp=tp, ep=tp if divided or mapped else 1)
+    prefixes = {rank: format_rank_prefix(rank) for rank in range(ranks)}
+    return LibraryDialect(vllm.NAME, mesh, prefixes, _count_layers(arrays, stages, tp), facts), profiles
 
 
-def _choose_profile(arrays: Mapping[str, Tensor]) -> str:
-    """Choose the profile that has such names."""
+def _count_layers(arrays: Mapping[str, Tensor], stages: int, tp: int) -> tuple[int, ...]:
+    """Count the layers of every stage; of one stage alone, the config says how many there are."""
+    if stages == 1:
+        return ()
+    found: list[set[str]] = [set() for _ in range(stages)]
+    for match in filter(None, map(_LAYER.match, arrays)):
+        found[int(match[1]) // tp].add(match[2])
+    return tuple(map(len, found))
+
+
+def _are_experts_divided(arrays: Mapping[str, Tensor]) -> bool:
+    """Return whether some rank has fewer experts than its router, which every rank has whole."""
+    for name, tensor in arrays.items():
+        if (match := _MOE.fullmatch(name)) is not None:
+            routers = (arrays.get(f"{match[1]}.{router}.weight") for router in _ROUTERS)
+            router = next(filter(None, routers), None)
+            if router is not None and tensor.shape and tensor.shape[0] < router.shape[0]:
+                return True
+    return False
+
+
+def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool) -> tuple[str, ...]:
+    """List the profiles that have such names; `divided` experts have no map, `mapped` ones have."""
     scales = {suffix for name in arrays for suffix in SCALES if name.endswith(f".{suffix}")}
     experts = [name for name in arrays if name.endswith(_EXPERTS)]
     routed = [name for name in experts if name.rpartition(".")[0].endswith(_ROUTED)]
-    modern, older = vllm.PROFILES
+    newest, middle, oldest = vllm.PROFILES
     if len(scales) == len(SCALES) and len(routed) == len(experts):
-        return modern
+        if mapped or _has_only_older_names(arrays):
+            return (middle,)
+        newer = divided or any(name.endswith("/model.embed_in.weight") for name in arrays)
+        return (newest,) if newer else (newest, middle)
     if not scales and not routed:
-        return older
+        return (oldest,)
     wanted = [suffix for suffix in SCALES if suffix not in scales]
     if wanted:
         has = f"{min(scales)} in attention" if scales else f"experts called {_strip_rank_prefix(routed[0])}"
@@ -62,9 +96,18 @@ def _choose_profile(arrays: Mapping[str, Tensor]) -> str:
         )
     raise UnsupportedError(
         f"the arrays belong to no known version of vLLM: {has}, but {lacks}. "
-        f"vLLM {modern} has {', '.join(SCALES)} and experts{_ROUTED}.w13_weight, vLLM {older} has none of them",
+        f"vLLM {middle} and {newest} have {', '.join(SCALES)} and experts{_ROUTED}.w13_weight, vLLM {oldest} has none "
+        "of them",
         hint="save the model with one of these versions, or convert the model that vLLM was given",
     )
+
+
+def _has_only_older_names(arrays: Mapping[str, Tensor]) -> bool:
+    """Return whether names are those of GPT-NeoX or Gemma 1 before 0.32: the latter has no head, nor four norms."""
+    names = {_strip_rank_prefix(name) for name in arrays}
+    headless = "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    four = any(name.endswith(".pre_feedforward_layernorm.weight") for name in names)
+    return (headless and not four) or any(name.startswith("gpt_neox.") for name in names)
 
 
 def _strip_rank_prefix(name: str) -> str:

@@ -74,16 +74,32 @@ class QkvRows:
 class VllmRank(schema.SchemaRank):
     """One rank, while its arrays are named."""
 
+    layers: range
+    """Those of its stage."""
+    begins: bool
+    """Whether its stage is the first, which has the embedding."""
+    ends: bool
+    """Whether its stage is the last, which has the last norm and the head."""
     whole_experts: bool
     """Whether each expert is on one rank, whole; else each rank has a slice of all."""
-    modern: bool
-    """Whether the arrays are those of 0.25; else those of 0.11."""
+    profile: str
+    """Whose arrays these are, one of `arrays.PROFILES`."""
     latent: bool
     """Whether attention that can be latent is (`MLAAttention`); else it is done with whole heads."""
     vocabulary_dtype: DType
     """Of an embedding, where a rank has nothing but zeros of it."""
     bias_dtype: DType
     """Of biases that all ranks but the first have zeros of."""
+
+    @property
+    def modern(self) -> bool:
+        """Whether the arrays are those of 0.25 or later."""
+        return self.profile != "0.11"
+
+    @property
+    def latest(self) -> bool:
+        """Whether the arrays are those of 0.32."""
+        return self.modern and self.profile != "0.25"
 
     def vocabulary(self, name: str, new: str = "") -> SchemaEntry:
         """Return this rank's rows of an embedding or a head, zeros behind the last token."""
@@ -176,8 +192,8 @@ class VllmRank(schema.SchemaRank):
         yield from self.expert_map(new, len(names))
 
     def expert_map(self, new: str, experts: int) -> Iterator[SchemaEntry]:
-        """Yield which expert is which of this rank's."""
-        if self.whole_experts and self.tp > 1:
+        """Yield which expert is which of this rank's; later versions work it out (not a buffer since 0.28)."""
+        if self.whole_experts and self.tp > 1 and not self.latest:
             held = self.held(experts)
             local = [number - held.start if number in held else -1 for number in range(experts)]
             data = struct.pack(f"<{experts}i", *local)

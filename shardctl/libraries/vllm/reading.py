@@ -1,7 +1,7 @@
 """Reads vLLM's sharded state: `model-rank-R-part-P.safetensors`, one or more per rank, and the model's config.
 
-The names are those of `ShardedStateLoader.DEFAULT_PATTERN` (vLLM 0.25.1, `model_executor/model_loader/
-sharded_state_loader.py`). R counts tensor-parallel ranks only, so that a directory holds one pipeline stage.
+With pipeline stages, the names are `model-pp-S-tp-R-part-P.safetensors`. They are those of `ShardedStateLoader`
+(`TP_ONLY_PATTERN` and `PP_AND_TP_PATTERN` of vLLM 0.32.0, `model_executor/model_loader/sharded_state_loader.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.libraries.vllm.arrays import PROFILE
 from shardctl.libraries.vllm.profile import recognise_dialect
 from shardctl.manifest import Manifest, TrainingState
 
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _TITLE: Final = "vLLM's model-rank-R-part-P.safetensors"
-_FILE: Final = re.compile(r"model-rank-(0|[1-9][0-9]{0,4})-part-(0|[1-9][0-9]{0,5})\.safetensors")
+_NUMBER: Final = "(0|[1-9][0-9]{0,4})"
+_FILE: Final = re.compile(
+    rf"model-(?:rank-{_NUMBER}|pp-{_NUMBER}-tp-{_NUMBER})-part-(0|[1-9][0-9]{{0,5}})\.safetensors"
+)
 _QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
 """What vLLM's quantised layers have besides weights, or in their place."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
@@ -44,12 +46,12 @@ def scan_vllm(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
         UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
     """
-    files = _list_rank_files(source)
+    files, stages = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, dict(enumerate(files)))
     for tensor in arrays.values():
         _refuse_quantised(tensor)
     side, left = list_side_files(source, set(sizes))
-    dialect = recognise_dialect(arrays, len(files))
+    dialect, profiles = recognise_dialect(arrays, len(files), stages)
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
@@ -57,31 +59,40 @@ def scan_vllm(source: Source) -> Manifest:
         objects=side,
         warnings=left,
         training=TrainingState(
-            writer="vLLM", ranks=len(files), notes=(f"the arrays are those of vLLM {dialect.text(PROFILE)}",)
+            writer="vLLM", ranks=len(files), notes=(f"the arrays are those of vLLM {' and '.join(profiles)}",)
         ),
         dialect=dialect,
     )
 
 
-def _list_rank_files(source: Source) -> list[list[str]]:
-    """List for each rank its files, in the order of parts; raises SourceError for a gap."""
-    found: dict[int, dict[int, str]] = {}
+def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:
+    """List for each rank its files, in the order of parts, and the number of stages; raises SourceError for a gap."""
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    kinds: dict[bool, str] = {}
     for match in match_files(source, _FILE, _TITLE):
-        found.setdefault(int(match[1]), {})[int(match[2])] = match[0]
-    gaps = [rank for rank in range(max(found)) if rank not in found]
+        stage, rank = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
+        kinds[match[1] is None] = match[0]
+        found.setdefault((stage, rank), {})[int(match[4])] = match[0]
+    if len(kinds) > 1:
+        raise SourceError(
+            f"{kinds[True]} is named for stages, and {kinds[False]} is not", hint="files of two saves are mixed"
+        )
+    stages, ranks = (1 + max(each) for each in zip(*found, strict=True))
+    every = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
+    gaps = [place for place in every if place not in found]
     if gaps:
         more = f", nor of {len(gaps) - 1} more ranks" if len(gaps) > 1 else ""
+        where = f"rank {gaps[0][1]}" + (f" of stage {gaps[0][0]}" if True in kinds else "")
         raise SourceError(
-            f"there is no file of rank {gaps[0]}{more}, but {next(iter(found[max(found)].values()))} is there",
-            hint=_FETCH,
+            f"there is no file of {where}{more}, but {next(iter(found[max(found)].values()))} is there", hint=_FETCH
         )
-    for rank, parts in found.items():
+    for parts in found.values():
         gap = next((part for part in range(max(parts)) if part not in parts), None)
         if gap is not None:
-            raise SourceError(
-                f"model-rank-{rank}-part-{gap}.safetensors is missing, but {parts[max(parts)]} is there", hint=_FETCH
-            )
-    return [[found[rank][part] for part in range(len(found[rank]))] for rank in range(len(found))]
+            last = parts[max(parts)]
+            missing = f"{last.rpartition('-')[0]}-{gap}.safetensors"
+            raise SourceError(f"{missing} is missing, but {last} is there", hint=_FETCH)
+    return [[found[place][part] for part in range(len(found[place]))] for place in every], stages
 
 
 def _refuse_quantised(array: Tensor) -> None:

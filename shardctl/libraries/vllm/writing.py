@@ -6,14 +6,25 @@ Files are cut as `ShardedStateLoader.save_model` cuts them, by default at the 5 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import CutError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
-from shardctl.libraries.vllm.arrays import BIAS_TYPE, LATENT, NAME, PROFILE, PROFILES, SCHEMA, VOCABULARY_TYPE
+from shardctl.libraries.vllm.arrays import (
+    BIAS_TYPE,
+    LATENT,
+    NAME,
+    PROFILE,
+    PROFILES,
+    SCHEMA,
+    VOCABULARY_TYPE,
+    split_into_stages,
+)
 from shardctl.libraries.writer import Layout
+from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,9 +33,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
-    from shardctl.mesh import Mesh
 
 OPTION: Final = "vllm_profile"
+_VERSION: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")
 _USUAL_PART: Final = 5 << 30
 _BIAS: Final = ".down_proj_bias"
 _VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
@@ -36,16 +47,20 @@ def pack_vllm(order: PackRequest) -> Manifest:
     Raises as `Layout.pack` says.
     """
     SCHEMA.check(order.model)
-    mesh = _build_mesh(order)
-    profile = order.options.get(OPTION, PROFILES[0])
-    if profile not in PROFILES:
-        raise UsageError(f"unknown --vllm-profile {profile!r}", hint=f"known are {' and '.join(PROFILES)}")
+    profile = choose_profile(order.options.get(OPTION, PROFILES[0]))
+    mesh = _build_mesh(order, profile)
+    stages = split_into_stages(order.model.layers, mesh.degree("pp"))
+    if order.stages not in (None, stages):
+        raise CutError(
+            f"vLLM divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
+        )
     facts: dict[str, Fact] = {PROFILE: profile, LATENT: True}
     for fact, names in ((BIAS_TYPE, _BIAS), (VOCABULARY_TYPE, _VOCABULARY)):
         known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.name
-    dialect = LibraryDialect(NAME, mesh, {rank: format_rank_prefix(rank) for rank in range(mesh.world)}, facts=facts)
+    ranks = {rank: format_rank_prefix(rank) for rank in range(mesh.world)}
+    dialect = LibraryDialect(NAME, mesh, ranks, stages if len(stages) > 1 else (), facts)
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
         for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
@@ -53,25 +68,46 @@ def pack_vllm(order: PackRequest) -> Manifest:
     return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
-def _build_mesh(order: PackRequest) -> Mesh:
-    """Build the mesh of a directory, which has ranks of tp and nothing else."""
-    mesh, tp = order.mesh, order.mesh.degree("tp")
-    if mesh.world != tp:
-        axis = next(axis for axis, degree in mesh.axes if degree > 1 and axis != "tp")
-        why = (
-            "every stage would write the same names"
-            if axis == "pp"
-            else "every replica loads the same directory"
-            if axis == "dp"
-            else "vLLM does not cut weights this way"
+def choose_profile(version: str) -> str:
+    """Choose the profile of a version of vLLM, such as ``0.32`` or ``0.32.1``.
+
+    Raises UsageError for a version whose names were not compared, and says whether it is newer than all that were.
+    """
+    found = _VERSION.fullmatch(version)
+    if found is None:
+        raise UsageError(f"unknown --vllm-profile {version!r}", hint=f"known are {', '.join(PROFILES)}")
+    asked = f"{int(found[1])}.{int(found[2])}"
+    if asked in PROFILES:
+        return asked
+    newest = PROFILES[0]
+    if (int(found[1]), int(found[2])) > tuple(map(int, newest.split("."))):
+        raise UsageError(
+            f"vLLM {version} is newer than {newest}, the newest whose names are known here",
+            hint=f"use --vllm-profile {newest}, and then shardctl verify --engine vllm, which asks your vLLM",
         )
+    raise UsageError(
+        f"the names of vLLM {version} are not known here",
+        hint=f"known are {', '.join(PROFILES)}; shardctl verify --engine vllm says whether your vLLM loads one of them",
+    )
+
+
+def _build_mesh(order: PackRequest, profile: str) -> Mesh:
+    """Build the mesh of a directory, whose ranks are those of tp and pp."""
+    mesh = order.mesh
+    other = next((axis for axis, degree in mesh.axes if degree > 1 and axis not in {"tp", "pp"}), None)
+    if other is not None:
+        why = "every replica loads the same directory" if other == "dp" else "vLLM does not cut weights this way"
         raise CutError(
-            f"the names of vLLM's files contain only a tp rank, so {axis}={mesh.degree(axis)} is not possible: {why}",
-            hint="use --tp, with or without --ep; vLLM itself divides layers over stages when it reads --to hf"
-            if axis == "pp"
-            else f"leave {axis} out",
+            f"the names of vLLM's files contain a tp and a pp rank, so {other}={mesh.degree(other)} is not possible: "
+            f"{why}",
+            hint=f"leave {other} out",
         )
-    return mesh
+    if mesh.degree("pp") > 1 and profile != PROFILES[0]:
+        raise CutError(
+            f"the files of vLLM {profile} have no names for stages, so pp={mesh.degree('pp')} is not possible",
+            hint=f"use --vllm-profile {PROFILES[0]}, or --to hf",
+        )
+    return Mesh.of(pp=mesh.degree("pp"), tp=mesh.degree("tp"), ep=mesh.ep, etp=mesh.etp)
 
 
 def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[list[ComposedArray]]:
@@ -89,8 +125,9 @@ def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[li
 
 
 def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
-    del dialect
-    return f"model-rank-{rank}-"
+    place = dialect.mesh.coordinate(rank)
+    staged = dialect.mesh.degree("pp") > 1
+    return f"model-pp-{place['pp']}-tp-{place.get('tp', 0)}-" if staged else f"model-rank-{rank}-"
 
 
 LAYOUT: Final = Layout(
