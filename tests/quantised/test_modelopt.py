@@ -10,6 +10,7 @@ import pytest
 import torch
 from codes import E2M1, LLAMA
 from reading import assert_same, of, read
+from safetensors.torch import load_file, save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import SourceError, UnsupportedError
@@ -27,15 +28,14 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "modelopt"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").is_file())
 OUTPUTS = ("int4-awq", "int4-fp8-awq")
 """Cases whose bytes hold two outputs, and not two inputs."""
-SMOOTHED = ("int4-awq", "int4-fp8-awq", "int8-smooth")
-"""Cases whose inputs are multiplied first, which nobody here undoes."""
 EACH = {"quant_algo": "NVFP4", "group_size": 16}
 
 
 def decode(case, arrays):
-    """The weight `[out, in]` that arrays of ModelOpt stand for, in float32, before it is smoothed.
+    """The weight `[out, in]` that arrays of ModelOpt stand for, in float32, for inputs that nobody has multiplied.
 
-    Of two codes in a byte the first is in the lower half; those of INT4 are in two's complement.
+    Of two codes in a byte the first is in the lower half; those of INT4 are in two's complement. The second scale of
+    INT4 is that of the FP8 codes that a kernel makes of them (`get_weight_scaling_factor_2`).
     """
     codes, scale = arrays["weight"], arrays["weight_scale"]
     if codes.dtype == torch.uint8:
@@ -48,7 +48,8 @@ def decode(case, arrays):
     else:
         numbers = codes.float()
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-    scale = scale * arrays.get("weight_scale_2", torch.tensor(1.0))
+    if case not in OUTPUTS:
+        scale = scale * arrays.get("weight_scale_2", torch.tensor(1.0))
     if scale.ndim == 4:
         whole = scale[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
         scale = whole[: numbers.shape[0], : numbers.shape[1]]
@@ -56,7 +57,7 @@ def decode(case, arrays):
         scale = scale.repeat_interleave(numbers.shape[1] // scale.shape[1], 1)
     elif scale.ndim == 1:
         scale = scale[:, None]
-    return numbers * scale
+    return numbers * scale * arrays.get("pre_quant_scale", torch.tensor(1.0)).float()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,10 +116,6 @@ def test_the_config_alone_describes_the_same_bytes(tmp_path, case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_that_the_codes_stand_for(tmp_path, case):
     source, out = FIXTURES / case, tmp_path / "out"
-    if case in SMOOTHED:
-        with pytest.raises(UnsupportedError, match=r"does not know how to decode .*q_proj\.weight"):
-            reshard(source, out, ReshardOptions(to="hf", dtype="fp32"))
-        return
     reshard(source, out, ReshardOptions(to="hf", dtype="fp32"))
     found, stored, compared = read(out), read(source), 0
     for name in stored:
@@ -130,6 +127,26 @@ def test_the_weights_that_the_codes_stand_for(tmp_path, case):
     assert compared == (10 if case == "nvfp4-experts" else 7)
     assert not (out / "hf_quant_config.json").exists()
     assert verify(out, VerifyOptions(level="full", against=source)).ok
+
+
+def test_nvfp4_with_factors_of_its_inputs(tmp_path):
+    """NVFP4_AWQ, which ModelOpt quantises on a GPU only: the arrays of NVFP4, and `pre_quant_scale`."""
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "nvfp4", source)
+    for name in ("config.json", "hf_quant_config.json"):
+        (source / name).write_text((source / name).read_text().replace('"NVFP4"', '"NVFP4_AWQ"'))
+    state = load_file(source / "model.safetensors")
+    down = state["model.layers.0.mlp.down_proj.weight"]
+    state["model.layers.0.mlp.down_proj.pre_quant_scale"] = torch.rand(2 * down.shape[1]).bfloat16() + 0.5
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="fp32"))
+    found = read(tmp_path / "out")
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        module = f"model.layers.0.{name}"
+        assert torch.equal(found[f"{module}.weight"], decode("nvfp4", of(module, state))), name
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp32"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "back"), found)
 
 
 class TestSidecar:

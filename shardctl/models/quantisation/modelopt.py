@@ -71,13 +71,15 @@ class _NumberFormat:
         scale = self.scale(group)
         return WeightStorage((self.codes, scale, *self.more), decoder=self._build_decoder(scale))
 
-    def _build_decoder(self, scale: QuantisedArray) -> WeightDecoder | None:
-        """Build what decodes the weights, unless that takes the factors of their inputs, too."""
-        if _SMOOTHING in self.more:
-            return None
+    def _build_decoder(self, scale: QuantisedArray) -> WeightDecoder:
+        """Build what decodes the weights; W4A8_AWQ's second scale is that of the FP8 codes that its kernel computes."""
+        smoothing = _SMOOTHING if _SMOOTHING in self.more else None
         if self.codes is _FP4_CODES:
-            return PackedFloats(self.codes, scale, _WHOLE if _WHOLE in self.more else None)
-        return ScaledFloats(self.codes, scale) if self.codes is _FP8_CODES else ScaledIntegers(self.codes, scale)
+            return PackedFloats(self.codes, scale, _WHOLE if _WHOLE in self.more else None, smoothing=smoothing)
+        if self.codes is _FP8_CODES:
+            return ScaledFloats(self.codes, scale)
+        halved = self.codes is _INT4_CODES
+        return ScaledIntegers(self.codes, scale, halved=halved, rounded="F32" if smoothing else "", smoothing=smoothing)
 
 
 def _find_group_size(config: ModelConfig) -> int:
