@@ -97,6 +97,10 @@ class TransientError(ShardctlError):
     exit_code = 7
 
 
+class MachineError(TransientError):
+    """The machine lacked memory, a device or a process for the work: it says nothing of the checkpoint."""
+
+
 class Interrupted(ShardctlError):  # noqa: N818 - named for what happened; it is not a fault
     """SIGINT or SIGTERM arrived; the state was kept."""
 

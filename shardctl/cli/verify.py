@@ -44,6 +44,7 @@ def verify(
         return _find_newest(src, verify_options, source_options, threads, json=json)
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
+    from shardctl.report.failure import describe_failure
     from shardctl.report.verification import render_verification
     from shardctl.verbs.verify import verify as verb
 
@@ -53,8 +54,9 @@ def verify(
     try:
         with watch_effort("verify", threads) as work:
             found = verb(src, verify_options, source_options=source_options, effort=work)
-    except ShardctlError as error:
-        text = f"{error.message}; {error.hint}" if error.hint else error.message
+    except (ShardctlError, MemoryError) as error:
+        failed = describe_failure(error)
+        text = f"{failed.message}; {failed.hint}" if getattr(error, "hint", None) else failed.message
         _write_reports(_build_unread_result(src, text), junit, summary)
         raise
     _write_reports(found, junit, summary)
@@ -62,7 +64,9 @@ def verify(
         streams.print_document(documents.build_verify_document(found))
     else:
         streams.print_view(render_verification(found))
-    return 0 if found.ok else 3
+    if found.trouble is not None:
+        streams.print_message(describe_failure(found.trouble).lines())
+    return found.exit_code
 
 
 def _build_unread_result(src: str, error: str) -> "VerifyResult":

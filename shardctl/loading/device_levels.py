@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.digest import compute_tensor_digest
-from shardctl.errors import CutError, Mismatch, UnsupportedError
+from shardctl.errors import CutError, MachineError, MemoryBudgetError, UnsupportedError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.inventory import build_inventory
+from shardctl.loading.device_choice import DeviceChoice
 from shardctl.loading.state_dict import list_expert_names
 from shardctl.mesh import build_holding_key
 from shardctl.record import DERIVED, RECORD
 from shardctl.verify import rank_files
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult, LoadedRank
+from shardctl.verify.machine_trouble import release_frames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +26,17 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Chunk
     from shardctl.options import VerifyOptions
+    from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint
+    from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.load import LoadedTensors
-    from shardctl.verify.loaded import Array, LoadedBox, LoadedDigests
+    from shardctl.verify.loaded import Array, LoadedBox, LoadedDigests, Parts
     from shardctl.workers import ExecutionOptions
 
 
 _BATCH: Final = 256 << 20
-"""Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
+"""Bytes that are loaded at once where nobody named a device, so that little of its memory is enough."""
+_TROUBLE: Final = (MachineError, MemoryBudgetError)
+"""What says something of the machine and nothing of the checkpoint."""
 
 
 def run_load_level(
@@ -45,20 +51,21 @@ def run_load_level(
     """Load what each rank holds onto its device, and compare it there with `other`, or by the digests.
 
     `digests` are those that the level before measured, of tensors that no record has. Ranks follow one another, each on
-    the device of its number modulo that of devices; replicas by dp and cp are loaded once.
+    the device of its number modulo that of devices; replicas by dp and cp are loaded once. Where that device lacks
+    memory or fails, another is taken that was not excluded by name; without one, the level is `unfinished`.
     """
-    from shardctl.verify.load import list_devices
-
     level, began = LevelResult("load", strict=strict), time.monotonic()
     try:
-        places = list_devices(verify_options.device or "auto")
+        devices = DeviceChoice.of(verify_options.device)
         began = time.monotonic()  # importing torch is no part of it
-        most = _BATCH if verify_options.device in {None, "auto"} and places == ["cpu"] else None
-        if most is not None:
+        if devices.places == ["cpu"] and devices.bounded:
             level.notes.append(
                 "there is no CUDA device, so each rank was loaded on the CPU in parts; --load cpu loads it whole"
             )
-        _load_ranks(level, checkpoint, other, digests, places, verify_options.device_memory, effort, most=most)
+        elif devices.bounded:
+            level.notes.append("no device was named, so each rank was loaded in parts; --load cuda loads it whole")
+        _load_ranks(level, checkpoint, other, digests, devices, verify_options.device_memory, effort)
+        level.notes += devices.notes
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     level.seconds = time.monotonic() - began
@@ -74,40 +81,75 @@ def _load_ranks(
     checkpoint: OpenedCheckpoint,
     other: OpenedCheckpoint | None,
     digests: Mapping[str, str],
-    places: Sequence[str],
+    devices: DeviceChoice,
     limit: int | None,
     effort: ExecutionOptions,
-    *,
-    most: int | None,
 ) -> None:
-    from shardctl.verify.load import WantedTensor, empty_device_cache, load_tensors
-    from shardctl.verify.loaded import LoadedDigests, collect_arrays, find_array_parts, place_loaded_arrays
+    from shardctl.verify.device import empty_device_cache
+    from shardctl.verify.loaded import LoadedDigests, collect_arrays, find_array_parts
 
-    every = collect_arrays(checkpoint.stored)
+    every, planned, summed = collect_arrays(checkpoint.stored), compute_planned_bytes(checkpoint), LoadedDigests()
     parts = find_array_parts(checkpoint.manifest, every)
-    planned, summed = compute_planned_bytes(checkpoint), LoadedDigests()
+    run = _LoadRun(checkpoint, other, every, parts, summed, _BATCH if devices.bounded else None, effort)
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
     for rank, held in _list_rank_arrays(checkpoint, every):
-        device = places[(rank or 0) % len(places)]
-        told = LoadedRank(rank, _format_rank_label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
-        try:
-            for batch in _split_batches(held, every, most):
-                wanted = {key: WantedTensor.part(key[1], [every[key]]) for key in batch}
-                loaded = load_tensors(wanted, checkpoint.source, device, effort)
-                told = _add_loaded(told, loaded)
-                boxes = list(place_loaded_arrays(parts, every, loaded.tensors))
-                level.add(_find_differences(checkpoint, other, rank, boxes, summed, device, effort))
-                del loaded, boxes
-        except Mismatch as error:
-            level.add(iter([CheckFinding("error", "memory", f"{_name_holder(checkpoint, rank)}: {error.message}")]))
-            continue
-        level.nbytes += told.nbytes
-        level.ranks.append(told)
-        level.add(_find_over_budget(told, limit))
-        empty_device_cache(device)
+        places = devices.list_for(rank)
+        for device, following in zip(places, [*places[1:], None], strict=True):
+            told = LoadedRank(rank, _format_rank_label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
+            found: list[CheckFinding] = []
+            try:
+                told = run.load(told, held, found)
+            except _TROUBLE as error:
+                release_frames(error)
+                empty_device_cache(device)
+                if following is not None:
+                    devices.leave(device, f"{_name_holder(checkpoint, rank)} was loaded", error, following)
+                    continue
+                level.add(iter(found))
+                level.give_up(type(error)(f"{_name_holder(checkpoint, rank)}: {error.message}", hint=error.hint))
+                break
+            level.add(iter(found))
+            level.nbytes += told.nbytes
+            level.ranks.append(told)
+            level.add(_find_over_budget(told, limit))
+            empty_device_cache(device)
+            break
     level.tensors = len(checkpoint.manifest.tensors)
-    if other is None:
+    if other is None and level.trouble is None:
         level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
+
+
+@dataclass(slots=True)
+class _LoadRun:
+    """What loading the ranks of a checkpoint one after another needs to know."""
+
+    checkpoint: OpenedCheckpoint
+    other: OpenedCheckpoint | None
+    every: Mapping[Array, Chunk]
+    parts: Parts
+    summed: LoadedDigests
+    most: int | None
+    """Bytes that are loaded at once; all if None."""
+    effort: ExecutionOptions
+
+    def load(self, told: LoadedRank, held: Sequence[Array], found: list[CheckFinding]) -> LoadedRank:
+        """Load what a rank holds onto its device; returns what that took, and adds to `found` what is wrong."""
+        from shardctl.verify.device import use_device
+        from shardctl.verify.load import WantedTensor, load_tensors
+        from shardctl.verify.loaded import place_loaded_arrays
+        from shardctl.verify.machine_trouble import tell_machine_errors
+
+        for batch in _split_batches(held, self.every, self.most):
+            wanted = {key: WantedTensor.part(key[1], [self.every[key]]) for key in batch}
+            loaded = load_tensors(wanted, self.checkpoint.source, told.device, self.effort)
+            told = _add_loaded(told, loaded)
+            with tell_machine_errors(told.device), use_device(told.device):
+                boxes = list(place_loaded_arrays(self.parts, self.every, loaded.tensors))
+                found += _find_differences(
+                    self.checkpoint, self.other, told.rank, boxes, self.summed, told.device, self.effort
+                )
+            del loaded, boxes
+        return told
 
 
 def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
@@ -244,6 +286,9 @@ def run_forward_level(
         _run_forward(level, checkpoint, other, verify_options)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
+    except MachineError as error:
+        release_frames(error)
+        level.give_up(error)
     level.seconds = time.monotonic() - began
     return level
 
@@ -251,9 +296,7 @@ def run_forward_level(
 def _run_forward(
     level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, verify_options: VerifyOptions
 ) -> None:
-    from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
-    from shardctl.verify.forward.by_processes import choose_process_count
-    from shardctl.verify.load import list_devices
+    from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint
 
     right = other or checkpoint
     original = OriginalCheckpoint(
@@ -278,20 +321,7 @@ def _run_forward(
         config=checkpoint.config if changed else None,
         config_changes=changed,
     )
-    device = list_devices(verify_options.device or "auto")[0]
-    nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
-    processes = (
-        verify_options.processes if verify_options.processes is not None else choose_process_count(device, nbytes)
-    )
-    options = ForwardOptions(
-        dtype=verify_options.dtype,
-        device=device,
-        prompt=verify_options.prompt or "",
-        tokens=verify_options.tokens,
-        second_opinion=verify_options.second_opinion,
-        processes=0 if verify_options.virtual else processes,
-    )
-    result = compare_forward_passes(candidate, original, options)
+    result = _compare_on_devices(level, candidate, original, verify_options)
     level.forward = result
     if result.status != "skipped":
         level.notes += _note_limits(checkpoint, other, ranks)
@@ -302,6 +332,49 @@ def _run_forward(
         level.skip(result.reason)
     elif result.status == "failed":
         level.status = "failed"
+
+
+def _compare_on_devices(
+    level: LevelResult,
+    candidate: CandidateCheckpoint,
+    original: OriginalCheckpoint,
+    verify_options: VerifyOptions,
+) -> ForwardResult:
+    """Compare where that was asked for; where a device lacks memory or fails, on another that may be used.
+
+    Raises MachineError if there is none, and what `list_devices` raises.
+    """
+    from shardctl.verify.device import empty_device_cache
+    from shardctl.verify.forward import ForwardOptions, choose_process_count, compare_forward_passes, runs_in_processes
+
+    devices = DeviceChoice.of(verify_options.device)
+    nbytes = sum(tensor.nbytes for tensor in candidate.manifest.tensors.values())
+    processes = 0 if verify_options.virtual else verify_options.processes
+    options = ForwardOptions(
+        dtype=verify_options.dtype,
+        device=devices.places[0],
+        places=tuple(devices.places),
+        prompt=verify_options.prompt or "",
+        tokens=verify_options.tokens,
+        second_opinion=verify_options.second_opinion,
+        processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
+    )
+    attempts = [replace(options, device=place, places=(place,)) for place in devices.list_for(0)]
+    if runs_in_processes(candidate, options):
+        alone = [replace(attempt, processes=0) for attempt in attempts]
+        attempts = [options] if processes is not None else [options, *alone]
+    for number, attempt in enumerate(attempts, 1):
+        try:
+            return compare_forward_passes(candidate, original, attempt)
+        except MachineError as error:
+            if number == len(attempts):
+                raise
+            release_frames(error)
+            empty_device_cache(attempt.device)
+            devices.leave(attempt.device, "the model was run", error, f"{attempts[number].device}, in one process")
+        finally:
+            level.notes += [note for note in devices.notes if note not in level.notes]
+    raise AssertionError  # there is always a device
 
 
 def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[str, ...]:

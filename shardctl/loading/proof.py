@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 def prove_result(work: PlannedConversion, directory: Path, source_options: SourceOptions) -> LevelResult:
     """Run what is in `directory` beside the source of `work`; `source_options` are those of the source.
 
-    Raises Mismatch if the two compute something else, and UnsupportedError if they cannot be run here.
+    Raises Mismatch if the two compute something else, UnsupportedError if they cannot be run here, and
+    MachineError if the machine lacks what that takes.
     """
     rules = replace(source_options, config=None, container=None, weights=None, true_vocab=None, kv_heads="replicate")
     with open_checkpoint(directory, rules) as result:
         level = run_forward_level(result, work.checkpoint, VerifyOptions(), strict=source_options.strict)
+    if level.trouble is not None and level.status == "unfinished":
+        raise level.trouble
     if level.status == "skipped":
         raise UnsupportedError(
             f"--prove cannot run the result here: {level.reason}",

@@ -37,9 +37,11 @@ def load(
     With `rank` None, every tensor is whole, whatever the layout. `device` is `cpu`, `cuda`, `cuda:1` or `auto`; of
     several CUDA devices rank r gets device r modulo their number. Nothing is mapped: the tensors are the caller's own.
 
-    Raises UsageError for a rank that does not exist, UnsupportedError without torch or the device.
+    Raises UsageError for a rank or a kind of device that does not exist, UnsupportedError without torch or the device,
+    MachineError if the device has not the memory now, MemoryBudgetError if it never could.
     """
-    from shardctl.verify.load import list_devices, load_tensors
+    from shardctl.verify.device import list_devices
+    from shardctl.verify.load import load_tensors
 
     effort = effort or ExecutionOptions()
     places = list_devices(device)

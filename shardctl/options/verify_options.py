@@ -70,12 +70,13 @@ class VerifyOptions:
         str | None,
         CommandOption(
             HelpPanel.TRIALS,
-            "Device to load every rank onto; implies --level load.",
+            "Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.",
             flag="--load",
-            accepts=Literal["cpu", "cuda", "auto"] | None,
+            metavar="DEVICE",
         ),
     ] = None
-    """`cpu`, `cuda`, one device such as `cuda:1`, or `auto`, which is CUDA if there is a device; by default `auto`."""
+    """`cuda` spreads ranks over all CUDA devices; `auto`, the default, also takes the CPU if there is none, or none has
+    the memory."""
     device_memory: Annotated[
         int | None,
         CommandOption(

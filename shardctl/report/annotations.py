@@ -34,6 +34,8 @@ def format_github_annotations(verified: VerifyResult) -> str:
 def _list_lines(verified: VerifyResult) -> Iterator[str]:
     if verified.error:
         yield _format_command("error", verified.path, "shardctl verify", verified.error)
+    for level in verified.unfinished:
+        yield _format_command("error", verified.path, f"shardctl {level.name}", level.reason)
     for level in verified.unmet:
         message = f"{level.name} is required and was skipped: {level.reason}"
         yield _format_command("error", verified.path, f"shardctl {level.name}", message)

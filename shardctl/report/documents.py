@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
+from shardctl.report.failure import describe_failure
 
 if TYPE_CHECKING:
     from shardctl.conversion.worker_part import ContributeResult
@@ -201,7 +202,10 @@ def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "fi
 
 def build_verify_document(result: VerifyResult) -> Document:
     """Build what `verify` found."""
-    return build_document_head("verify", answer=result.ok) | {
+    head = build_document_head("verify", answer=result.ok)
+    if result.trouble is not None:
+        head |= describe_failure(result.trouble).document(head["schema"])
+    return head | {
         "path": result.path,
         "against": result.against,
         "ok": result.ok,

@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardctl.errors import HostileError, ShardctlError, UnsupportedError
+from shardctl.errors import HostileError, MachineError, ShardctlError, UnsupportedError
 from shardctl.report.visible import escape_control_characters
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
@@ -21,6 +21,7 @@ _HINTS: Final = {
     143: "run the same command again",
 }
 """What to do, by exit code, where the error itself does not say."""
+_HINT_OF_MEMORY: Final = "end what else uses it, or use fewer --threads and a smaller --memory"
 _NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
@@ -56,6 +57,8 @@ def describe_failure(error: BaseException) -> FailureReport:
         if isinstance(error, HostileError) and not error.hint:
             hint = "do not load this with anything; ask where it came from"
         return FailureReport(error.message, hint, error.exit_code)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return FailureReport("this machine has too little free memory", _HINT_OF_MEMORY, MachineError.exit_code)
     if isinstance(error, OSError) and error.errno is not None:
         place = f"{error.filename}: " if error.filename else ""
         if isinstance(error, PermissionError):

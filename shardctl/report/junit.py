@@ -56,20 +56,29 @@ def _build_suite(level: LevelResult, path: str, *, required: bool) -> ET.Element
         failure.text = _clean_text("\n".join(_format_line(finding) for finding in findings))
     if not failed:
         case = _add_case(suite, level.name, level, path)
-        if required:
-            message = f"{level.name} is required and was skipped: {level.reason}"
-            ET.SubElement(case, "failure", type="required", message=_clean_text(message))
-        elif level.status == "skipped":
-            ET.SubElement(case, "skipped", message=_clean_text(level.reason))
+        _add_outcome(case, level, required=required)
     if warnings:
         ET.SubElement(suite, "system-out").text = _clean_text("\n".join(_format_line(finding) for finding in warnings))
-    counts = {"tests": max(len(failed), 1), "failures": len(failed) + required, "errors": 0}
+    counts = {"tests": max(len(failed), 1), "failures": len(failed) + required}
+    counts["errors"] = int(level.status == "unfinished")
     for key, count in (counts | {"skipped": int(level.status == "skipped" and not required)}).items():
         suite.set(key, str(count))
     suite.set("time", f"{level.seconds:.3f}")
     for case in suite.iter("testcase"):
         case.set("time", f"{level.seconds / counts['tests']:.3f}")
     return suite
+
+
+def _add_outcome(case: ET.Element, level: LevelResult, *, required: bool) -> None:
+    """Add why a level has no verdict; nothing if it passed."""
+    reason = _clean_text(level.reason)
+    if required:
+        message = f"{level.name} is required and was skipped: {reason}"
+        ET.SubElement(case, "failure", type="required", message=message)
+    elif level.status == "unfinished":
+        ET.SubElement(case, "error", type="machine", message=reason)
+    elif level.status == "skipped":
+        ET.SubElement(case, "skipped", message=reason)
 
 
 def _add_properties(suite: ET.Element, level: LevelResult) -> None:

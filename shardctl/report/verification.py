@@ -52,6 +52,8 @@ def format_verify_verdict(verified: VerifyResult) -> str:
     if verified.ok:
         skipped = [level.name for level in verified.levels if level.status == "skipped"]
         return f"ok, but skipped: {', '.join(skipped)}{odd}" if skipped else f"ok{odd}"
+    if verified.trouble is not None:
+        return f"NOT VERIFIED: {', '.join(level.name for level in verified.unfinished)} could not be finished{odd}"
     unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
     wrong = [format_plural(errors, "finding")] if errors or not unmet else []
     return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"
@@ -74,7 +76,7 @@ def _build_level_row(level: LevelResult) -> tuple[str, ...]:
 def _list_details(level: LevelResult) -> Iterator[RenderableType]:
     """List what a level says besides its outcome."""
     if level.reason:
-        yield render_line(f"skipped: {level.name}: {level.reason}")
+        yield render_line(f"{'not finished' if level.trouble else 'skipped'}: {level.name}: {level.reason}")
     if level.ranks:
         yield render_table(
             [build_loaded_row(loaded) for loaded in level.ranks[:RANKS]], right=frozenset({2, 3, 4, 5}), indent=4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import Interrupted, ShardctlError, SourceError
+from shardctl.errors import Interrupted, MachineError, MemoryBudgetError, ShardctlError, SourceError
 from shardctl.storage import HIDDEN
 from shardctl.verbs.verify import verify
 
@@ -51,7 +51,8 @@ def find_newest(
 
     Of directories whose names end with a number, as steps do, the largest is the newest, and others are no checkpoints;
     where no name has one, it is the one that was changed last. Raises
-    SourceError if the run is no directory or has none inside.
+    SourceError if the run is no directory or has none inside, MachineError or MemoryBudgetError where this machine
+    cannot finish what was asked for.
     """
     run = Path(path)
     if not run.is_dir():
@@ -71,10 +72,12 @@ def find_newest(
             found = verify(each, verify_options, source_options=source_options, effort=effort)
             reasons = [finding.message for finding in found.findings if finding.severity == "error"]
             reasons += [f"{level.name} is required and was skipped: {level.reason}" for level in found.unmet]
+            if found.trouble is not None:
+                raise found.trouble
             if found.ok:
                 return NewestCheckpoint(str(path), each.name, order, tuple(passed))
-        except Interrupted:
-            raise
+        except (Interrupted, MachineError, MemoryBudgetError):
+            raise  # which says nothing of the checkpoint: an older one would be taken for the newest
         except ShardctlError as error:
             reasons = [error.message]
         passed.append(PassedCheckpoint(each.name, tuple(reasons)))

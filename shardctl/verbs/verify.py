@@ -29,6 +29,7 @@ from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verify import alignment, content, rank_parts, structure
+from shardctl.verify.device import parse_device_number
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
@@ -60,10 +61,11 @@ def verify(
 ) -> VerifyResult:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
 
-    Without a source to compare with (`verify_options.against`), the level `identity` is left out. Raises UsageError for
-    an unknown level.
+    Without a source to compare with (`verify_options.against`), the level `identity` is left out. What this machine
+    lacks for a level is in the result as its `trouble`. Raises UsageError for an unknown level or device.
     """
     verify_options = verify_options or VerifyOptions()
+    parse_device_number(verify_options.device or "auto")
     against, require = verify_options.against, verify_options.require
     names = [n for n in LEVELS[verify_options.highest_level()] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:

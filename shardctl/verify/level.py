@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from shardctl.errors import Mismatch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.errors import ShardctlError
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
 
@@ -44,9 +47,10 @@ class LevelResult:
 
     name: str
     """`structure`, `content`, `identity`, `load` or `forward`."""
-    status: Literal["passed", "failed", "skipped"] = "passed"
+    status: Literal["passed", "failed", "skipped", "unfinished"] = "passed"
+    """Unfinished is no verdict: the machine lacked what the level needs."""
     reason: str = ""
-    """Why it was skipped."""
+    """Why it was skipped, or could not be finished."""
     findings: list[CheckFinding] = field(default_factory=list)
     tensors: int = 0
     """Tensors checked."""
@@ -61,6 +65,8 @@ class LevelResult:
     """Of `load`."""
     forward: ForwardResult | None = None
     """Of `forward`."""
+    trouble: ShardctlError | None = None
+    """What of the machine kept it from being finished."""
 
     def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""
@@ -74,6 +80,15 @@ class LevelResult:
         if self.status != "failed":
             self.status = "skipped"
         return self
+
+    def give_up(self, trouble: ShardctlError) -> None:
+        """Note what of the machine kept the level from being finished; what has failed already stays failed."""
+        if self.trouble is not None:
+            return
+        self.trouble = trouble
+        self.reason = f"{trouble.message}; {trouble.hint}" if trouble.hint else trouble.message
+        if self.status != "failed":
+            self.status = "unfinished"
 
     @property
     def errors(self) -> list[CheckFinding]:
@@ -101,9 +116,28 @@ class VerifyResult:
         return tuple(level for level in self.levels if level.status == "skipped" and level.name in self.required)
 
     @property
+    def unfinished(self) -> tuple[LevelResult, ...]:
+        """The levels without a verdict."""
+        return tuple(level for level in self.levels if level.status == "unfinished")
+
+    @property
+    def trouble(self) -> ShardctlError | None:
+        """What kept a level from being finished; None where another level says that something is wrong."""
+        failed = any(level.status == "failed" for level in self.levels)
+        return None if failed else next((level.trouble for level in self.unfinished), None)
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, and nothing that is required was skipped."""
-        return not self.error and all(level.status != "failed" for level in self.levels) and not self.unmet
+        """Whether nothing is wrong, everything was finished, and nothing that is required was skipped."""
+        wrong = any(level.status in {"failed", "unfinished"} for level in self.levels)
+        return not self.error and not wrong and not self.unmet
+
+    @property
+    def exit_code(self) -> int:
+        """That of the program: 0, 3 if something is wrong or skipped that is required, else that of the trouble."""
+        if self.trouble is not None:
+            return self.trouble.exit_code
+        return 0 if self.ok else Mismatch.exit_code
 
     @property
     def findings(self) -> list[CheckFinding]:

@@ -7,6 +7,7 @@ the device while the next is read into the other; host memory is `2 x threads x 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -14,8 +15,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardctl.bands import BandBuffer, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
-from shardctl.errors import CoverageError, Mismatch, SourceError, UnsupportedError
+from shardctl.errors import CoverageError, MachineError, MemoryBudgetError, ShardctlError, SourceError
+from shardctl.verify.device import (
+    empty_device_cache,
+    is_cuda_device,
+    measure_device_memory,
+    select_device,
+    synchronize_device,
+    use_device,
+)
 from shardctl.verify.forward.lens import get_torch_type
+from shardctl.verify.machine_trouble import release_frames, tell_machine_errors
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
@@ -90,14 +100,6 @@ class BoxGrid:
         return tuple(starts[origin] for starts, origin in zip(self.at, box.origin, strict=True))
 
 
-def synchronize_device(device: str) -> None:
-    """Return once all that was asked of the device is done."""
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
     """A tensor that is to be loaded."""
@@ -125,27 +127,34 @@ def load_tensors(
 ) -> LoadedTensors[Key]:
     """Return each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
 
-    Raises Mismatch if the device has not the memory, CoverageError for elements that are stored nowhere,
-    UnsupportedError for a type that torch does not have, Interrupted.
+    Raises MachineError if the device has not the memory now or fails, MemoryBudgetError if it never could have it,
+    CoverageError for elements that are stored nowhere, UnsupportedError for a type that torch does not have,
+    Interrupted.
     """
     import torch
 
     try:
-        return _load_wanted(wanted, reader, device, effort)
-    except torch.OutOfMemoryError as error:
+        with tell_machine_errors(device), use_device(device):
+            return _load_wanted(wanted, reader, device, effort)
+    except MachineError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        release_frames(error)
         size = sum(tensor.chunks[0][0].dtype.nbytes(tensor.shape) for tensor in wanted.values())
-        raise Mismatch(
-            f"{size:,} bytes do not fit on {device}: {str(error).partition('.')[0]}",
-            hint="shardctl plan says what each rank needs",
-        ) from error
+        raise _describe_shortage(size, device, error) from None
 
 
-def empty_device_cache(device: str) -> None:
-    """Give memory that no tensor uses any more back to the device."""
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+def _describe_shortage(size: int, device: str, error: MachineError) -> ShardctlError:
+    """Describe why `size` bytes do not fit: others use the device, or it is too small."""
+    empty_device_cache(device)
+    memory = measure_device_memory(device)
+    if memory is None:
+        return error
+    free, total = memory
+    message = f"{size:,} bytes do not fit on {device}, of whose {total:,} bytes {free:,} are free"
+    if size > total:
+        return MemoryBudgetError(message, needed=size, hint="shardctl plan says what each rank needs")
+    return MachineError(message, hint="end what else uses the device, or use --load auto or cpu")
 
 
 def _load_wanted(
@@ -153,9 +162,9 @@ def _load_wanted(
 ) -> LoadedTensors[Key]:
     import torch
 
-    cuda, before = device.startswith("cuda"), 0
+    cuda, before = is_cuda_device(device), 0
     if cuda:
-        torch.cuda.synchronize(device)
+        synchronize_device(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     began = time.perf_counter()
@@ -168,6 +177,7 @@ def _load_wanted(
         found[key] = whole.view(kind)
         for chunk, place in tensor.chunks:
             copies += _split_copies(chunk, whole, place, effort.block)
+    synchronize_device(device)  # where torch fills new memory, that comes before the copies of other streams
     run_in_threads(iter(copies), lambda: _make_worker(reader, device, effort), effort.threads, effort.stop)
     synchronize_device(device)
     peak = torch.cuda.max_memory_allocated(device) - before if cuda else nbytes
@@ -199,17 +209,17 @@ def _make_worker(reader: ByteReader, device: str, effort: ExecutionOptions) -> C
 
 
 class HostStaging:
-    """Two blocks of host memory that take turns on the way to a device; for one thread."""
+    """Two blocks of host memory that take turns on the way to a device; for one thread, whose device it becomes."""
 
     def __init__(self, block: int, device: str) -> None:
         import torch
 
-        cuda: Torch = torch.cuda
-        self._cuda = device.startswith("cuda")
-        count = 2 if self._cuda else 1
-        self._buffers = [torch.empty(block, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(count)]
-        self._stream = cuda.Stream(device) if self._cuda else None
-        self._events = [cuda.Event() if self._cuda else None for _ in range(count)]
+        select_device(device)
+        cuda: Torch = torch.cuda if is_cuda_device(device) else None
+        count = 2 if cuda else 1
+        self._buffers = [_allocate_block(block, pinned=bool(cuda)) for _ in range(count)]
+        self._stream = cuda.Stream(device) if cuda else None
+        self._events = [cuda.Event() if cuda else None for _ in range(count)]
         self._turn = -1
 
     def next(self) -> Torch:
@@ -243,6 +253,16 @@ class HostStaging:
             return _find_difference(mine, block.to(mine.device, non_blocking=True))
 
 
+def _allocate_block(size: int, *, pinned: bool) -> Torch:
+    """Allocate host memory; where the system pins no more of it, such as under WSL, copies from it are slower."""
+    import torch
+
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def _find_difference(mine: Torch, other: Torch) -> tuple[int, int]:
     import torch
 
@@ -269,25 +289,3 @@ def _get_integer_types() -> dict[int, Torch]:
 def as_integers(tensor: Torch) -> Torch:
     """Return the same bits as integers: NaN equals NaN, and zero is not minus zero."""
     return tensor.view(_get_integer_types()[tensor.element_size()])
-
-
-def list_devices(kind: str) -> list[str]:
-    """List the devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
-
-    Raises UnsupportedError if torch or the device is not there.
-    """
-    try:
-        import torch
-    except ImportError as error:
-        raise UnsupportedError(f"loading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and not count):
-        return ["cpu"]
-    if not count:
-        raise UnsupportedError(f"there is no CUDA device for {kind} (torch {torch.__version__})")
-    if kind in {"cuda", "auto"}:
-        return [f"cuda:{number}" for number in range(count)]
-    number = kind.removeprefix("cuda:")
-    if not number.isdecimal() or int(number) >= count:
-        raise UnsupportedError(f"there is no device {kind}; CUDA has {count}", hint="use cpu, cuda or cuda:0")
-    return [kind]

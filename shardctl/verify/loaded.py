@@ -17,7 +17,8 @@ from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
-from shardctl.verify.load import HostStaging, as_bytes, as_integers, synchronize_device
+from shardctl.verify.device import synchronize_device
+from shardctl.verify.load import HostStaging, as_bytes, as_integers
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.errors import ShardctlError
+from shardctl.errors import MachineError, ShardctlError
 from shardctl.verify.process_traces import (
     SHOWN,
     describe_exit,
@@ -53,6 +53,8 @@ _POLL: Final = 0.1
 """Seconds between looks at all ranks."""
 _GRACE: Final = 0.3
 """Seconds in which others may fail of the same cause, and in which stacks are written."""
+_ALONE: Final = "--virtual runs all ranks in one process, which needs less memory"
+"""What to do about ranks that die or hang."""
 _STILL: Final = 0.05
 """Seconds of processor time, of all ranks together, that count as none: background threads wake now and then."""
 
@@ -61,9 +63,18 @@ class RankError(ShardctlError):
     """A rank's process died, raised or hung, and all were ended."""
 
     def __init__(
-        self, message: str, *, ranks: Sequence[int], output: str = "", raised: str = "", hint: str | None = None
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int],
+        output: str = "",
+        raised: str = "",
+        hint: str | None = None,
+        exit_code: int = MachineError.exit_code,
     ) -> None:
         super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+        """That of what was raised; one that died or hung says nothing of the checkpoint."""
         self.ranks = tuple(ranks)
         """Who failed first, as far as can be told."""
         self.output = output
@@ -202,7 +213,12 @@ class _ProcessRun:
         error = raised[number]
         message = f"rank {number} raised {error['error']}: {error['message']}"
         return RankError(
-            message, ranks=[number], output=self._output(number), raised=error["error"], hint=error["hint"]
+            message,
+            ranks=[number],
+            output=self._output(number),
+            raised=error["error"],
+            hint=error["hint"],
+            exit_code=error["exit_code"],
         )
 
     def _stuck(self, what: str) -> RankError:
@@ -220,7 +236,7 @@ class _ProcessRun:
         where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:SHOWN] if stacks[number])
         names = ", ".join(map(str, guilty))
         message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
-        return RankError(message, ranks=guilty, output=self._output(guilty[0]))
+        return RankError(message, ranks=guilty, output=self._output(guilty[0]), hint=_ALONE)
 
     def _output(self, number: int) -> str:
         with contextlib.suppress(OSError):
@@ -259,7 +275,7 @@ class _ProcessRun:
                 process.close()
 
 
-def _find_death_hint(run: _ProcessRun, number: int) -> str | None:
+def _find_death_hint(run: _ProcessRun, number: int) -> str:
     if run.processes[number].exitcode != -signal.SIGKILL:
-        return None
-    return "the system may have run out of memory; fewer processes need less"
+        return _ALONE
+    return f"the system may have run out of memory; {_ALONE}"

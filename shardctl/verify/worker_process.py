@@ -70,7 +70,8 @@ def run_worker(pickled: bytes, rank: RankProcess, folder: str, environment: Mapp
         traceback.print_exc()
         message = error.message if isinstance(error, ShardctlError) else str(error)
         hint = error.hint if isinstance(error, ShardctlError) else None
-        said = {"error": type(error).__name__, "message": message, "hint": hint, "time": time.time()}
+        code = error.exit_code if isinstance(error, ShardctlError) else ShardctlError.exit_code
+        said = {"error": type(error).__name__, "message": message, "hint": hint, "exit_code": code, "time": time.time()}
         text, code = json.dumps(said), 1
     partial = Path(folder, f"{rank.number}.partial")
     partial.write_text(text)

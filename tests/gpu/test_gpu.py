@@ -20,7 +20,7 @@ from gpu_models import LLAMA, MIXTRAL, Scale, cut, random_checkpoint
 import shardctl
 from shardctl.options import VerifyOptions
 from shardctl.verbs.verify import verify
-from shardctl.verify.load import list_devices
+from shardctl.verify.device import list_devices
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(

@@ -399,8 +399,8 @@ class TestForward:
         assert told[0][2].processes == processes
 
     def test_processes_of_their_own_are_for_large_models(self):
-        assert choose_process_count("cpu", 1 << 30) == 0
-        assert choose_process_count("cpu", 8 << 30) >= 1
+        assert choose_process_count(["cpu"], 1 << 30) == 0
+        assert choose_process_count(["cpu"], 8 << 30) >= 1
 
     def test_a_comparison_with_itself_is_said_to_be_one(self, say, ranks, source):
         _, out, _ = say("verify", source, "--forward")

@@ -29,7 +29,8 @@ from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.load import BoxGrid, WantedTensor, list_devices, load_tensors
+from shardctl.verify.device import list_devices
+from shardctl.verify.load import BoxGrid, WantedTensor, load_tensors
 from shardctl.workers import ExecutionOptions, StopRequest
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -253,8 +254,8 @@ def test_what_is_asked_wrongly(llama, tmp_path):
     place = cut(llama, tmp_path / "ranks", tp=2)
     with pytest.raises(UsageError, match="there is no rank 2; ranks are 0 to 1"):
         shardctl.load(place, rank=2)
-    for device in ("cuda:99", "tpu"):
-        with pytest.raises(UnsupportedError, match="there is no"):
+    for device, kind in (("cuda:99", UnsupportedError), ("tpu", UsageError), ("cuda:", UsageError)):
+        with pytest.raises(kind, match="there is no"):
             shardctl.load(llama, device=device)
     with pytest.raises(AttributeError, match="has no attribute 'save'"):
         _ = shardctl.save

@@ -7,13 +7,13 @@
         result = forward(
             Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
             Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.folder),
-            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu", nbytes)),
+            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=4),
         )
 
 With `processes=N`, meshes of up to N ranks run with one process per rank, else all ranks run in this one; the result's
-`engine` says which; where the system starts no processes, that is noted. A rank that dies, raises or hangs makes the
-result `failed` with a finding that names it. With `second_opinion=True`, `result.opinion` says what transformers' own
-tensor parallelism makes of the shards.
+`engine` says which; where the system starts no processes, that is noted. A rank whose files cannot be read makes the
+result `failed` with a finding that names it; one that dies or hangs, or a machine without memory, raises MachineError.
+With `second_opinion=True`, `result.opinion` says what transformers' own tensor parallelism makes of the shards.
 
 `lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)`
 takes. torch and transformers are imported only by calls.
@@ -22,7 +22,7 @@ takes. torch and transformers are imported only by calls.
 from __future__ import annotations
 
 from shardctl.verify.forward.by_processes import choose_process_count
-from shardctl.verify.forward.check import compare_forward_passes
+from shardctl.verify.forward.check import compare_forward_passes, runs_in_processes
 from shardctl.verify.forward.comparison import ForwardOptions
 from shardctl.verify.forward.lens import CheckpointLens, FusedTensor, LazyTensor, StoredTensor, build_lens
 from shardctl.verify.forward.result import BlockError, ForwardResult, GeneratedTexts, PromptContinuation, SecondOpinion
@@ -46,4 +46,5 @@ __all__ = [
     "build_lens",
     "choose_process_count",
     "compare_forward_passes",
+    "runs_in_processes",
 ]

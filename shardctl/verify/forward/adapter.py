@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import UnsupportedError
 from shardctl.storage.hub import check_settings
 from shardctl.verify.forward.inputs import SEED
+from shardctl.verify.machine_trouble import raise_machine_error, raise_machine_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> To
         try:
             model = kind._from_config(build_config(kind, config, dtype), dtype=dtype, **_choose_eager_settings(kind))  # noqa: SLF001 - the only way in
         except Exception as error:
+            raise_machine_error(error)
             said = " ".join(str(error).split())
             raise UnsupportedError(f"{kind.__name__} cannot be built from the config: {said:.300}") from error
         finally:
@@ -206,4 +208,5 @@ class WeightConversion:
             told, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
         if told.conversion_errors or told.mismatched_keys:
             wrong = [*map(str, told.conversion_errors.values()), *map(str, told.mismatched_keys)]
+            raise_machine_text(wrong[0], device)
             raise UnsupportedError(f"transformers cannot read {next(iter(tensors))}: {wrong[0]}")

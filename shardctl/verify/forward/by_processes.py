@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
+from shardctl.verify.device import is_cuda_device, select_device
 from shardctl.verify.forward.comparison import compare_in_process
 from shardctl.verify.forward.team import ProcessTeam
+from shardctl.verify.machine_trouble import tell_machine_errors
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks
 from shardctl.verify.worker_process import build_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardctl.bands import ByteReader
+    from shardctl.mesh import Mesh
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT: Final = timedelta(seconds=120)
 """In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""
+_IDLE: Final = 60.0
+"""Seconds in which no rank uses the processor or the disk: a network file system may take some to begin with."""
 _SILENCE: Final = 120.0
 """Seconds without a read or an exchange of any rank: each takes seconds at most, even of the slowest disk."""
 _FEW: Final = 4 << 30
@@ -88,23 +93,21 @@ def attach_readers(
     return proved, replace(original, reader=open_source(original.reader.path))
 
 
-def choose_process_count(device: str, nbytes: int) -> int:
+def choose_process_count(places: Sequence[str], nbytes: int) -> int:
     """Choose how many ranks have their own process where that is worth it: one a GPU, or one a core for large models.
 
     `nbytes` are those of the weights. On a CPU all ranks of a model of some GB are done in one process before others
     have imported transformers and met, and that takes no more memory.
     """
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.device_count())
+    if is_cuda_device(places[0]):
+        return len(places)
     return (os.cpu_count() or 1) if nbytes > _FEW else 0
 
 
 def compare_by_processes(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
 ) -> ForwardResult:
-    """Compare as `forward` does, each rank of the mesh in a process of its own.
+    """Compare as `forward` does, each rank of the mesh in a process of its own, on the next of the devices in turn.
 
     Raises RankError, naming the rank, if one dies, raises or hangs; NotStartedError if they cannot begin.
     """
@@ -116,15 +119,15 @@ def compare_by_processes(
         environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     with TemporaryDirectory(prefix="shardctl-forward-") as folder:
         work = partial(_compute_on_rank, proved, right, options, folder)
-        start: Start = "spawn" if options.device.startswith("cuda") else "forkserver"
+        start: Start = "spawn" if is_cuda_device(options.device) else "forkserver"
         try:
-            results = run_ranks(work, mesh.world, start=start, environment=environment, silence=_SILENCE)
+            results = run_ranks(work, mesh.world, start=start, environment=environment, idle=_IDLE, silence=_SILENCE)
         except RankError as error:
             if error.raised == MeetingError.__name__:
                 raise NotStartedError(error.message) from error
             raise
     found: ForwardResult = pickle.loads(base64.b64decode(results[0]["found"]))  # noqa: S301 - our own process made it
-    return found
+    return replace(found, device=", ".join(dict.fromkeys(result["device"] for result in results)))
 
 
 def _compute_on_rank(
@@ -135,29 +138,42 @@ def _compute_on_rank(
     rank: RankProcess,
 ) -> dict[str, object]:
     """Compute on one rank: return what it found, of which the first's counts, and which files of the shards it read."""
-    import torch
     import torch.distributed as dist
 
-    cuda = options.device.startswith("cuda")
-    if cuda:
-        options = replace(options, device=f"cuda:{rank.number}")
-        torch.cuda.set_device(rank.number)
+    places = options.places or (options.device,)
+    options = replace(options, device=places[rank.number % len(places)])
     assert candidate.mesh is not None  # noqa: S101
+    with tell_machine_errors(options.device):
+        select_device(options.device)
+        team = _meet_others(candidate.mesh, options.device, folder, rank)
+        rank.beat()
+        candidate, original = attach_readers(candidate, original)
+        ours = _NotingReader(candidate.reader, rank.beat)
+        theirs = _NotingReader(original.reader, rank.beat)
+        result = compare_in_process(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
+        dist.barrier()  # who ends first closes connections that others still read from
+    found = base64.b64encode(pickle.dumps(result)).decode()
+    return {"found": found, "files": sorted(ours.files), "device": options.device}
+
+
+def _meet_others(mesh: Mesh, device: str, folder: str, rank: RankProcess) -> ProcessTeam:
+    """Form the group of all ranks; raises MeetingError if that fails.
+
+    They talk by gloo and through the memory of the host also where they compute on GPUs: what they exchange is small,
+    several may share a device, and nothing depends on how devices reach one another.
+    """
+    import torch.distributed as dist
+
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            "gloo",
             init_method=(Path(folder) / "meeting").as_uri(),
             rank=rank.number,
             world_size=rank.world,
             timeout=_TIMEOUT,
         )
-        team = ProcessTeam(rank.number, candidate.mesh, options.device, rank.beat)
+        team = ProcessTeam(rank.number, mesh, device, rank.beat)
         dist.barrier()
     except (RuntimeError, ValueError, OSError) as error:
         raise MeetingError(str(error).partition("\n")[0]) from error
-    candidate, original = attach_readers(candidate, original)
-    ours = _NotingReader(candidate.reader, rank.beat)
-    theirs = _NotingReader(original.reader, rank.beat)
-    result = compare_in_process(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
-    dist.barrier()  # who ends first closes connections that others still read from
-    return {"found": base64.b64encode(pickle.dumps(result)).decode(), "files": sorted(ours.files)}
+    return team

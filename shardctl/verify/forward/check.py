@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.errors import MachineError, Mismatch, SourceError
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.by_processes import compare_by_processes
 from shardctl.verify.forward.comparison import ForwardOptions, compare_in_process
 from shardctl.verify.forward.result import ForwardResult
 from shardctl.verify.forward.second_opinion import add_opinion, ask_second_opinion
+from shardctl.verify.machine_trouble import tell_machine_errors
 from shardctl.verify.processes import NotStartedError, RankError
 
 if TYPE_CHECKING:
@@ -21,27 +23,43 @@ def compare_forward_passes(
 ) -> ForwardResult:
     """Compare what the shards compute with what the source computes, part by part and end to end.
 
-    Raises nothing that says something of the checkpoints: a class that is not there, or weights that cannot be run
-    here, are `skipped` with the reason; a rank that lacks its part and values that differ are `failed`.
+    What says something of the checkpoints is in the result: a class that is not there, or weights that cannot be run
+    here, are `skipped` with the reason; a rank that lacks its part and values that differ are `failed`. Raises
+    MachineError for a machine that lacks memory, a device that fails, and a rank that dies or hangs.
     """
     options = options or ForwardOptions()
-    world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
-    known = candidate.model is not None and bool(candidate.model.family)
-    if known and 1 < world <= options.processes:
-        try:
-            result = compare_by_processes(candidate, original, options)
-        except RankError as error:
-            found = CheckFinding(
-                "error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message
-            )
-            engine = f"{world} processes"
-            result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
-        except NotStartedError as error:
-            result = compare_in_process(candidate, original, options)
-            note = f"all ranks ran in one process: {error.message}"
-            result = replace(result, notes=(note, *result.notes))
-    else:
-        result = compare_in_process(candidate, original, options)
+    with tell_machine_errors(options.device):
+        result = _compare_passes(candidate, original, options)
     if options.second_opinion and result.status != "skipped":
         result = add_opinion(result, ask_second_opinion(candidate, original, options))
     return result
+
+
+def runs_in_processes(candidate: CandidateCheckpoint, options: ForwardOptions) -> bool:
+    """Return whether each rank is to have a process of its own."""
+    known = candidate.model is not None and bool(candidate.model.family)
+    return known and candidate.mesh is not None and 1 < candidate.mesh.world <= options.processes
+
+
+def _compare_passes(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
+) -> ForwardResult:
+    if not runs_in_processes(candidate, options):
+        return compare_in_process(candidate, original, options)
+    try:
+        return compare_by_processes(candidate, original, options)
+    except RankError as error:
+        if error.exit_code == MachineError.exit_code:
+            message = error.message.replace(f" raised {MachineError.__name__}:", ":")
+            raise MachineError(message, hint=error.hint) from error
+        if error.exit_code not in {SourceError.exit_code, Mismatch.exit_code}:
+            raise
+        message = f"{error.message}; {error.hint}" if error.hint else error.message
+        found = CheckFinding("error", "processes", message)
+        return ForwardResult(
+            "failed", "", f"processes ({candidate.mesh})", options.dtype, options.device, findings=(found,)
+        )
+    except NotStartedError as error:
+        result = compare_in_process(candidate, original, options)
+        note = f"all ranks ran in one process: {error.message}"
+        return replace(result, notes=(note, *result.notes))

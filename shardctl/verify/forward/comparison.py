@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import CoverageError, ShardctlError, UnsupportedError, format_first_few
+from shardctl.errors import CoverageError, MachineError, ShardctlError, UnsupportedError, format_first_few
 from shardctl.mesh import Mesh
+from shardctl.verify.device import use_device
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import WeightConversion, build_bare_model, get_model_class, list_versions
 from shardctl.verify.forward.executor import ModelExecutor, PartError
@@ -42,6 +43,8 @@ class ForwardOptions:
     dtype: str = "fp32"
     """`fp32`, or `bf16` with the criterion of that type."""
     device: str = "cpu"
+    places: tuple[str, ...] = ()
+    """The devices that ranks with a process of their own are spread over; by default `device` alone."""
     prompt: str = ""
     """A text that both are to continue."""
     tokens: int = 16
@@ -59,7 +62,8 @@ def compare_in_process(
 ) -> ForwardResult:
     """Compare the two in this process, which may be one of a team; a model that cannot be run is `skipped`."""
     try:
-        return ForwardComparison(candidate, original, options, team).run()
+        with use_device(options.device):
+            return ForwardComparison(candidate, original, options, team).run()
     except UnsupportedError as error:
         reason = f"{error.message}; {error.hint}" if error.hint else error.message
         return ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
@@ -166,6 +170,8 @@ class ForwardComparison:
             kind = get_model_class(_find_architecture(candidate.config, candidate.model))
             executor = self.executor(kind, self.options.dtype, candidate.config)
             _, shards = ComparedSides(self.sides.original, candidate, self.team).fill(executor)
+        except MachineError:
+            raise
         except (ShardctlError, ValueError, TypeError, KeyError, AttributeError) as error:
             message = f"the shards' own config.json describes a model that cannot be built with them: {error}"
             self.sides.findings.append(CheckFinding("error", "forward", message))
@@ -266,7 +272,7 @@ def _describe_engine(mesh: Mesh, shards: ModelWeights, team: RankTeam) -> str:
     if shards.shards is None:
         return "one process, whole tensors"
     if isinstance(team, ProcessTeam):
-        return f"{mesh.world} processes over {'NCCL' if team.device.startswith('cuda') else 'gloo'} ({mesh})"
+        return f"{mesh.world} processes over gloo ({mesh})"
     return f"{mesh.world} virtual ranks in one process ({mesh})"
 
 

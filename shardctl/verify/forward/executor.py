@@ -17,6 +17,7 @@ from shardctl.verify.forward.lockstep import run_lockstep
 from shardctl.verify.forward.stacks import ExpertStack, is_stack
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.tolerance import has_nan, measure_distance
+from shardctl.verify.machine_trouble import raise_machine_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,12 +82,13 @@ class ModelExecutor:
         `model` is a model within the model, to which the inputs are given instead.
 
         Raises PartError if a part cannot run with the shards, UnsupportedError if one cannot with the source, and
-        CoverageError if a rank lacks what it should hold.
+        CoverageError if a rank lacks what it should hold; MachineError if memory or a device fails.
         """
         if not self._resident and (self.source is None or weights is self.source):  # which tells of the code alone
             try:
                 output = self._pass(model or self.skeleton.model, inputs, weights, beside)
             except _FAILURES as error:
+                raise_machine_error(error, self.precision.device)
                 why = _format_first_line(error)
             else:
                 if not has_nan(output):
@@ -97,6 +99,7 @@ class ModelExecutor:
         try:
             return self._pass(model or self.skeleton.model, inputs, weights, beside)
         except _FAILURES as error:
+            raise_machine_error(error, self.precision.device)
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
     def _pass(
@@ -170,6 +173,7 @@ class ModelExecutor:
             self.findings.append(CheckFinding("error", "forward", error.message))
             found = inf
         except _FAILURES as error:
+            raise_machine_error(error, self.precision.device)
             self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", error))))
             found = inf
         self.apart[unit.name] = max(self.apart.get(unit.name, 0.0), found)
@@ -208,6 +212,7 @@ class ModelExecutor:
                 leaves, own = self._fill(unit, weights)
                 output = (own or usual)(*args, **kwargs)
             except _FAILURES as error:
+                raise_machine_error(error, self.precision.device)
                 failure = error
             finally:
                 self._empty(unit, leaves)

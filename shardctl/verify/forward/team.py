@@ -37,8 +37,8 @@ class RankTeam:
 class ProcessTeam(RankTeam):
     """Ranks of which this process is one; every process does the same steps in the same order.
 
-    Nobody reads another's files: what a rank holds is sent by that rank. Each computes with its own part, and the ranks
-    along tp then exchange what they have.
+    Tensors of devices are sent through the memory of the host, bit for bit. Nobody reads another's files: what a rank
+    holds is sent by that rank. Each computes with its own part, and the ranks along tp then exchange what they have.
     """
 
     rank: int
@@ -98,18 +98,18 @@ class ProcessTeam(RankTeam):
         form = told[0]
         if isinstance(form, BaseException):
             raise form
-        if owner != self.rank:
-            tensors = [
-                torch.empty(shape, dtype=kind, device=self._on(where))
-                for shape, kind, where in _list_tensor_forms(form)
-            ]
-        for tensor in tensors:
+        forms = _list_tensor_forms(form)
+        own = owner == self.rank
+        sent = [tensor.cpu() for tensor in tensors] if own else [_allocate_tensor(each) for each in forms]
+        for tensor in sent:
             if tensor.numel():
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), owner, group)
+        if not own:
+            tensors = [
+                tensor if each.where == "cpu" else tensor.to(self.device)
+                for each, tensor in zip(forms, sent, strict=True)
+            ]
         return _unpack_tensors(form, iter(tensors))
-
-    def _on(self, where: str) -> str:
-        return self.device if where != "cpu" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,15 @@ def _pack_tensors(value: Torch, tensors: list[Torch]) -> object:
     return value
 
 
-def _list_tensor_forms(form: object) -> list[tuple[tuple[int, ...], Torch, str]]:
+def _allocate_tensor(form: _TensorForm) -> Torch:
+    import torch
+
+    return torch.empty(form.shape, dtype=form.kind)
+
+
+def _list_tensor_forms(form: object) -> list[_TensorForm]:
     if isinstance(form, _TensorForm):
-        return [(form.shape, form.kind, form.where)]
+        return [form]
     each = form.entries.values() if isinstance(form, _DictForm) else form if isinstance(form, tuple | list) else ()
     return [found for part in each for found in _list_tensor_forms(part)]
 
