@@ -112,7 +112,8 @@ def _list_encodings(model: Model) -> Mapping[str, WeightEncoding]:
 def _list_needed_arrays(encoding: WeightEncoding) -> list[WeightArray]:
     """List the arrays that the values follow from, and that which only repeats their shape."""
     assert encoding.decoder is not None  # noqa: S101 - asked before
-    parts = [getattr(encoding.decoder, each.name) for each in fields(encoding.decoder)]
+    values = [getattr(encoding.decoder, each.name) for each in fields(encoding.decoder)]
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
     needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantisedArray))}
     return [array for array in encoding.arrays if array.usual in needed]
 

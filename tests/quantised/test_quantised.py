@@ -485,7 +485,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"quant_method": "hqq"}, "quantised weights by 'hqq' are not known"),
+            ({"quant_method": "eetq"}, "quantised weights by 'eetq' are not known"),
             ({}, "quantization_config names no quant_method"),
             ({**AWQ, "version": "gemv"}, "AWQ weights in the format 'gemv'"),
             ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ weights in the format 'marlin'"),
@@ -601,6 +601,6 @@ def test_a_rule_file_can_say_how_unknown_quantised_weights_are_cut(tmp_path):
     rules.write_text('[rules]\n"**.up_proj.W_q" = ["tp"]\n"**" = []\n')
     state = plain_state(LLAMA)
     state[f"{UP}.W_q"] = state.pop(f"{UP}.weight")
-    model = choose_model(of({"quant_method": "hqq"}), manifest(state), load_rules(rules))
+    model = choose_model(of({"quant_method": "eetq"}), manifest(state), load_rules(rules))
     assert [cut.axis for cut in model.tensors[f"{UP}.W_q"].spec.cuts[0]] == ["tp"]
     assert bind_manifest(model, manifest(state)).tensors.keys() == state.keys()

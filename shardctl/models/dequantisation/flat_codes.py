@@ -7,7 +7,7 @@ Who computes how: bitsandbytes (functional.py, `dequantize_4bit` and `dequantize
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,6 +19,8 @@ from shardctl.models.quantisation.storage import IN, OUT
 from shardctl.storage.bounded_text import TextLimits, check_size, parse_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from shardctl.models.dequantisation.tile import WeightTile
@@ -52,13 +54,19 @@ class _FlatSettings:
 def decode_flat_codes(decoder: FlatCodes, tile: WeightTile) -> DecodedTile:
     """Work out a tile of codes of four bits; raises SourceError where its arrays do not fit each other."""
     settings = _read_settings(decoder, tile)
-    width = settings.shape[1]
+    decode_run = partial(_decode_run, decoder, tile, settings)
+    return DecodedTile(decode_flat_runs(tile, settings.shape[1], decode_run), settings.original)
+
+
+def decode_flat_runs(
+    tile: WeightTile, width: int, decode_run: Callable[[Span], NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    """Decode a tile of a weight of which `decode_run` decodes runs of elements, in the order of rows of `width`."""
     (first, last), (left, right) = tile.spans
     if right - left == width or last - first == 1:
-        values = _decode_run(decoder, tile, settings, (first * width + left, (last - 1) * width + right))
-        return DecodedTile(values.reshape(last - first, right - left), settings.original)
-    rows = [_decode_run(decoder, tile, settings, (n * width + left, n * width + right)) for n in range(first, last)]
-    return DecodedTile(np.stack(rows), settings.original)
+        run = decode_run((first * width + left, (last - 1) * width + right))
+        return run.reshape(last - first, right - left)
+    return np.stack([decode_run((row * width + left, row * width + right)) for row in range(first, last)])
 
 
 def _decode_run(decoder: FlatCodes, tile: WeightTile, settings: _FlatSettings, run: Span) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ caches, from those parts of the weight's arrays that they need, and cast to the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -16,19 +16,22 @@ from shardctl.dtype import BY_NAME
 from shardctl.models.dequantisation.flat_codes import decode_byte_rows, decode_flat_codes
 from shardctl.models.dequantisation.floats import decode_packed_floats, decode_scaled_floats
 from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
+from shardctl.models.dequantisation.stacked_codes import decode_stacked_codes
 from shardctl.models.dequantisation.tile import WeightTile
 from shardctl.models.quantisation.storage import (
     OUT,
     ByteRows,
     FlatCodes,
+    PackedByInput,
     PackedFloats,
     ScaledFloats,
     ScaledIntegers,
+    StackedCodes,
 )
 from shardctl.tiles import split_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -87,7 +90,7 @@ class QuantisedWeight:
 
     def _decode(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span], out: NDArray[np.uint8]) -> int:
         ordered = spans if self.decoder.order[0] == OUT else spans[::-1]
-        values, rounded = _decode_tile(self.decoder, WeightTile(self.arrays, ordered, reader, buffer))
+        values, rounded = _DECODERS[type(self.decoder)](self.decoder, WeightTile(self.arrays, ordered, reader, buffer))
         bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         if rounded not in ("F32", self.dtype.name):
             middle = BY_NAME[rounded]
@@ -97,16 +100,13 @@ class QuantisedWeight:
         return cast_elements(bits, BY_NAME["F32"], self.dtype, out).overflowed
 
 
-def _decode_tile(decoder: WeightDecoder, tile: WeightTile) -> DecodedTile:
-    """Work out the elements of a tile; raises SourceError for numbers that no writer has."""
-    if isinstance(decoder, ScaledFloats):
-        return decode_scaled_floats(decoder, tile)
-    if isinstance(decoder, PackedFloats):
-        return decode_packed_floats(decoder, tile)
-    if isinstance(decoder, ScaledIntegers):
-        return decode_scaled_integers(decoder, tile)
-    if isinstance(decoder, FlatCodes):
-        return decode_flat_codes(decoder, tile)
-    if isinstance(decoder, ByteRows):
-        return decode_byte_rows(decoder, tile)
-    return decode_packed_integers(decoder, tile)
+_DECODERS: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], DecodedTile]]] = {
+    ScaledFloats: decode_scaled_floats,
+    PackedFloats: decode_packed_floats,
+    ScaledIntegers: decode_scaled_integers,
+    PackedByInput: decode_packed_integers,
+    FlatCodes: decode_flat_codes,
+    ByteRows: decode_byte_rows,
+    StackedCodes: decode_stacked_codes,
+}
+"""What works out a tile; each raises SourceError for numbers that no writer has."""

@@ -20,6 +20,7 @@ from shardctl.models.quantisation.encoding import WeightEncoding
 from shardctl.models.quantisation.expressions import limit_matching
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
+from shardctl.models.quantisation.hqq import HQQ
 from shardctl.models.quantisation.modelopt import MODELOPT
 from shardctl.models.quantisation.mxfp4 import MXFP4
 from shardctl.models.quantisation.quark import QUARK
@@ -45,6 +46,7 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
     FBGEMM,
     FINE_GRAINED,
     GPTQ,
+    HQQ,
     MODELOPT,
     QUARK,
     TORCHAO,

@@ -219,7 +219,19 @@ class ByteRows:
     order: tuple[int, int] = BY_OUTPUT
 
 
-WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput | FlatCodes | ByteRows
+@dataclass(frozen=True, slots=True)
+class StackedCodes:
+    """HQQ's integers: groups of the flattened weight as rows or columns, of which the first share bytes with later."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray
+    settings: tuple[QuantisedArray, ...]
+    """Arrays of one number or text each, which say the rest."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput | FlatCodes | ByteRows | StackedCodes
 """How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
 
 
