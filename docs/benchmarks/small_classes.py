@@ -30,8 +30,8 @@ SMALL = {
     **dict.fromkeys(("head_dim", "attention_head_dim", "d_kv", "kv_channels"), 8),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "num_selected_experts", "moe_k"), 2),
-    **dict.fromkeys(("o_groups",), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_zero_experts", "zero_expert_num"), 1),
+    **dict.fromkeys(("o_groups", "num_zero_experts", "zero_expert_num"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("kv_lora_rank", "v_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank",), 16),
     **dict.fromkeys(("qk_rope_head_dim",), 4),
@@ -41,7 +41,7 @@ SMALL = {
     **dict.fromkeys(("eos_token_id",), 2),
 }
 """What keys of configs become, wherever they stand."""
-MOST = 20_000_000
+MOST = 50_000_000
 """Elements of a model that is still tiny."""
 _COUNTS = {key for key, value in SMALL.items() if "layer" in key or key in {"depth", "num_blocks"}}
 
@@ -121,8 +121,10 @@ def _find_sizes(config: Any) -> dict[str, Any]:
 
 
 def _takes(config: Any, key: str) -> bool:
-    """Tell whether a config has a number under a key, so that a small one can stand there."""
-    value = getattr(config, key, None)
+    """Tell whether a config has a number of its own under a key, so that a small one can stand there."""
+    if isinstance(getattr(type(config), key, None), property):
+        return False  # it is computed from others
+    value = vars(config).get(key) if key in vars(config) else getattr(config, key, None)
     return (isinstance(value, int) and not isinstance(value, bool)) or (value is None and key in vars(config))
 
 

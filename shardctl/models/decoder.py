@@ -135,11 +135,14 @@ def build_decoder_facts(
     """Build what the table needs to know.
 
     `tied`, `head_dim` and `kv_heads` are what the family's config class assumes if the config is silent; a
-    `head_dim` of None is the hidden size divided by the heads, `kv_heads` of None as many as query heads. The other
-    switches are the family's, which may have read them from the config.
+    `head_dim` of None is the hidden size divided by the heads, and so is a null that the config says itself, as engines
+    read it; `kv_heads` of None is as many as query heads. The other switches are the family's, which may have read them
+    from the config.
     """
     heads = config.size("num_attention_heads")
-    head = config.size("head_dim", head_dim or config.size("hidden_size") // heads)
+    share = config.size("hidden_size") // heads
+    null = "head_dim" in config.values and config.values["head_dim"] is None
+    head = share if null else config.size("head_dim", head_dim or share)
     if not head:
         raise SourceError(f"config.json has {heads} attention heads and a hidden_size of {config.size('hidden_size')}")
     silent = "num_key_value_heads" not in config.values

@@ -46,7 +46,7 @@ def read_plan(model_type: str, architecture: str) -> TransformersPlan:
             hint="install it beside shardctl, or write a rule file for --rules FILE",
         )
     plan = find_plan(model_type, architecture)
-    if plan is None:
+    if plan is None or not plan.tp:
         what = model_type or "a config without model_type"
         raise UnsupportedError(
             f"transformers {_find_version()} has no tensor-parallel plan for {what}",
@@ -62,7 +62,7 @@ def find_sources() -> Path | None:
 
 
 def find_plan(model_type: str, architecture: str) -> TransformersPlan | None:
-    """Return the plan for configs of `model_type`; None if there is none, or no transformers."""
+    """Return the plan for configs of `model_type`, perhaps of experts only; None if there is none or no library."""
     sources = find_sources()
     if sources is None:
         return None
@@ -70,16 +70,20 @@ def find_plan(model_type: str, architecture: str) -> TransformersPlan | None:
         for node in _list_classes(path):
             literals = _read_literals(node)
             tp, ep = literals.get("base_model_tp_plan"), literals.get("base_model_ep_plan")
-            if literals.get("model_type") == model_type and isinstance(tp, dict) and tp:
+            if literals.get("model_type") == model_type and any(isinstance(one, dict) and one for one in (tp, ep)):
                 pp = literals.get("base_model_pp_plan")
                 return TransformersPlan(
                     source=f"{node.name} of transformers {_find_version()}",
-                    tp={str(key): str(style) for key, style in tp.items()},
+                    tp=_spell_styles(tp),
                     head=_read_head_plan(path.parent, architecture),
                     pp=tuple(map(str, pp)) if isinstance(pp, dict) else (),
-                    ep={str(key): str(style) for key, style in ep.items()} if isinstance(ep, dict) else {},
+                    ep=_spell_styles(ep),
                 )
     return None
+
+
+def _spell_styles(plan: object) -> dict[str, str]:
+    return {str(key): str(style) for key, style in plan.items()} if isinstance(plan, dict) else {}
 
 
 def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:

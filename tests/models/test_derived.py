@@ -151,6 +151,48 @@ def test_experts_are_numbered_from_zero_or_whole():
     assert set(uncut.values()) == {"its experts are not numbered from 0"}
 
 
+def test_experts_without_an_output_go_where_a_rule_file_puts_them(tmp_path):
+    """transformers 5.23 saves matrices for LongCat's zero experts, which give a token back as it is."""
+    expert = (("gate_proj", (16, 32)), ("up_proj", (16, 32)), ("down_proj", (32, 16)))
+    shapes = {
+        f"{LAYER}.mlp.experts.{n}.{name}.weight": shape for n in range(6) for name, shape in expert[: 3 if n < 4 else 2]
+    }
+    derived = derive(HEADS, shapes.items(), library=False)
+    (tmp_path / "rules.toml").write_text(format_rule_file(derived.derivation))
+    read = load_rules(tmp_path / "rules.toml").model(stored(shapes.items()))
+    for name, tensor in derived.tensors.items():
+        assert list_cuts(tensor) == list_cuts(read.tensors[name]), name
+        assert (tensor.spec.member.index, tensor.spec.member.count) == (int(name.split(".")[5]), 6)
+
+
+def test_experts_are_divided_where_a_library_says_so_under_other_names():
+    """Inkling's arrays are called otherwise on the Hub, and its plan for experts speaks of the class's names."""
+    text = {"model_type": "inkling_text", "n_routed_experts": 4}
+    config = {
+        "architectures": ["InklingForConditionalGeneration"],
+        "model_type": "inkling_mm_model",
+        "text_config": text,
+    }
+    base = "model.llm.layers.0.mlp"
+    shapes = {
+        f"{base}.experts.w13_weight": (4, 32, 32),
+        f"{base}.experts.w2_weight": (4, 32, 16),
+        f"{base}.gate.weight": (6, 32),
+        f"{base}.shared_experts.shared_w13_weight": (2, 32, 32),
+    }
+    derived = derive(config, shapes.items())
+    axes = {name.removeprefix(f"{base}."): list_cuts(t)[0] for name, t in derived.tensors.items() if is_cut(t)}
+    assert axes == {
+        "experts.w13_weight": [[("ep", [(4, 1)])], [("etp", [(32, 2)])], []],
+        "experts.w2_weight": [[("ep", [(4, 1)])], [], [("etp", [(16, 1)])]],
+    }
+    alone = {name: shape for name, shape in shapes.items() if "w13" not in name}
+    derived = derive(config, alone.items())
+    assert [name for name, t in derived.tensors.items() if is_cut(t)] == [f"{base}.experts.w2_weight"]
+    assert [rule.rule.note for rule in derived.derivation.rules] == ["experts; how to cut one is not known"]
+    assert "InklingTextConfig of transformers" in derived.derivation.rules[0].rule.origin
+
+
 def test_a_linear_beside_a_pair_that_nobody_knows_leaves_the_pair_whole():
     """Cutting the two would be wrong if what the third gives is multiplied with what lies between them."""
     pair = {f"{LAYER}.mlp.up_proj.weight": (48, 32), f"{LAYER}.mlp.down_proj.weight": (32, 48)}

@@ -87,6 +87,15 @@ def test_a_silent_config_means_what_the_config_class_assumes(name, absent):
     assert describe_model(config).state() == state(on_meta(config))
 
 
+def test_a_head_dim_of_null_is_the_hidden_size_by_the_heads():
+    """As in vLLM's `get_head_size`; transformers builds no Qwen3 of such a config, whose class assumes 128."""
+    config = fixture("qwen3", head_dim=None)
+    share = config["hidden_size"] // config["num_attention_heads"]
+    assert describe_model(config).tensors["model.layers.0.self_attn.q_norm.weight"].shape == (share,)
+    del config["head_dim"]
+    assert describe_model(config).tensors["model.layers.0.self_attn.q_norm.weight"].shape == (128,)
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     config = fixture(name)

@@ -14,8 +14,15 @@ import pytest
 from shardctl.models import load_families
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "benchmarks"
-CLASSES = ("BioGptForCausalLM", "Cohere2MoeForCausalLM", "AriaTextForCausalLM", "CTRLLMHeadModel", "BarkCausalModel")
-"""A decoder with biases, numbered experts, experts in a stack, and names that few have."""
+CLASSES = (
+    "BioGptForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "AriaTextForCausalLM",
+    "CTRLLMHeadModel",
+    "BarkCausalModel",
+    "LongcatFlashForCausalLM",
+)
+"""A decoder with biases, numbered experts, experts in a stack, names that few have, experts that compute nothing."""
 KNOWN = {name for family in load_families() for name in family.classes}
 
 

@@ -63,6 +63,7 @@ FUSED_GATED: Final = (
     ("input_linear", "output_linear"),
     ("Wi", "Wo"),
     ("experts.fc1", "experts.fc2"),
+    ("experts.w13_weight", "experts.w2_weight"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
 """The same with gate and up in one array, one after the other."""

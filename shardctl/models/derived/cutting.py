@@ -51,6 +51,16 @@ _MATRIX: Final = 2
 _STACK: Final = 3
 
 
+def find_expert_number(name: str) -> int | None:
+    """Return the number of the expert that a tensor is of, if its name says one.
+
+    >>> find_expert_number("model.layers.0.mlp.experts.12.up_proj.weight")
+    12
+    """
+    found = _EXPERT.match(name)
+    return int(found["number"]) if found else None
+
+
 class UncutCircuitError(Exception):
     """Why a circuit stays whole."""
 

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Final
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.models.config import ModelConfig
 from shardctl.models.derived.circuits import list_circuits
-from shardctl.models.derived.cutting import CircuitCutter
+from shardctl.models.derived.cutting import CircuitCutter, find_expert_number
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
 from shardctl.models.derived.head_counts import ConfigSizes
-from shardctl.models.derived.library_styles import read_library_styles
+from shardctl.models.derived.library_styles import read_library_experts, read_library_styles
 from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.table import FSDP
-from shardctl.placement import AxisCut
+from shardctl.placement import AxisCut, CutSection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.mesh import Mesh
+    from shardctl.models.derived.library_styles import LibraryStyle
     from shardctl.models.model import Model, ModelTensor
 
 _EMBEDDINGS: Final = ("wte", "shared", "embed_in", "encoder_embed", "decoder_embed")
@@ -53,6 +54,9 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
     )
     for circuit in list_circuits(cutter.tree):
         cutter.cut(circuit)
+    _cut_idle_experts(cutter, weights)
+    if library:
+        _divide_experts(cutter, weights, read_library_experts(config, list(weights.tensors)))
     _cut_vocabularies(cutter)
     if weights is not model:
         cutter.rules = spread_rules(cutter.rules, _apply_rules(weights, cutter.rules), model, config)
@@ -85,6 +89,36 @@ def _cut_vocabularies(cutter: CircuitCutter) -> None:
             cutter.rules[module.weight.name] = TensorRule(((AxisCut("tp"),), ()), SHAPES, note)
             if module.bias is not None:
                 cutter.rules[module.bias.name] = TensorRule(((AxisCut("tp"),),), SHAPES, note)
+
+
+def _cut_idle_experts(cutter: CircuitCutter, model: Model) -> None:
+    """Cut those tensors of experts without others that would make a circuit of them as those of the whole experts.
+
+    No token is multiplied by them (the zero experts that transformers saves of LongCat).
+    """
+    known = {
+        (list_name_patterns([name])[0], model.tensors[name].shape): rule
+        for name, rule in cutter.rules.items()
+        if rule.member is not None
+    }
+    for name, tensor in model.tensors.items() if known else ():
+        rule = known.get((list_name_patterns([name])[0], tensor.shape))
+        if rule is None or rule.member is None or name in cutter.rules:
+            continue
+        number = find_expert_number(name)
+        if number is not None:
+            cutter.rules[name] = replace(rule, member=replace(rule.member, index=number))
+
+
+def _divide_experts(cutter: CircuitCutter, model: Model, styles: Mapping[str, LibraryStyle]) -> None:
+    """Divide by ep the arrays of experts of which a library says so, and whose circuit is not known."""
+    for name, said in styles.items():
+        shape = model.tensors[name].shape
+        if name not in cutter.rules and len(shape) >= _MATRIX:
+            ep = AxisCut("ep", (CutSection(shape[0], noun="experts"),))
+            cutter.rules[name] = TensorRule(
+                ((ep,), *((),) * (len(shape) - 1)), said.source, "experts; how to cut one is not known"
+            )
 
 
 def _apply_rules(model: Model, rules: Mapping[str, TensorRule]) -> Model:

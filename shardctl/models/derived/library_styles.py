@@ -12,10 +12,12 @@ from shardctl.models.derived.library_names import build_renamer
 from shardctl.models.transformers_plan import find_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shardctl.models.transformers_plan import TransformersPlan
 
+_DIVIDED: Final = "grouped_gemm"
+"""The style of arrays whose first dim counts experts, which are divided among ranks."""
 _PARAMETERS: Final = ("weight", "bias")
 _OUTPUTS: Final = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
 _INPUTS: Final = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
@@ -42,6 +44,18 @@ class LibraryStyle:
 
 def read_library_styles(config: Mapping[str, object], names: Iterable[str]) -> dict[str, LibraryStyle]:
     """Return the style of each stored tensor whose module a plan of transformers names; none if it is not installed."""
+    return _read_styles(config, names, lambda plan: plan.tp | plan.head)
+
+
+def read_library_experts(config: Mapping[str, object], names: Iterable[str]) -> dict[str, LibraryStyle]:
+    """Return the style of each stored array whose experts a plan of transformers divides among ranks."""
+    found = _read_styles(config, names, lambda plan: plan.ep)
+    return {name: style for name, style in found.items() if style.style == _DIVIDED}
+
+
+def _read_styles(
+    config: Mapping[str, object], names: Iterable[str], choose: Callable[[TransformersPlan], dict[str, str]]
+) -> dict[str, LibraryStyle]:
     architecture = ModelConfig(config).architecture()
     parts = list(list_parts(config))
     kinds = [str(part["model_type"]) for _, part in parts if isinstance(part.get("model_type"), str)]
@@ -55,7 +69,7 @@ def read_library_styles(config: Mapping[str, object], names: Iterable[str]) -> d
     if not plans:
         return {}
     rename = build_renamer([architecture, *kinds])
-    tables = [(topics, plan.source, _compile_plan(plan)) for topics, plan in plans]
+    tables = [(topics, plan.source, _compile_styles(choose(plan))) for topics, plan in plans]
     found: dict[str, LibraryStyle] = {}
     for name in names:
         path = _name_module(rename(name))
@@ -67,11 +81,10 @@ def read_library_styles(config: Mapping[str, object], names: Iterable[str]) -> d
     return found
 
 
-def _compile_plan(plan: TransformersPlan) -> dict[str, tuple[re.Pattern[str], str]]:
+def _compile_styles(styles: Mapping[str, str]) -> dict[str, tuple[re.Pattern[str], str]]:
     """Compile each name of a plan to an expression for paths of modules, with its style."""
     return {
-        key: (re.compile(r"(.*\.|)" + re.escape(key).replace(r"\*", r"\d+")), style)
-        for key, style in (plan.tp | plan.head).items()
+        key: (re.compile(r"(.*\.|)" + re.escape(key).replace(r"\*", r"\d+")), style) for key, style in styles.items()
     }
 
 

@@ -146,9 +146,14 @@ def set_start_values(model: Torch, slots: Sequence[TensorSlot]) -> None:
     torch.manual_seed(SEED)
     for slot in slots:
         slot.put(torch.empty(slot.shape, dtype=slot.empty.dtype, device=slot.empty.device))
+    own = {(id(slot.module), slot.attribute) for slot in slots}
     with torch.no_grad():
         for module in dict.fromkeys(slot.module for slot in slots):
+            held = module._parameters  # noqa: SLF001 - those that stand for what is not read yet cannot be written to
+            rest = {name: p for name, p in held.items() if p is not None and (id(module), name) not in own}
+            held |= {name: torch.nn.Parameter(torch.empty_like(p.contiguous())) for name, p in rest.items()}
             model._init_weights(module)  # noqa: SLF001 - what from_pretrained does
+            held |= rest
     for slot in slots:
         slot.empty = getattr(slot.module, slot.attribute)
 

@@ -148,6 +148,9 @@ class _RankModule:
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
             group = self.views.list_group(*EXPERT_AXES)
             self._after(mine, lambda output: self.meeting.add(self.number, output, group))
+            for child in original._modules.values():  # noqa: SLF001
+                if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
+                    self._after(self.copies[id(child)][1], lambda output: output * (self.number == group[0]))
         for name, child in original._modules.items():  # noqa: SLF001
             if child is not None and _ACROSS_HEADS.fullmatch(name):
                 self._show_all_heads(original, child, self.copies[id(child)][1])
