@@ -44,7 +44,8 @@ class TensorCopy:
     def count_read_bytes(self, boxes: Iterable[Box]) -> int:
         """Count the bytes that are read for `boxes`: of values that are worked out of codes, those of the codes."""
         values = sum(self.source.dtype.nbytes(box.shape) for box in boxes)
-        return values * self.source.encoded_bytes // self.source.nbytes if self.source.encoded_bytes else values
+        read = self.source.encoded_bytes
+        return values if read is None or not self.source.nbytes else values * read // self.source.nbytes
 
     @property
     def write_bytes(self) -> int:

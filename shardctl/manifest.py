@@ -86,8 +86,8 @@ class Tensor:
     """The other names of a tied weight."""
     spelling: tuple[str, ...] = ()
     """The names the *original* checkpoint used, in order, where they or the array's dims differ from the canonical."""
-    encoded_bytes: int = 0
-    """Bytes of the arrays that its values are worked out of; 0 if they are stored as they are."""
+    encoded_bytes: int | None = None
+    """Bytes that are read to work its values out; None if they are stored as they are."""
 
     @property
     def size(self) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardctl.models.model import Model, ModelTensor
     from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
 
+QUANTISED: Final = "quantize"
+"""The option of a record that says to which format weights of its checkpoint were quantised, after all else."""
 DEQUANTISED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
 QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json"})
@@ -94,13 +96,14 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     """Return `source` with the values of its quantised weights, if those are what `result` has in their place."""
     if result.config is None or source.config is None or source.model is None or source.model.plain is None:
         return source
-    if models.find_quantisation_config(result.config) is not None:
+    said = result.record.options if result.record is not None else {}
+    if models.find_quantisation_config(result.config) is not None and not said.keys() >= {DEQUANTISED, QUANTISED}:
         return source
     encodings = _list_encodings(source.model)
     found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
-    if dtype is None and result.record is not None and DEQUANTISED in result.record.options:  # a half has other names
-        dtype = FLOATS.get(result.record.options.get("dtype", ""))
+    if dtype is None and DEQUANTISED in said:  # a half has other names, and what was quantised again other types
+        dtype = FLOATS.get(said.get("dtype", ""))
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
 
 

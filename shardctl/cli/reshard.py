@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
   shardctl reshard ./llama ./llama-tp4 --tp 4
-  shardctl reshard ./llama-tp4 ./llama-bf16 --to hf --dtype bf16
+  shardctl reshard ./llama-tp4 ./llama-fp8 --to hf --quantize fp8-block
 """
 _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
 """A verb that moves bytes, and two functions that render its result and seconds as a document and as text."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
 from shardctl.conversion.optimizer_states import build_settings_file, get_states
-from shardctl.dtype import CASTABLE
+from shardctl.dtype import CASTABLE, FLOATS
 from shardctl.manifest import OpaqueObject
 from shardctl.models import find_quantisation_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
@@ -28,7 +28,9 @@ def list_carried_files(
     checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
 ) -> list[OpaqueObject]:
     """List the side files that travel along; after a cast, `config.json` says the new dtype, and no quantisation."""
-    worked_out = next((tensor.dtype.torch for tensor in have.tensors.values() if tensor.encoded_bytes), "")
+    worked_out = next(
+        (t.dtype.torch for t in have.tensors.values() if t.encoded_bytes and t.dtype in FLOATS.values()), ""
+    )
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
     carried = []
     for side in have.objects:

@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
-from shardctl.checkpoint.dequantising import DEQUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapters
+from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
@@ -49,7 +50,7 @@ from shardctl.storage.byte_names import name_to_bytes
 from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.libraries.arrays.form import ArrayForm
@@ -68,7 +69,7 @@ _SPECIAL_OPTIONS: Final = tuple(
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped"),
-    *(DEQUANTISED, MERGED, ONLY, COMPLETED),
+    *(DEQUANTISED, MERGED, QUANTISED, ONLY, COMPLETED),
 )
 
 
@@ -141,6 +142,8 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     """
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
+    checkpoint = _quantise_weights(checkpoint, reshard_options)
+    coded = _list_coded_names(checkpoint) if reshard_options.quantize is not None else frozenset()
     tensors = (
         checkpoint.manifest.tensors.values()
         if reshard_options.include is None and reshard_options.exclude is None
@@ -150,7 +153,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     have = add_optimizer_states(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
-    dtypes = choose_dtypes(have, reshard_options)
+    dtypes = choose_dtypes(have, reshard_options, coded)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,
@@ -160,7 +163,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         spelled=layout.source_names or reshard_options.names == "keep",
     )
     have, arrays = name_state_arrays(have, arrays, fusions)
-    dtypes = choose_dtypes(have, reshard_options)
+    dtypes = choose_dtypes(have, reshard_options, coded)
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
@@ -274,6 +277,30 @@ def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
     return merge_adapters(checkpoint, reshard_options.merge, threads)
 
 
+def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
+    """Return the checkpoint with its weights quantised, if that is asked for."""
+    if reshard_options.quantize is None:
+        if reshard_options.quantize_ignore:
+            raise UsageError("--quantize-ignore has an effect only with --quantize", hint="add --quantize FORMAT")
+        return checkpoint
+    if reshard_options.optimizer_states == "keep":
+        raise UsageError("optimizer states do not belong to quantised weights", hint="leave --optimizer-states out")
+    checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, training=None))
+    return quantise_checkpoint(
+        checkpoint,
+        choose_recipe(reshard_options.quantize),
+        reshard_options.quantize_ignore,
+        choose_dtypes(checkpoint.manifest, reshard_options),
+        _choose_threads(checkpoint, reshard_options),
+    )
+
+
+def _list_coded_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:
+    """List the arrays of quantised weights."""
+    encodings = checkpoint.model.encodings.values() if checkpoint.model is not None else ()
+    return frozenset(encoding.name(array) for encoding in encodings for array in encoding.arrays)
+
+
 def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
     return reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None)
 
@@ -337,15 +364,21 @@ def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manif
     return filter_states(replace(manifest, tensors=kept), kept)
 
 
-def choose_dtypes(have: Manifest, reshard_options: ReshardOptions) -> dict[str, DType]:
-    """Choose the type that each tensor will have, by name."""
+def choose_dtypes(
+    have: Manifest, reshard_options: ReshardOptions, coded: Collection[str] = frozenset()
+) -> dict[str, DType]:
+    """Choose the type that each tensor will have, by name; `coded` are arrays of quantised weights."""
     if reshard_options.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
     want, keep = _get_cast_type(reshard_options), _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
     states = get_states(have)
 
     def chosen(tensor: Tensor) -> DType:
-        kept = tensor.name in states or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
+        kept = (
+            tensor.name in states
+            or tensor.name in coded
+            or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
+        )
         return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
 
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
@@ -392,6 +425,8 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "exclude": reshard_options.exclude,
         "optimizer_states": reshard_options.optimizer_states,
         MERGED: describe_adapters(reshard_options.merge) or None,
+        QUANTISED: reshard_options.quantize,
+        "quantize_ignore": ", ".join(reshard_options.quantize_ignore) or None,
         **_collect_special_options(reshard_options),
     }
     return {key: value for key, value in shaping.items() if value is not None}

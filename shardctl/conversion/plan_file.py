@@ -238,7 +238,7 @@ def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
         if isinstance(value, Mesh):
             value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
         elif isinstance(value, tuple):
-            value = [name_to_text(str(each.absolute())) for each in value]
+            value = [name_to_text(str(each.absolute())) if isinstance(each, Path) else each for each in value]
         found[declared.key] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
     return found
 
@@ -340,6 +340,12 @@ class _PlanFileReader:
             raise self.wrong(key, "a list")
         return tuple(self.path_of(each, f"{key}[{number}]") for number, each in enumerate(value))
 
+    def texts(self, value: object, key: str) -> tuple[str, ...]:
+        """Return several strings."""
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return tuple(self.text(each, f"{key}[{number}]") for number, each in enumerate(value))
+
     def path_text(self, value: object, key: str) -> str:
         """Return a path or an address."""
         path = name_from_text(self.text(value, key))
@@ -375,6 +381,7 @@ _READERS: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] 
     Path: _PlanFileReader.path_of,
     Mesh: _PlanFileReader.mesh,
     tuple[Path, ...]: _PlanFileReader.paths,
+    tuple[str, ...]: _PlanFileReader.texts,
 }
 """By the type of an option, what reads it."""
 

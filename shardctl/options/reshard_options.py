@@ -108,6 +108,26 @@ class ReshardOptions:
         ),
     ] = ()
     """Adapters that are merged one after the other, as PEFT's `merge_and_unload` does."""
+    quantize: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Quantise linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 "
+            "or int4.",
+            metavar="FORMAT",
+        ),
+    ] = None
+    """A format of compressed-tensors whose scales follow from the weights alone."""
+    quantize_ignore: Annotated[
+        tuple[str, ...],
+        CommandOption(
+            HelpPanel.WRITING,
+            "Leave this module as it is, a name or re:REGEX; may be repeated. Heads and routers are left anyway.",
+            metavar="MODULE",
+            accepts=list[str],
+        ),
+    ] = ()
+    """As in the ignore list of compressed-tensors."""
     include: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Write only tensors with a matching name.", metavar="REGEX")
     ] = None

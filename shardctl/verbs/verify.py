@@ -14,6 +14,7 @@ from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.merging import MERGED, merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
+from shardctl.checkpoint.quantising import quantise_as
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
 from shardctl.conversion.conversion_plan import choose_stages
@@ -124,7 +125,7 @@ class _VerifyRun:
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
-                    other = split_as(checkpoint, other)
+                    other = quantise_as(checkpoint, split_as(checkpoint, other), self.effort.threads)
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
