@@ -66,10 +66,10 @@ def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(
 def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_mesh(tmp_path):
     state = plain_state(LLAMA)
     state["model.layers.0.mlp.up_proj.W_q"] = state.pop("model.layers.0.mlp.up_proj.weight")
-    source = write(tmp_path / "source", {**LLAMA, "quantization_config": {"quant_method": "hqq"}}, state)
+    source = write(tmp_path / "source", {**LLAMA, "quantization_config": {"quant_method": "eetq"}}, state)
     reshard(source, tmp_path / "hf", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "hf"), read(source))
-    with pytest.raises(UnsupportedError, match="quantised weights by 'hqq' are not known") as caught:
+    with pytest.raises(UnsupportedError, match="quantised weights by 'eetq' are not known") as caught:
         reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert "--rules FILE" in caught.value.hint
 
