@@ -12,8 +12,8 @@ from shardctl import models
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.libraries.peft.adapter import open_adapter
-from shardctl.libraries.peft.settings import ADAPTER_CONFIG
 from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:

@@ -63,6 +63,8 @@ class OpenedCheckpoint:
     """Which part of a model this is, as `--only` calls it, if it was split off."""
     completed: str = ""
     """From which checkpoint it was completed, and with what, if it was."""
+    adapter: bool = False
+    """Whether it is an adapter (such as LoRA) by itself, and no model."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
 

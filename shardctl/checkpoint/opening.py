@@ -25,6 +25,7 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
 from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
@@ -83,7 +84,7 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, s
 
 
 def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
-    """Return what the container holds, with warnings of what may go wrong with reading it."""
+    """Return what the container holds, states apart, with warnings of what may go wrong with reading it."""
     stored = formats.scan_checkpoint(
         source,
         override=source_options.container,
@@ -91,7 +92,10 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
         prefer_index=source_options.prefer_index,
     )
     cautions = source.cautions()
-    return replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
+    stored = replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
+    if stored.training is not None:
+        return stored
+    return separate_states(stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None)
 
 
 @pause_garbage_collection()
@@ -105,10 +109,11 @@ def _read_checkpoint(
     if described is not None:
         return described
     stored = _scan_container(source, source_options)
-    if stored.training is None:
-        stored = separate_states(
-            stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None
-        )
+    if ADAPTER_CONFIG in source.files() and (ADAPTERS[0] in stored.files or holds_adapter(stored.tensors)):
+        from shardctl.checkpoint.adapter_checkpoint import open_adapter_checkpoint
+
+        adapter = open_adapter_checkpoint(source, stored, record, source_options)
+        return adapter if record is None else replace(adapter, manifest=_apply_record(adapter.manifest, record, None))
     found = read_config(source, source_options.config)
     config, stored = found.values, replace(stored, warnings=(*stored.warnings, *found.warnings))
     own = stored.own_config

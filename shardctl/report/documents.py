@@ -65,6 +65,8 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
         document["address"] = found.address
     if found.drafter:
         document["drafter"] = found.drafter
+    if found.adapter is not None:
+        document["adapter"] = asdict(found.adapter)
     if found.training is not None:
         document["training"] = {
             "writer": found.training.writer,

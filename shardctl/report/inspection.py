@@ -8,6 +8,7 @@ from rich.console import Group
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.errors import format_first_few
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
     from shardctl.models import RuleRow
     from shardctl.verbs.inspect import InspectResult, TensorLine, TrainingLine
 
@@ -49,6 +51,8 @@ def _list_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
     yield "model", _describe_model(found)
     if found.drafter:
         yield "drafter", f"{found.drafter}: it guesses tokens for a larger model, and is none by itself"
+    if found.adapter is not None:
+        yield from _list_adapter_facts(found.adapter)
     amount = f"{format_count(found.parameters)} parameters in {format_plural(len(found.tensors), 'tensor')}"
     yield "weights", f"{amount}, {format_file_size(found.nbytes)} ({format_memory_size(found.nbytes)})"
     for number, share in enumerate(found.dtypes):
@@ -69,6 +73,22 @@ def _list_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
         yield "carried", format_first_few(found.carried, _FILES_SHOWN)
     if found.dropped:
         yield "dropped", format_first_few(found.dropped, _FILES_SHOWN)
+
+
+def _list_adapter_facts(adapter: AdapterSummary) -> Iterator[tuple[str, str]]:
+    """List what an adapter changes of which base."""
+    if adapter.problem:
+        yield "adapter", f"{adapter.kind}: {adapter.problem}"
+    else:
+        others = [rank for rank in adapter.ranks if rank != adapter.rank]
+        ranks = f" ({', '.join(map(str, others))} in some modules)" if others else ""
+        yield "adapter", f"{adapter.kind} of rank {adapter.rank}{ranks}, alpha {adapter.alpha:g}"
+        whole = f", and {format_plural(adapter.replaced, 'tensor')} whole" if adapter.replaced else ""
+        yield (
+            "changes",
+            f"{format_plural(adapter.modules, 'module')}{whole}: {format_first_few(adapter.targets, _FILES_SHOWN)}",
+        )
+    yield "base", adapter.base or f"not said in {ADAPTER_CONFIG}"
 
 
 def _list_training_facts(training: TrainingLine) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.adapter_checkpoint import summarise_adapter
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
@@ -17,6 +18,7 @@ from shardctl.training import split_state_name
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import TrainingState
     from shardctl.models import RuleRow
@@ -113,6 +115,8 @@ class InspectResult:
     """Whether there are no weights: all this is what the config describes."""
     drafter: str = ""
     """Which kind of drafter it is, such as `EAGLE-3`; empty for a model that stands alone."""
+    adapter: AdapterSummary | None = None
+    """What the adapter is, if it is one and no model."""
     derivation: RuleDerivation | None = None
     """How the rules were derived, where no table has them and that was asked for."""
 
@@ -159,6 +163,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         drafter=name_drafter(
             checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
         ),
+        adapter=summarise_adapter(checkpoint) if checkpoint.adapter else None,
     )
 
 
@@ -174,6 +179,8 @@ def _explain_no_model(checkpoint: OpenedCheckpoint) -> str:
         return ""
     if checkpoint.model_error:
         return checkpoint.model_error.message
+    if checkpoint.adapter:
+        return "it is an adapter, which tp and ep can cut if --config PATH gives the config of its base"
     if checkpoint.stored.own_config is not None:
         return "no file says how many tokens the vocabulary has (--true-vocab N, or --config PATH)"
     if checkpoint.stored.dialect is not None:

@@ -9,6 +9,8 @@ from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from shardctl.storage import Source
 
 _HEAD: Final = 256
@@ -76,17 +78,31 @@ def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
 
 ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 """What peft calls the weights of an adapter."""
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_PREFIX: Final = "base_model.model."
+"""How the names of an adapter's tensors begin."""
+
+
+def holds_adapter(names: Collection[str]) -> bool:
+    """Return whether tensors of these names are those of an adapter."""
+    return bool(names) and all(name.startswith(ADAPTER_PREFIX) for name in names)
 
 
 def refuse_adapter(source: Source) -> None:
-    """Raise UnsupportedError if the source is a LoRA (or other peft) adapter and not a model."""
+    """Raise UnsupportedError if the source is a LoRA (or other peft) adapter that is stored in another way than PEFT's.
+
+    An adapter in safetensors, with its config, is a checkpoint of its own.
+    """
     files = source.files()
     weights = {path for path in files if "/" not in path and path.endswith(LOADED_SUFFIXES)}
     adapters = weights & {*ADAPTERS}
+    if ADAPTERS[0] in adapters and ADAPTER_CONFIG in files:
+        return
     if adapters and not weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}:
         raise UnsupportedError(
             f"{source.name} holds an adapter (such as LoRA), not a model",
-            hint=f"shardctl reshard BASE OUT --merge {source.name} merges it into its base",
+            hint=f"shardctl reshard BASE OUT --merge {source.name} merges it into its base; to convert it by itself, "
+            f"save it with PEFT as {ADAPTERS[0]} beside {ADAPTER_CONFIG}",
         )
 
 

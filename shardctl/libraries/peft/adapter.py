@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
 from shardctl.libraries.files.file_names import SAFETENSORS
-from shardctl.libraries.files.impostors import ADAPTERS
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS
 from shardctl.libraries.peft.modules import AdapterTensors, sort_tensors
-from shardctl.libraries.peft.settings import ADAPTER_CONFIG, AdapterSettings, parse_settings
+from shardctl.libraries.peft.settings import AdapterSettings, parse_settings
 from shardctl.libraries.safetensors.reading import scan_safetensors
 from shardctl.libraries.torch_save.reading import scan_torch_save
 from shardctl.storage.addresses import open_source

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.impostors import ADAPTER_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardctl.manifest import Tensor
 
-_PREFIX: Final = "base_model.model."
 _PARTS: Final = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -66,11 +66,11 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
     """
     found = AdapterTensors()
     for tensor in tensors:
-        if not tensor.name.startswith(_PREFIX):
+        if not tensor.name.startswith(ADAPTER_PREFIX):
             raise UnsupportedError(
-                f"the adapter has a tensor {tensor.name!r:.200}, but names in PEFT adapters begin with {_PREFIX}"
+                f"the adapter has a tensor {tensor.name!r:.200}, but names in PEFT adapters begin with {ADAPTER_PREFIX}"
             )
-        name = tensor.name.removeprefix(_PREFIX)
+        name = tensor.name.removeprefix(ADAPTER_PREFIX)
         match = _PART.fullmatch(name)
         if match is None:
             if "lora_" in name:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.expressions import compile_expression
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantisation.expressions import ModuleExpression
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 _REFUSED: Final = {
     "alora_invocation_tokens": "it acts on some tokens only (aLoRA)",
     "arrow_config": "it chooses between adapters for each token (Arrow)",
@@ -72,11 +72,11 @@ class AdapterSettings:
         return alpha / math.sqrt(rank) if self.stabilised else alpha / rank
 
 
-def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
+def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> AdapterSettings:
     """Parse the content of `adapter_config.json`.
 
-    Raises UnsupportedError for an adapter that cannot be merged as a product of two matrices, SourceError for settings
-    that make no sense.
+    Raises UnsupportedError for an adapter that is no product of two matrices, and for one that is to be `merged` and
+    cannot be; SourceError for settings that make no sense.
     """
     kind = values.get("peft_type")
     if kind != "LORA":
@@ -84,15 +84,8 @@ def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
             f"{ADAPTER_CONFIG} says {kind!r:.50}, but shardctl only knows adapters of the type LORA",
             hint="merge it with PEFT (`merge_and_unload`) and give the merged model",
         )
-    for key, meaning in _REFUSED.items():
-        if values.get(key):
-            raise UnsupportedError(f"the adapter cannot be merged: {meaning} ({key} in {ADAPTER_CONFIG})")
-    start = values.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGING):
-        raise UnsupportedError(
-            f"the training of this adapter changed the base, too (init_lora_weights is {start!r:.50})",
-            hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",
-        )
+    if merged:
+        _check_mergeable(values)
     config = ModelConfig(values, ADAPTER_CONFIG)
     dora, stabilised = (config.switch(key, default=False) for key in ("use_dora", "use_rslora"))
     parameters = _read_names(values, "target_parameters")
@@ -110,6 +103,18 @@ def parse_settings(values: Mapping[str, Any]) -> AdapterSettings:
         ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
         alphas=tuple(_read_pattern(values, "alpha_pattern")),
     )
+
+
+def _check_mergeable(values: Mapping[str, Any]) -> None:
+    for key, meaning in _REFUSED.items():
+        if values.get(key):
+            raise UnsupportedError(f"the adapter cannot be merged: {meaning} ({key} in {ADAPTER_CONFIG})")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGING):
+        raise UnsupportedError(
+            f"the training of this adapter changed the base, too (init_lora_weights is {start!r:.50})",
+            hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",
+        )
 
 
 def _read_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_SAFETENSORS
+from shardctl.libraries.files.impostors import ADAPTERS, holds_adapter
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Manifest
@@ -28,8 +29,9 @@ def pack_hf(request: PackRequest) -> Manifest:
     """Return every array whole, in the source's order of tensors; raises nothing of its own."""
     groups: list[list[TensorArray]] = [[]]
     room = max_shard_size = request.max_shard_size or USUAL_SHARD
+    single = holds_adapter(request.have.tensors)  # PEFT reads one file of an adapter
     for array in list_whole_arrays(request.have, request.form, request.dtypes):
-        if array.nbytes > room and groups[-1]:
+        if array.nbytes > room and groups[-1] and not single:
             groups.append([])
             room = max_shard_size
         groups[-1].append(array)
@@ -55,8 +57,9 @@ def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType])
 def _build_manifest(have: Manifest, groups: list[list[TensorArray]], dtypes: dict[str, DType]) -> Manifest:
     builder = FileBuilder(build_container_metadata(have))
     weight_map: dict[str, str] = {}
+    whole = ADAPTERS[0] if holds_adapter(have.tensors) else WHOLE_SAFETENSORS
     for number, arrays in enumerate(groups, 1):
-        path = WHOLE_SAFETENSORS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        path = whole if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         builder.add(path, arrays)
         weight_map |= {array.name: path for array in arrays}
     if len(groups) > 1:

@@ -61,7 +61,7 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     Raises:
         SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
         HostileError: a file's name or link leaves the directory.
-        UnsupportedError: an adapter, or something newer than this version.
+        UnsupportedError: something newer than this version.
     """
     chosen = _choose_files(source)
     source.expect(_list_header_spans(chosen))
@@ -113,6 +113,8 @@ def _choose_files(source: Source) -> FileChoice:
         _check_numbering(names)
         return FileChoice(tuple(names))
     refuse_adapter(source)
+    if ADAPTERS[0] in source.files():
+        return FileChoice((ADAPTERS[0],))
     for path in list_unfinished_downloads(source, SAFETENSORS):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no {SAFETENSORS} file")
