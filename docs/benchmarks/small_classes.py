@@ -117,7 +117,19 @@ def _find_sizes(config: Any) -> dict[str, Any]:
         chosen["head_dim"] = chosen["qk_rope_head_dim"]  # that of rotary tables, in latent attention
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
-    return chosen
+    return chosen | _narrow_picture_axes(config, chosen)
+
+
+def _narrow_picture_axes(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a rotary embedding whose axes of a picture are together half as wide as a small head."""
+    rope = getattr(config, "rope_parameters", None)
+    if not {"mrope_section"} & {*(rope or ()), *getattr(config, "ignore_keys_at_rope_validation", ())}:
+        return {}
+    head = chosen.get("head_dim") or chosen["hidden_size"] // chosen["num_attention_heads"]
+    half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    count = len(rope.get("mrope_section", "thw"))
+    shares = [half - (count - 1) * (half // count), *[half // count] * (count - 1)]
+    return {"rope_parameters": {**rope, "mrope_section": shares}}
 
 
 def _takes(config: Any, key: str) -> bool:

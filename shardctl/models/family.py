@@ -189,7 +189,7 @@ class Family:
     """Whether its linear weights are stored as `[in, out]`."""
     inner_kinds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """The `model_type` of text models without a head of their own that have these layers, and what the config class of
-    each assumes otherwise than this family's."""
+    each assumes otherwise than this family's; a `head_dim` of None is the hidden size over the heads."""
 
     def complete_config(self, config: ModelConfig) -> ModelConfig:
         """Return `config` as its class reads it: keys under one name, and what the class assumes if they are absent."""

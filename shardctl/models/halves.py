@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
 from shardctl.models.describe import find_family
-from shardctl.models.families import load_families, load_family
+from shardctl.models.families import load_family
+from shardctl.models.inner_kinds import ROPES, assume_inner_values, name_plain_kind
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardctl.models.model import Model
 
 _PICTURE_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
-_ROPES: Final = ("rope_parameters", "rope_scaling")
 _TIED: Final = "tie_word_embeddings"
 _OUTER: Final = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys that a text model without them has from the config around it."""
@@ -30,15 +29,6 @@ _FLAT: Final = re.compile(r"(vision|audio|image|video)_")
 """How keys begin that are not the text model's, where its own stand beside them."""
 _VISION: Final = re.compile(r"(visual|vision(_tower|_model|_encoder)?)")
 """How the module of a vision model is called, inside the base model or outside."""
-
-
-@cache
-def _list_inner_kinds() -> Mapping[str, tuple[str, Mapping[str, object]]]:
-    """List, by the `model_type` of a text model inside another, the family by itself and what its config class assumes.
-
-    Where no picture is seen, its rotary embedding is that family's.
-    """
-    return {kind: (family.name, assumed) for family in load_families() for kind, assumed in family.inner_kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +120,7 @@ def _find_text_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, An
     if outer is not None and outer[0].text is not None:
         inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
         inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
-    kind = str(inner.get("model_type", ""))
-    name = _list_inner_kinds().get(kind, (kind,))[0]
-    family = load_family(name)
+    family = load_family(name_plain_kind(inner))
     if family is not None:
         return family, inner
     return next(list_text_models(config), None)
@@ -157,15 +145,11 @@ def _strip_text_names(stored: Iterable[str], base: str, prefix: str, plain: Mode
 
 def _build_text_config(config: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Build the config of the text model by itself."""
-    kind = str(inner.get("model_type", ""))
     values = {key: value for key, value in inner.items() if key != "architectures"}
     values |= {key: config[key] for key in _OUTER if config.get(key) is not None and values.get(key) is None}
-    if kind in _list_inner_kinds():
-        assumed = dict(_list_inner_kinds()[kind][1])
-        if any(isinstance(values.get(rope), dict) and "rope_theta" in values[rope] for rope in _ROPES):
-            assumed.pop("rope_theta")
-        values = {**assumed, **values}
-        for rope in _ROPES:
+    if name_plain_kind(inner) != inner.get("model_type"):  # where no picture is seen, its rotary embedding is plain
+        values = dict(assume_inner_values(values))
+        for rope in ROPES:
             if isinstance(values.get(rope), dict):
                 values[rope] = _drop_picture_axes(values[rope])
     return {"architectures": [next(iter(family.classes))], **values, "model_type": family.name}

@@ -16,6 +16,7 @@ from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.family import ModelClass
+from shardctl.models.inner_kinds import assume_inner_values, name_plain_kind
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.table import build_model
@@ -73,7 +74,7 @@ def has_text_half(config: Mapping[str, object]) -> bool:
 def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
     for inner in list_text_configs(config):
-        family = load_family(str(inner.get("model_type", "")))
+        family = load_family(str(inner.get("model_type", ""))) or load_family(name_plain_kind(inner))
         if family is not None and "lm" in next(iter(family.classes.values())).parts.split():
             yield family, inner
 
@@ -93,7 +94,7 @@ class TextHalf:
         self.family, self.config, self.stored, self.share_kv = family, config, stored, share_kv
         outer = {key: config[key] for key in _INHERITED if config.get(key) is not None}
         self.architecture, self.member = next(iter(family.classes.items()))
-        self.values = {**outer, **inner, "architectures": [self.architecture]}
+        self.values = {**outer, **assume_inner_values(inner), "architectures": [self.architecture]}
         if _TIED in outer:
             self.values[_TIED] = outer[_TIED]
         named = ModelConfig(config)

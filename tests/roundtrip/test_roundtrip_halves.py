@@ -154,9 +154,98 @@ def test_a_part_that_is_not_there_is_refused(tmp_path, capfd, part, code):
     assert not (tmp_path / "part").exists()
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+INNER = {
+    "Glm4v": "Glm4ForCausalLM",
+    "Glm4vMoe": "Glm4MoeForCausalLM",
+    "GlmOcr": "Glm4ForCausalLM",
+    "PaddleOCRVL": "LlamaForCausalLM",
+    "Qwen2_5OmniThinker": "Qwen2ForCausalLM",
+    "Qwen3OmniMoeThinker": "Qwen3MoeForCausalLM",
+}
+"""Wrappers without a table whose text model has the layers of a family, and the class of that."""
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+}
+SEEN = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+HEARD = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "output_dim": 32,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "n_window": 4,
+    "downsample_hidden_size": 8,
+}
+
+
+def shrink(kind):
+    """A config class with small sizes, and with as many parts of a rotary embedding as a head has room for."""
+    made = {}
+    for key, sizes in (("text_config", SIZES), ("vision_config", SEEN), ("audio_config", HEARD)):
+        part = kind.sub_configs.get(key)
+        if part is not None:
+            made[key] = {name: size for name, size in sizes.items() if name in part().to_dict() or name == "head_dim"}
+    turned = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    if kind.model_type == "glm4v_moe":
+        turned |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0]}
+    made["text_config"]["rope_parameters"] = turned
+    return kind(**made)
+
+
+@pytest.mark.parametrize("stem", INNER)
+def test_a_text_model_with_the_layers_of_a_family_computes_alone_what_it_did_inside(tmp_path, stem):
+    kind = getattr(transformers, f"{stem}ForConditionalGeneration")
+    values = json.loads(shrink(kind.config_class).to_json_string(use_diff=False))
+    whole = save(tmp_path / "whole", values | {"architectures": [kind.__name__], "dtype": "float32"})
+    reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
+    alone = load_strictly(transformers.AutoModelForCausalLM, tmp_path / "text")
+    assert type(alone).__name__ == INNER[stem]
+    tokens = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        inside = load_strictly(kind, whole.path)(input_ids=tokens).logits
+        assert torch.equal(alone(input_ids=tokens).logits, inside)
+    done = reshard(whole.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert any(" inside, " in line and "which is cut by its table" in line for line in done.warnings)
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(whole.path))
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", forward=True, against=whole.path)).ok
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        *("glm4v", "glm4v_moe", "glm_ocr", "granite4_vision", "granite_docling", "hunyuan_vl", "paddleocr_vl"),
+    ],
+)
 def test_a_config_that_is_silent_gets_what_its_own_class_assumes(name):
-    kind = CONFIG_MAPPING[name].sub_configs["text_config"]
+    kind = type(CONFIG_MAPPING[name]().text_config)
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
     inner = {"model_type": kind.model_type, **sizes, "num_key_value_heads": 4, "head_dim": 4}
     stem = kind.__name__.removesuffix("TextConfig")
@@ -166,8 +255,11 @@ def test_a_config_that_is_silent_gets_what_its_own_class_assumes(name):
     half = find_text_half(config, Manifest("", tensors, {}), ())
     alone = CONFIG_MAPPING[half.config["model_type"]].from_dict(dict(half.config)).to_dict()
     assumed = kind.from_dict(inner).to_dict()
+    for values in (alone, assumed):
+        values["rope_parameters"] = {"partial_rotary_factor": 1.0, **values["rope_parameters"]}
     unlike = {key for key in assumed.keys() & alone.keys() if assumed[key] != alone[key]}
-    assert unlike <= {"model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings", "architectures"}
+    tokens = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    assert unlike <= {"model_type", *tokens, "tie_word_embeddings", "architectures"}
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,14 @@ GLM4_MOE: Final = Family(
         "n_routed_experts": 128,
         "n_shared_experts": 1,
     },
+    inner_kinds={
+        "glm4v_moe_text": {
+            "attention_bias": True,
+            "vocab_size": 151424,
+            "max_position_embeddings": 65536,
+            "num_nextn_predict_layers": 0,
+        }
+    },
 )
 GLM4_MOE_LITE: Final = Family(
     name="glm4_moe_lite",

@@ -48,6 +48,19 @@ GRANITE: Final = Family(
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
+    inner_kinds={
+        "granite4_vision_text": {},
+        "granite_docling_text": {
+            **assume_sizes(133800, 1024, 2048, 28, 16),
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 32768,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.263,
+        },
+    },
 )
 HYPERCLOVAX: Final = Family(
     name="hyperclovax",

@@ -128,6 +128,7 @@ HUNYUAN_V1_DENSE: Final = Family(
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(290943, 4096, 11008, 32, 32),
+    inner_kinds={"hunyuan_vl_text": {"tie_word_embeddings": True}},
 )
 _V1_MOE: Final = (
     Row(f"{LAYER}.mlp.gate.wg.weight", "experts hidden", when="moe", dtype="F32"),

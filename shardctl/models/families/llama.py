@@ -49,6 +49,16 @@ LLAMA: Final = Family(
     renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
     traits=_TRAITS,
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
+    inner_kinds={
+        "paddleocr_vl_text": {  # ERNIE 4.5 with Llama's order of rotated elements
+            **assume_sizes(103424, 1024, 3072, 18, 16),
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "max_position_embeddings": 131072,
+        }
+    },
 )
 HELIUM: Final = Family(
     name="helium",

@@ -39,6 +39,13 @@ QWEN2: Final = Family(
     inner_kinds={
         kind: {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
         for kind in ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+    }
+    | {
+        "qwen2_5_omni_text": {
+            **assume_sizes(152064, 3584, 18944, 28, 28),
+            "num_key_value_heads": 4,
+            "rope_theta": 1e6,
+        }
     },
 )
 QWEN3: Final = Family(

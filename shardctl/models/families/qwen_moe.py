@@ -131,7 +131,12 @@ QWEN3_MOE: Final = Family(
             "max_position_embeddings": 128000,
             "num_experts_per_tok": 4,
             "norm_topk_prob": True,
-        }
+        },
+        "qwen3_omni_moe_text": {
+            **assume_sizes(3584, 2048, 18944, 28, 28),
+            "rope_theta": 1e6,
+            "norm_topk_prob": True,
+        },
     },
 )
 OLMOE: Final = Family(

@@ -1,0 +1,46 @@
+"""Knows text models inside others whose layers are those of a family, under a `model_type` of their own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.config import ModelConfig
+from shardctl.models.families import load_families
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROPES: Final = ("rope_parameters", "rope_scaling")
+"""Keys of the settings of a rotary embedding."""
+_HEAD: Final = "head_dim"
+
+
+@cache
+def _list_inner_kinds() -> Mapping[str, tuple[str, Mapping[str, object]]]:
+    """List, by the `model_type` of a text model inside another, the family by itself and what its class assumes."""
+    return {kind: (family.name, assumed) for family in load_families() for kind, assumed in family.inner_kinds.items()}
+
+
+def name_plain_kind(inner: Mapping[str, object]) -> str:
+    """Name the `model_type` that the text model of an inner config has by itself; empty for none.
+
+    >>> name_plain_kind({"model_type": "qwen2_vl_text"})
+    'qwen2'
+    """
+    kind = str(inner.get("model_type") or "")
+    return _list_inner_kinds().get(kind, (kind,))[0]
+
+
+def assume_inner_values(inner: Mapping[str, object]) -> Mapping[str, object]:
+    """Return an inner config with what its class assumes otherwise than that of the text model by itself.
+
+    >>> assume_inner_values({"model_type": "qwen2_vl_text"})["rms_norm_eps"]
+    1e-05
+    """
+    _, assumed = _list_inner_kinds().get(str(inner.get("model_type") or ""), ("", {}))
+    turned = [key for rope in ROPES if isinstance(settings := inner.get(rope), dict) for key in settings]
+    values = {**{key: value for key, value in assumed.items() if key not in turned}, **inner}
+    if values.get(_HEAD, 0) is None:
+        values[_HEAD] = ModelConfig(values).divided("hidden_size", "num_attention_heads")
+    return values
