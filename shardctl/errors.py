@@ -83,6 +83,10 @@ class DestinationError(ShardctlError):
     exit_code = 6
 
 
+class OccupiedDestinationError(DestinationError):
+    """A finished checkpoint is at the destination, and nobody said that it may be replaced."""
+
+
 class MemoryBudgetError(UsageError):
     """The memory limit cannot hold even the smallest unit of work; `needed` bytes can."""
 

@@ -1,15 +1,20 @@
 """Defines the command line of `shardctl digest`."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Final
 
 from shardctl.cli import arguments, streams
+from shardctl.errors import UsageError
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
+
+_DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
 EXAMPLES = """
 Examples:
   shardctl digest ./llama
   shardctl digest ./llama-tp4 --tensors
+  shardctl digest ./llama-tp4 --expect shardctl1:5bd4ca5bed2343b650ea5dd61b1ee693
 """
 
 
@@ -17,20 +22,35 @@ def digest(
     src: arguments.Source,
     *,
     tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print the digest of every tensor as well.")] = False,
+    expect: Annotated[
+        str | None,
+        CommandOption(HelpPanel.GENERAL, "Exit with 3 unless this is the digest.", metavar="DIGEST"),
+    ] = None,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: arguments.StoredSource,
-) -> None:
+) -> int:
     """Print the digest of a checkpoint, which is the same for every layout of the same tensors."""
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report.digests import render_digests
     from shardctl.verbs.digest import digest as verb
 
+    if expect is not None:
+        _require_digest(expect)
     with watch_effort("digest", threads) as work:
         found = verb(src, source_options=source_options, effort=work)
     streams.print_warnings((*found.warnings, *found.unverified))
     if json:
-        streams.print_document(documents.build_digest_document(found, tensors=tensors))
+        streams.print_document(documents.build_digest_document(found, tensors=tensors, expected=expect))
     else:
-        streams.print_view(render_digests(found, tensors=tensors))
+        streams.print_view(render_digests(found, tensors=tensors, expected=expect))
+    return 0 if expect in {None, found.digest} else 3
+
+
+def _require_digest(text: str) -> None:
+    """Raise UsageError for what is no digest, such as the empty output of a command that failed."""
+    if not _DIGEST.fullmatch(text):
+        raise UsageError(
+            f"--expect {text!r:.60} is not a digest", hint="a digest is shardctl1: and 32 hexadecimal digits"
+        )

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.conversion.assembling import hash_result_name
+from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.conversion.source_sample import sample_source
-from shardctl.errors import UsageError
+from shardctl.errors import OccupiedDestinationError, UsageError
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
@@ -56,6 +57,8 @@ class ContributeResult:
     """Which files of the source have the hashes that their place promises: a part of a file cannot be hashed."""
     notes: tuple[str, ...] = ()
     """The same in words."""
+    finished: bool = False
+    """Whether the result had been published before, exactly as this conversion makes it; the part is empty then."""
 
 
 def contribute(
@@ -80,36 +83,58 @@ def contribute(
     """
     options = destination_options or DestinationOptions()
     require_no_proof(options)
+    progress = progress or SilentProgress()
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
-        identity, versions = work.identity(), list_source_versions(work)
-        header = {
-            "plan": identity,
-            "source": {name: [size, _normalise_version(str(version))] for name, (size, version) in versions.items()},
-            "sample": sample_source(work.checkpoint.source, versions, ExecutionOptions(work.budget.threads)),
-            "sha256": options.sha256,
-            "workers": worker.count,
-            "overwrite": options.overwrite,
-            "version": __version__,
-        }
-        if is_bucket(destination):
-            from shardctl.conversion.bucket_crew import send_share
-
-            progress = progress or SilentProgress()
-            part, before, done = send_share(
-                work, destination, worker, header, versions, resume=not options.no_resume, progress=progress
-            )
-            return _build_contribution(work, destination, worker, part, done, before=before)
-        tree = hash_result_name(identity, header["source"], header["sample"], options.sha256)
-        with StagingArea(Path(destination), overwrite=options.overwrite, patience=PATIENCE) as staging:
-            crew = WorkerCrew(staging)
-            crew.join(tree, header)
-            lock = crew.lock(worker, run)
-            lock.acquire(PATIENCE if run else 0)
         try:
-            desk = _WorkerRun(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
-            return desk.run(versions, resume=not options.no_resume, progress=progress or SilentProgress())
-        finally:
-            lock.release()
+            return _contribute_part(work, destination, worker, options, progress, run)
+        except OccupiedDestinationError:
+            stop = StopRequest()
+            with stop_on_signals(stop):
+                record = find_finished_result(work, destination, options, progress, stop, worker=worker)
+            if record is None:
+                raise
+            everybody = [WorkerId(number, worker.count) for number in range(worker.count)]
+            nothing = WorkerPart({}, {}, {}, {}, {}, {})
+            done = _build_contribution(work, destination, worker, nothing, everybody, before=True)
+            return replace(done, finished=True)
+
+
+def _contribute_part(
+    work: PlannedConversion,
+    destination: str | Path,
+    worker: WorkerId,
+    options: DestinationOptions,
+    progress: CopyProgress,
+    run: str,
+) -> ContributeResult:
+    identity, versions = work.identity(), list_source_versions(work)
+    header = {
+        "plan": identity,
+        "source": {name: [size, _normalise_version(str(version))] for name, (size, version) in versions.items()},
+        "sample": sample_source(work.checkpoint.source, versions, ExecutionOptions(work.budget.threads)),
+        "sha256": options.sha256,
+        "workers": worker.count,
+        "overwrite": options.overwrite,
+        "version": __version__,
+    }
+    if is_bucket(destination):
+        from shardctl.conversion.bucket_crew import send_share
+
+        part, before, done = send_share(
+            work, destination, worker, header, versions, resume=not options.no_resume, progress=progress
+        )
+        return _build_contribution(work, destination, worker, part, done, before=before)
+    tree = hash_result_name(identity, header["source"], header["sample"], options.sha256)
+    with StagingArea(Path(destination), overwrite=options.overwrite, patience=PATIENCE) as staging:
+        crew = WorkerCrew(staging)
+        crew.join(tree, header)
+        lock = crew.lock(worker, run)
+        lock.acquire(PATIENCE if run else 0)
+    try:
+        desk = _WorkerRun(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
+        return desk.run(versions, resume=not options.no_resume, progress=progress)
+    finally:
+        lock.release()
 
 
 def require_no_proof(options: DestinationOptions) -> None:

@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from shardctl.errors import AccessError, DestinationError, format_first_few
+from shardctl.errors import AccessError, DestinationError, OccupiedDestinationError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
 from shardctl.execute.lock import DestinationLock
 from shardctl.execute.publication import PublicationNote, undo_partial_move
@@ -213,7 +213,7 @@ class StagingArea:
         if _examine_destination(self.destination, moving=self._note.exists()) != "ours" or self.published:
             return
         if not self._overwrite:
-            raise DestinationError(
+            raise OccupiedDestinationError(
                 f"{self.destination} already holds a finished checkpoint",
                 hint="add --overwrite to replace it once the new one is complete, or choose another destination",
             )

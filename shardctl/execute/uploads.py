@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
-from shardctl.errors import DestinationError, SourceError, format_first_few
+from shardctl.errors import DestinationError, OccupiedDestinationError, SourceError, format_first_few
 from shardctl.execute.crew import other_plan
 from shardctl.execute.part import encode_part, parse_part
 from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, ReplacedObjects, replaced_by
@@ -229,7 +229,7 @@ def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) ->
     others = sorted(path for path in objects if not path.startswith(STATE))
     if RECORD in objects:
         if not overwrite:
-            raise DestinationError(
+            raise OccupiedDestinationError(
                 f"{bucket.name} already holds a finished checkpoint",
                 hint="add --overwrite to replace it once the new one is complete, or choose another prefix",
             )

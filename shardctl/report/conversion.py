@@ -57,6 +57,9 @@ def _list_part_facts(done: ContributeResult, seconds: float) -> Iterator[tuple[s
     )
     for note in done.notes:
         yield "read as", note
+    if done.finished:
+        yield "kept", "all of it: the result is finished, and nothing was written"
+        return
     if done.done_before:
         yield "kept", "all of it: an earlier run had finished this part"
     else:
@@ -87,6 +90,9 @@ def _list_whole_facts(done: FinishResult, seconds: float) -> Iterator[tuple[str,
 
 def _list_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]]:
     yield from _list_result_facts(done.record, done.notes)
+    if done.done_before:
+        yield "done", "before: the destination holds exactly this result, and nothing was written"
+        return
     speed = format_rate(done.written_bytes, seconds)
     moved = (
         f"read {format_file_size(done.read_bytes)}, wrote {format_file_size(done.written_bytes)} in "

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from shardctl.verbs.digest import DigestResult
 
 
-def render_digests(digested: DigestResult, *, tensors: bool = False) -> RenderableType:
-    """Render one line for the checkpoint, as the last; before it, on request, one for each tensor."""
+def render_digests(digested: DigestResult, *, tensors: bool = False, expected: str | None = None) -> RenderableType:
+    """Render one line for each tensor on request, one for the checkpoint, and one if it is not as `expected`."""
     lines = []
     if tensors:
         lines = [f"{row.digest}  {row.dtype}  {list(row.shape)}  {name}" for name, row in digested.tensors.items()]
-    return Group(*(render_line(text) for text in [*lines, f"{digested.digest}  {digested.path}"]))
+    lines.append(f"{digested.digest}  {digested.path}")
+    if expected not in {None, digested.digest}:
+        lines.append(f"FAILED: {expected} was expected")
+    return Group(*map(render_line, lines))

@@ -129,6 +129,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "read_bytes": done.read_bytes,
         "written_bytes": done.written_bytes,
         "kept_bytes": done.kept_bytes,
+        "done_before": done.done_before,
         "projected_memory_bytes": done.projected_memory_bytes,
         "seconds": round(seconds, 3),
         "digest": record.digest,
@@ -166,6 +167,7 @@ def build_contribution_document(done: ContributeResult, seconds: float) -> Docum
         "worker": done.worker.number,
         "workers": done.worker.count,
         "workers_missing": [worker.number for worker in done.missing],
+        "finished": done.finished,
         "files": len(part.files),
         "file_bytes": sum(part.files.values()),
         "read_bytes": part.read_bytes,
@@ -296,11 +298,12 @@ def _build_change_document(change: TensorChange) -> Document:
     return asdict(change) | {"distance": measured}
 
 
-def build_digest_document(result: DigestResult, *, tensors: bool = False) -> Document:
-    """Build the digest of a checkpoint."""
-    document = build_document_head("digest") | {
+def build_digest_document(result: DigestResult, *, tensors: bool = False, expected: str | None = None) -> Document:
+    """Build the digest of a checkpoint, and whether it is the one that is expected."""
+    document = build_document_head("digest", answer=expected in {None, result.digest}) | {
         "path": result.path,
         "digest": result.digest,
+        "expected": expected,
         "tensor_bytes": result.nbytes,
         "source_hashes": _build_hashes_document(result.proofs),
         "warnings": list(result.warnings),

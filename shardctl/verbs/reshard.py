@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.conversion.assembling import assemble_result, hash_result_name
+from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share
-from shardctl.errors import UsageError
+from shardctl.errors import OccupiedDestinationError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.progress import CopyProgress, SilentProgress
@@ -50,6 +51,8 @@ class ReshardResult:
     """Which files of the source have the hashes that their place promises."""
     proof: LevelResult | None = None
     """What running it beside its source showed, if that was asked for."""
+    done_before: bool = False
+    """Whether an earlier run had finished all of it, so that nothing was written."""
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
 
@@ -72,20 +75,37 @@ def reshard(
     raised if the two compute something else, UnsupportedError if they cannot be run here; what was written is kept for
     a run without `prove`.
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
-    untouched, and the same call finishes the job.
+    untouched, and the same call finishes the job. If the destination already holds exactly this result, nothing is
+    written; only the source is read, to know that it is as it was.
     """
     progress, options = progress or SilentProgress(), destination_options or DestinationOptions()
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
-        if is_bucket(destination):
-            from shardctl.conversion.bucket_output import convert_into_bucket
+        proof = _ResultProof(work, source_options or SourceOptions()) if options.prove else None
+        try:
+            if is_bucket(destination):
+                return _convert_into_bucket(work, destination, options, progress)
+            with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
+                return _run_conversion(work, staging, proof, options, progress)
+        except OccupiedDestinationError:
+            stop = StopRequest()
+            with stop_on_signals(stop):
+                record = find_finished_result(work, destination, options, progress, stop)
+            if record is None:
+                raise
+            if proof is not None:
+                proof.run(Path(destination))
+            return _build_result(work, destination, record, None, (), proof)
 
-            if options.prove:
-                raise UsageError("--prove needs a local directory, and a bucket has none", hint="verify --forward DST")
-            record, parts, warnings = convert_into_bucket(work, destination, options, progress)
-            return _build_result(work, destination, record, parts, warnings)
-        with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
-            proof = _ResultProof(work, source_options or SourceOptions()) if options.prove else None
-            return _run_conversion(work, staging, proof, options, progress)
+
+def _convert_into_bucket(
+    work: PlannedConversion, destination: str, options: DestinationOptions, progress: CopyProgress
+) -> ReshardResult:
+    from shardctl.conversion.bucket_output import convert_into_bucket
+
+    if options.prove:
+        raise UsageError("--prove needs a local directory, and a bucket has none", hint="verify --forward DST")
+    record, parts, warnings = convert_into_bucket(work, destination, options, progress)
+    return _build_result(work, destination, record, parts, warnings)
 
 
 def _run_conversion(
@@ -165,5 +185,6 @@ def _build_result(
         projected_memory_bytes=work.budget.projected,
         proofs=work.checkpoint.source.proofs(),
         proof=proof.level if proof is not None else None,
+        done_before=parts is None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

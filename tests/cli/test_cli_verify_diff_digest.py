@@ -176,10 +176,34 @@ def test_digest_of_each_tensor(say, source):
     assert lines[-1] == say("digest", source).out.rstrip()
 
 
+def test_digest_of_which_another_is_expected(say, source):
+    digest = say("digest", source).out.split()[0]
+    other = f"{digest[:-1]}{(int(digest[-1], 16) + 1) % 16:x}"
+    assert say("digest", source, "--expect", digest).code == 0
+    found = say("digest", source, "--expect", other)
+    assert found.code == 3
+    assert found.out.splitlines()[-1] == f"FAILED: {other} was expected"
+    found = json.loads(say("digest", source, "--expect", other, "--json").out)
+    assert [found["status"], found["exit_code"], found["digest"], found["expected"]] == ["no", 3, digest, other]
+    for failed in ("", "error", digest[:-1], f"{digest}\n"):
+        assert say("digest", source, "--expect", failed).code == 2
+
+
 def test_digest_as_json(say, source):
     document = json.loads(say("digest", source, "--tensors", "--json").out)
     assert list(document) == [
-        *["schema", "status", "exit_code", "path", "digest", "tensor_bytes", "source_hashes", "warnings", "tensors"]
+        *[
+            "schema",
+            "status",
+            "exit_code",
+            "path",
+            "digest",
+            "expected",
+            "tensor_bytes",
+            "source_hashes",
+            "warnings",
+            "tensors",
+        ]
     ]
     assert document["source_hashes"] == {"verified": [], "unverified": {}}, "of a directory nothing is promised"
     assert set(document["tensors"]["lm_head.weight"]) == {"digest", "dtype", "shape"}

@@ -328,7 +328,8 @@ def test_a_destination_that_is_not_ours_is_refused(s3, bucket, source):
             verb(source, f"s3://{bucket}/mine", TP2)
     reshard(source, f"s3://{bucket}/out", TP2)
     with pytest.raises(DestinationError, match="already holds a finished checkpoint"):
-        reshard(source, f"s3://{bucket}/out", TP2)
+        reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf"))
+    assert reshard(source, f"s3://{bucket}/out", TP2).done_before
     with pytest.raises(DestinationError, match="is the source itself or inside it"):
         reshard(f"s3://{bucket}/out", f"s3://{bucket}/out/in", TP2)
     with pytest.raises(DestinationError, match="contains the source"):
