@@ -63,8 +63,10 @@ class FakeCuda:
             "mem_get_info": self.tell_memory,
             "get_device_properties": lambda _=None: SimpleNamespace(name="fake", total_memory=self.total),
             "get_device_name": lambda _=None: "fake",
-            "Stream": lambda device=None: SimpleNamespace(device=self.open(device)),
-            "Event": lambda: SimpleNamespace(synchronize=lambda: None, record=self._record),
+            "Stream": type("Stream", (), {"__init__": lambda made, device=None: self._make_stream(made, device)}),
+            "Event": type(
+                "Event", (), {"synchronize": lambda _: None, "record": lambda _, stream: self._record(stream)}
+            ),
             "stream": self._enter_stream,
         }
         for name, function in told.items():
@@ -115,6 +117,9 @@ class FakeCuda:
     def tell_memory(self, device: Any = None) -> tuple[int, int]:
         number = self.open(device)
         return self.free[number] - self.used.get(number, 0), self.total
+
+    def _make_stream(self, stream: Any, device: Any = None) -> None:
+        stream.device = self.open(device)
 
     def _record(self, stream: Any) -> None:
         assert stream.device == self.current(), "an event is of the device that was current when it was made"

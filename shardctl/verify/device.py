@@ -26,7 +26,7 @@ def list_devices(kind: str) -> list[str]:
         import torch
     except ImportError as error:
         raise UnsupportedError(f"loading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if has_cuda_device() else 0
     if kind == "cpu" or (kind == "auto" and not count):
         return ["cpu"]
     if not count:
@@ -46,6 +46,13 @@ def parse_device_number(kind: str) -> int | None:
     if number == kind or not (number.isascii() and number.isdecimal()) or len(number) > 3:  # noqa: PLR2004 - as many as fit
         raise UsageError(f"there is no device {kind!r}", hint="use cpu, cuda, auto, or a number such as cuda:1")
     return int(number)
+
+
+def has_cuda_device() -> bool:
+    """Return whether torch finds a device of CUDA."""
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def is_cuda_device(device: str) -> bool:

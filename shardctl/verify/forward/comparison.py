@@ -125,6 +125,7 @@ class ForwardComparison:
                 self.options.dtype,
                 tp=mesh.degree("tp") if shards.shards is not None else 1,
                 rounding=rounding,
+                stable=not executor.unstable,
             ),
             generated=generated,
             read_bytes=self.sides.read_bytes,
@@ -245,6 +246,11 @@ class ForwardComparison:
 
     def _unreached(self, executor: ModelExecutor) -> None:
         idle = self._idle(executor)
+        if executor.unstable:
+            self.sides.notes.append(
+                f"on {self.options.device} these kernels do not give the same bits each time, so bits need not be "
+                f"equal: {', '.join(executor.unstable)}"
+            )
         if idle:
             self.sides.notes.append(
                 f"{len(idle)} parts of the model were not reached by these inputs: {format_first_few(idle)}"

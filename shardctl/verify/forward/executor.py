@@ -14,6 +14,7 @@ from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.leaves import ComputePrecision, LeafModule, find_leaf
 from shardctl.verify.forward.lockstep import run_lockstep
+from shardctl.verify.forward.numerics import record_unstable_kernels, use_plain_float32
 from shardctl.verify.forward.stacks import ExpertStack, is_stack
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.tolerance import has_nan, measure_distance
@@ -60,6 +61,8 @@ class ModelExecutor:
     findings: list[CheckFinding] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     """The parts that ran."""
+    unstable: dict[str, None] = field(default_factory=dict)
+    """The kernels that ran and do not give the same bits each time."""
     parted: int = 0
     """How often a module computed with parts that ranks hold."""
     _assembled: set[TensorSlot] = field(default_factory=set)
@@ -108,7 +111,8 @@ class ModelExecutor:
         import torch
 
         kept = [unit for unit in self.skeleton.units if self._resident and not unit.block]
-        with torch.no_grad(), self._wrapped(weights, beside), _use_plain_float32():
+        unstable = record_unstable_kernels(self.precision.device, self.unstable)
+        with torch.no_grad(), self._wrapped(weights, beside), use_plain_float32(), unstable:
             try:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     if weights.fills(slot):
@@ -167,7 +171,7 @@ class ModelExecutor:
         """Run a part with each rank by itself, and note how far the farthest is from the source's `output`."""
         try:
             assert self.source is not None  # noqa: S101 - there is one while parts run
-            outputs = run_lockstep(unit, views, self.source, self.values, args, kwargs)
+            outputs = run_lockstep(unit, views, self.source, self.values, self.precision.device, args, kwargs)
             found = max(measure_distance(_select_states(output), _select_states(each)) for each in outputs)
         except CoverageError as error:
             self.findings.append(CheckFinding("error", "forward", error.message))
@@ -312,16 +316,3 @@ def _select_states(output: Torch) -> Torch:
 
 def _format_first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-
-
-@contextmanager
-def _use_plain_float32() -> Iterator[None]:
-    """Compute fp32 products in fp32 on devices that would round their factors."""
-    import torch
-
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

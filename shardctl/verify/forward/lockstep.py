@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.mesh import EXPERT_AXES
+from shardctl.verify.device import use_device
 from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.leaves import find_leaf_kind
 
@@ -63,7 +64,7 @@ class RankMeeting:
 
 
 def run_lockstep(
-    unit: ModelUnit, views: RankViews, source: ModelWeights, read: ReadSlots, args: Torch, kwargs: Torch
+    unit: ModelUnit, views: RankViews, source: ModelWeights, read: ReadSlots, device: str, args: Torch, kwargs: Torch
 ) -> list[Torch]:
     """Return what each rank computes; raises what a rank raises. The biases of sums are those of the `source`."""
     meeting = RankMeeting(views)
@@ -75,7 +76,7 @@ def run_lockstep(
         import torch
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), use_device(device):
                 outputs[number] = ranks[number].module(*copy_arguments(args), **copy_arguments(kwargs))
         except threading.BrokenBarrierError:
             pass  # another rank has said why

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import CoverageError, UnsupportedError, format_first_few
+from shardctl.verify.device import has_cuda_device
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import build_config, get_model_class, list_versions, silence_transformers
 from shardctl.verify.forward.by_processes import attach_readers, detach_readers
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
+    from shardctl.verify.processes import Start
     from shardctl.verify.worker_process import RankProcess
 
 Torch = Any
@@ -61,7 +63,9 @@ def ask_second_opinion(
     try:
         work = partial(_compare_with_native, *detach_readers(candidate, original), replace(options, device="cpu"))
         environment = build_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
-        (found,) = run_ranks(work, 1, environment=environment, idle=30.0)
+        # What the others are copied from may have asked for GPUs before they are hidden from transformers.
+        start: Start = "spawn" if has_cuda_device() else "forkserver"
+        (found,) = run_ranks(work, 1, start=start, environment=environment, idle=30.0)
     except (UnsupportedError, NotStartedError) as error:
         return SecondOpinion("skipped", error.message)
     except RankError as error:
