@@ -12,9 +12,8 @@ _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
 EXAMPLES = """
 Examples:
-  shardctl digest ./llama
-  shardctl digest ./llama-tp4 --tensors
-  shardctl digest ./llama-tp4 --expect shardctl1:5bd4ca5bed2343b650ea5dd61b1ee693
+  shardctl digest ./llama --tensors
+  shardctl digest ./llama --expect shardctl1:5bd4ca5bed2343b650ea5dd61b1ee693
 """
 
 

@@ -86,7 +86,7 @@ def test_another_tokenizer_in_the_source_is_another_result(place, capfd):
 
 @pytest.mark.parametrize("damage", ["header", "missing", "short", "record", "more"])
 def test_a_destination_that_is_not_as_recorded_is_in_the_way(place, damage):
-    file = sorted((place / "out").glob("*.safetensors"))[0]
+    file = min((place / "out").glob("*.safetensors"))
     if damage == "header":
         content = bytearray(file.read_bytes())
         content[20] ^= 1
