@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
+from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.dtype import CASTABLE
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare_tensors
@@ -82,18 +84,21 @@ def diff(
 ) -> DiffResult:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names; their configs and side files too.
 
+    Quantised weights are compared as numbers if the other checkpoint has numbers, which a warning says.
+
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
     damaged records of archives.
     """
     effort = effort or ExecutionOptions()
     with (
-        open_checkpoint(a, source_options_a) as first,
-        open_checkpoint(b, source_options_b) as second,
+        open_checkpoint(a, source_options_a) as left,
+        open_checkpoint(b, source_options_b) as right,
         stop_on_signals(effort.stop),
     ):
-        first.source.heed(effort.stop)
-        second.source.heed(effort.stop)
-        companions = compare_companions(first, second)
+        left.source.heed(effort.stop)
+        right.source.heed(effort.stop)
+        companions = compare_companions(left, right)
+        first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
         ours, theirs = first.manifest.tensors, second.manifest.tensors
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)
@@ -106,9 +111,9 @@ def diff(
             else:
                 changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
         in_file_order(pairs, first, second)
-        left, right = checked_reader(first), checked_reader(second)
-        differences = compare_tensors(pairs, left, right, effort)
-        differences += compare_tensors([(other, mine) for mine, other in narrower], right, left, effort)
+        readers = checked_reader(first), checked_reader(second)
+        differences = compare_tensors(pairs, *readers, effort)
+        differences += compare_tensors([(other, mine) for mine, other in narrower], *readers[::-1], effort)
         first.prove()
         second.prove()
         compared = [*pairs, *narrower]
@@ -128,6 +133,18 @@ def diff(
             companions.config.changes if companions.config is not None else (),
             companions.files,
         )
+
+
+def _decode_beside(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, effort: ExecutionOptions) -> OpenedCheckpoint:
+    """Return a checkpoint with its quantised weights as numbers, if the other has numbers and this one's are known."""
+    try:
+        found = dequantise_as(other, checkpoint, effort.threads)
+    except (SourceError, UnsupportedError, UsageError):
+        return checkpoint
+    if found is checkpoint:
+        return checkpoint
+    note = f"{found.source.notes()[-1]} before they were compared"
+    return replace(found, manifest=replace(found.manifest, warnings=(*found.manifest.warnings, note)))
 
 
 def _list_warnings(checkpoint: OpenedCheckpoint) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from shardctl.models.rounding.codes import round_to_codes
 from shardctl.models.rounding.recipes import RECIPES
 from shardctl.models.rounding.scales import ScaleRule
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.verbs.diff import diff
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -318,6 +319,22 @@ def test_the_plan_says_the_sizes_afterwards_and_reading_is_counted(tmp_path):
     twice = reshard(source, tmp_path / "nv", ReshardOptions(quantize="nvfp4"))
     projections = sum(t.nbytes for name, t in read(source).items() if "_proj" in name)
     assert twice.read_bytes == stored + projections  # the largest of all is looked for first
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8-channel", 0.04), ("nvfp4", 0.15)])
+def test_diff_says_how_far_codes_are_from_the_numbers(tmp_path, name, most):
+    source = write(tmp_path / "source", WIDE, plain_state(WIDE))
+    reshard(source, tmp_path / "out", ReshardOptions(quantize=name))
+    reshard(tmp_path / "out", tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
+    for a, b in ((source, tmp_path / "out"), (tmp_path / "out", source)):
+        found = diff(a, b)
+        assert {change.tensor.rpartition(".")[0].rpartition("_")[2] for change in found.changes} == {"proj"}
+        assert {change.kind for change in found.changes} == {"values"}
+        assert len(found.changes) == 7
+        assert 0 < max(change.distance.relative for change in found.changes) < most
+        assert any("7 quantised weights were decoded to BF16 before they were compared" in w for w in found.warnings)
+    assert not diff(tmp_path / "plain", tmp_path / "out").changes
+    assert {change.kind for change in diff(tmp_path / "out", tmp_path / "out").changes} == set()
 
 
 def test_what_is_to_stay_stays(tmp_path):
