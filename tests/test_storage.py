@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shardctl.errors import AccessError, DestinationError, SourceError
 from shardctl.execute.lock import DestinationLock
 from shardctl.storage import descriptors, direct, linux, local, read_bytes
+from shardctl.storage.addresses import open_source
 from shardctl.storage.durable import make_directories, sync_directory, write_file
 from shardctl.storage.local import LocalSource, LocalTarget
 
@@ -372,3 +373,30 @@ def test_what_may_not_be_read_is_an_access_error(tmp_path):
     (tmp_path / "f").chmod(0)
     with pytest.raises(AccessError):
         read_bytes(LocalSource(tmp_path), "f", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("models/lama", "models/llama"),
+        ("modles/llama", "models/llama"),
+        ("models/llama@main", "models/llama"),
+        ("./models/lama", "models/llama"),
+        ("models/llama/model.safetensor", "models/llama/model.safetensors"),
+    ],
+)
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, asked, meant):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    (tmp_path / "models" / "llama" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SourceError, match="does not exist") as raised:
+        open_source(asked)
+    assert f"did you mean {meant}?" in raised.value.hint
+
+
+def test_another_path_is_not_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    with pytest.raises(SourceError, match="does not exist") as raised:
+        open_source("./models/mistral")
+    assert raised.value.hint is None

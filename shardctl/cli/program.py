@@ -12,6 +12,7 @@ import typer
 from shardctl.cli import streams
 from shardctl.cli.app import app
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
+from shardctl.cli.parser_errors import translate_parser_error
 from shardctl.errors import UsageError
 from shardctl.report.documents import format_schema_name
 from shardctl.report.failure import FailureReport, describe_failure
@@ -39,7 +40,7 @@ def run(args: Sequence[str]) -> int:
             return 0
         if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
             streams.print_message(traceback.format_exc())
-        return _report_failure(describe_failure(_translate_parser_error(error)), args)
+        return _report_failure(describe_failure(translate_parser_error(error, args)), args)
 
 
 def _invoke_command(args: list[str]) -> int:
@@ -94,18 +95,3 @@ def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
     except OSError:
         return failed.exit_code or 1  # there is nowhere left to say it
     return failed.exit_code
-
-
-def _translate_parser_error(error: Exception) -> Exception:
-    """Return a parser's error as one of ours, with its suggestion as the hint."""
-    if not isinstance(error, typer.TyperException):
-        return error
-    message, _, guess = error.message.partition(". Did you mean ")
-    if not guess:
-        guess = " or ".join(getattr(error, "possibilities", None) or ())
-        message = error.message if guess else error.format_message()
-    message = message.strip().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, which typer repeats
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "shardctl"
-    hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
-    return UsageError(message[:1].lower() + message[1:], hint=hint)

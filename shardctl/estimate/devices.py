@@ -222,6 +222,8 @@ def get_device(named: str | int) -> DeviceSpec:
         names = [each.name.lower().removesuffix("b") for each in found]
         raise UsageError(f"{named!r} is several devices", hint=f"write {' or '.join(names)}")
     listed = ", ".join(each.name for each in DEVICES)
+    if named.isdecimal():
+        raise UsageError(f"device {named!r} has no unit", hint=f"did you mean {named}GB or {named}GiB?")
     raise UsageError(f"unknown device {named!r}", hint=f"use one of {listed}, or a size such as 80GiB")
 
 

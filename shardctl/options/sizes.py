@@ -40,8 +40,12 @@ def parse_size(text: str) -> int:
     if not unit:
         raise UsageError(f"size {text!r} has no unit", hint=f"write {number}GB, {number}GiB, {number}MB or {number}MiB")
     if unit not in _UNITS:
+        meant = [known for known in _UNITS if known != "KB" and known[0].lower() == unit.lower()]
         raise UsageError(
-            f"size {text!r} has the unknown unit {unit!r}", hint="the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB"
+            f"size {text!r} has the unknown unit {unit!r}",
+            hint=f"did you mean {' or '.join(f'{number}{each}' for each in meant)}?"
+            if meant
+            else "the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB",
         )
     size = int(Decimal(number) * _UNITS[unit])
     if size < 1:

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
+from shardctl.errors import SourceError, UsageError
 from shardctl.storage.byte_names import is_name
 from shardctl.storage.cloud import SCHEMES
 from shardctl.storage.local import LocalSource
+from shardctl.storage.near_paths import find_near_path
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -24,7 +25,7 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9
 def open_source(text: str | Path) -> Source:
     """Return the place that a SRC names; only what can be said without reading a file is found out.
 
-    A bare ``owner/name`` is the Hub's only if there is no such path here.
+    A bare ``owner/name`` is the Hub's only if there is neither such a path here nor one that is nearly the same.
 
     Raises:
         UsageError: the address is of a kind that is not known.
@@ -39,6 +40,8 @@ def open_source(text: str | Path) -> Source:
         return LocalSource(Path(text))
     match match[1] if match else "hf":
         case "hf":
+            if match is None:
+                _refuse_mistyped_path(text)
             from shardctl.storage.hub import open_hub
 
             return open_hub(text)
@@ -50,6 +53,15 @@ def open_source(text: str | Path) -> Source:
             raise UsageError(
                 f"{other}:// is not an address that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}"
             )
+
+
+def _refuse_mistyped_path(text: str) -> None:
+    """Raise SourceError for ``owner/name`` if a path here is nearly the same: it is more likely to be meant."""
+    near = find_near_path(Path(text.partition("@")[0]))
+    if near is not None:
+        raise SourceError(
+            f"{text} does not exist", hint=f"did you mean {near}? A model of that name on the Hub is hf://{text}"
+        )
 
 
 def check_destination(place: str | Path) -> None:

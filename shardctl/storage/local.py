@@ -15,6 +15,7 @@ from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, linux
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
 from shardctl.storage.descriptors import DescriptorPool
 from shardctl.storage.durable import sync_descriptor, translate_os_errors
+from shardctl.storage.near_paths import find_near_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -126,7 +127,10 @@ class LocalSource(UnpromisedSource):
         try:
             mode = path.stat().st_mode
         except FileNotFoundError as error:
-            raise SourceError(f"{path} does not exist") from error
+            near = find_near_path(path)
+            raise SourceError(
+                f"{path} does not exist", hint=f"did you mean {near}?" if near is not None else None
+            ) from error
         except PermissionError as error:
             raise AccessError(f"{path} cannot be read: {error.strerror}") from error
         except OSError as error:  # a name too long, links in a circle

@@ -38,11 +38,23 @@ def broken(monkeypatch, say):
     return call
 
 
+DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', 'fp16', 'fp32'"
+
+
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
         (["plan"], "missing argument '{SRC}'", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--tpp", "2"], "no such option: --tpp", "did you mean --tp or --pp or --etp?"),
+        (["plan", "x", "-tp", "2"], "no such option: -tp", "did you mean --tp?"),
+        (["plan", "x", "-tp=2"], "no such option: -tp", "did you mean --tp?"),
+        (["plan", "x", "-t"], "no such option: -t", "shardctl plan --help lists the arguments"),
+        (["plan", "--tp=3.5", "x"], "--tp: '3.5' is not a whole number", "shardctl plan --help lists the arguments"),
+        (["plan", "x", "--tp", "two"], "--tp: 'two' is not a whole number", "shardctl plan --help lists the arguments"),
+        (["plan", "x", "--memory", "5G"], "size '5G' has the unknown unit 'G'", "did you mean 5GB or 5GiB?"),
+        (["plan", "x", "--memory", "512m"], "size '512m' has the unknown unit 'm'", "did you mean 512MB or 512MiB?"),
+        (["reshard", "x", "y", "--dtype", "BFloat16"], f"{DTYPE} 'BFloat16' {DTYPES}", "did you mean bf16?"),
+        (["reshard", "x", "y", "--dtype", "half"], f"{DTYPE} 'half' {DTYPES}", "did you mean fp16?"),
         (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
         (["plan", "x", "--memory", "3"], "size '3' has no unit", "write 3GB, 3GiB, 3MB or 3MiB"),
         (
@@ -78,7 +90,7 @@ def test_usage_errors_are_two_lines_and_exit_code_2(say, args, error, hint):
 def test_a_number_that_is_none_is_a_usage_error(say):
     code, out, err = say("plan", "x", "--tp", "two")
     assert (code, out) == (2, "")
-    assert err.startswith("error: invalid value for '--tp': ")
+    assert err.startswith("error: --tp: 'two' is not a whole number")
     assert err.count("\n") == 2
     assert say("plan", "x", "--tp", "0").code == 2
 
