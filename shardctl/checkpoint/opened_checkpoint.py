@@ -148,6 +148,16 @@ class OpenedCheckpoint:
         derivation = self.require_placement(mesh).derivation
         return *why, *((derivation.describe(),) if derivation is not None else ()), *self.untabled().notes(mesh)
 
+    def note_names(self) -> tuple[str, ...]:
+        """Return why the class that the config names will not find its tensors under the stored names, as warnings.
+
+        None where a table knows them, or where no table knows the class.
+        """
+        config = self.config or {}
+        if self.model is not None or self.model_error is None or models.find_family(config) is None:
+            return ()
+        return (f"the names do not fit the class in {CONFIG}, and are written as they are: {self.model_error.message}",)
+
     def _kinds(self) -> str:
         """Return the tensors, layers taken together."""
         return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)

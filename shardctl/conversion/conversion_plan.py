@@ -169,6 +169,8 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
     want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
     notes = checkpoint.note_placement(mesh) if placed is not None else ()
+    if layout.source_names:
+        notes = (*notes, *checkpoint.note_names())
     have = replace(have, warnings=(*have.warnings, *notes, *want.warnings))
     plan = join_manifests(have, want)
     if not reshard_options.allow_expansion:

@@ -101,13 +101,32 @@ class VerifyOptions:
     ] = 16
     processes: Annotated[
         int | None,
-        CommandOption(HelpPanel.TRIALS, "Maximum number of processes, one per rank.", metavar="N", least=1),
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Maximum number of processes, one per rank; with --engine, how many share a model that is not cut.",
+            metavar="N",
+            least=1,
+        ),
     ] = None
     """None chooses by the size of the model; 0 runs all ranks in this process."""
     virtual: Annotated[bool, CommandOption(HelpPanel.TRIALS, "Run all ranks in one process.")] = False
     second_opinion: Annotated[
         bool, CommandOption(HelpPanel.TRIALS, "Compare with transformers' own tensor parallelism, too.")
     ] = False
+
+    engine: Annotated[
+        Literal["vllm", "transformers", "fsdp2"] | None,
+        CommandOption(
+            HelpPanel.TRIALS, "Have this engine load the directory, and compare what it says with the source."
+        ),
+    ] = None
+    engine_python: Annotated[
+        Path | None,
+        CommandOption(HelpPanel.TRIALS, "Python that has the engine. Default: this one.", metavar="PATH"),
+    ] = None
+    engine_timeout: Annotated[
+        int, CommandOption(HelpPanel.TRIALS, "Seconds that the engine may take.", metavar="SECONDS", least=1)
+    ] = 3600
 
     def highest_level(self) -> LevelName:
         """Find the highest of the levels that are asked for or implied; raises UsageError for an unknown name."""

@@ -244,6 +244,8 @@ def _build_level_document(level: LevelResult) -> Document:
         ]
     if level.forward is not None and level.forward.status != "skipped":
         document["forward"] = _build_forward_document(level.forward)
+    if level.engine is not None:
+        document["engine"] = asdict(level.engine) | {"apart": _as_finite(level.engine.apart)}
     return document
 
 

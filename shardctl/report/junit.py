@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 from xml.etree import ElementTree as ET
 
-from shardctl.report.verification import build_forward_rows, build_loaded_row
+from shardctl.report.verification import build_engine_rows, build_forward_rows, build_loaded_row
 
 if TYPE_CHECKING:
     from shardctl.verify.finding import CheckFinding
@@ -87,7 +87,8 @@ def _add_properties(suite: ET.Element, level: LevelResult) -> None:
         (f"rank {r.rank}" if r.rank is not None else "whole", " ".join(build_loaded_row(r)[1:])) for r in level.ranks
     ]
     forward = build_forward_rows(level.forward) if level.forward is not None else []
-    said = [*ranks, *forward, *(("note", note) for note in level.notes)]
+    engine = build_engine_rows(level.engine) if level.engine is not None else []
+    said = [*ranks, *forward, *engine, *(("note", note) for note in level.notes)]
     if said:
         properties = ET.SubElement(suite, "properties")
         for name, value in said:

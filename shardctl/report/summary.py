@@ -6,13 +6,20 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_duration, format_file_size, format_rate
-from shardctl.report.verification import RANKS, SHOWN, build_forward_rows, build_loaded_row, format_verify_verdict
+from shardctl.report.verification import (
+    RANKS,
+    SHOWN,
+    build_engine_rows,
+    build_forward_rows,
+    build_loaded_row,
+    format_verify_verdict,
+)
 from shardctl.report.visible import escape_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.verify.level import VerifyResult
+    from shardctl.verify.level import LevelResult, VerifyResult
 
 _SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|#&])")
 
@@ -47,19 +54,7 @@ def _list_lines(verified: VerifyResult) -> Iterator[str]:
         ),
     )
     for level in verified.levels:
-        if level.ranks:
-            yield ""
-            head = ("rank", "device", "read", "rate", "peak", "plan")
-            yield from _list_table_lines(head, (build_loaded_row(loaded) for loaded in level.ranks[:RANKS]))
-            if len(level.ranks) > RANKS:
-                yield ""
-                yield f"And {len(level.ranks) - RANKS:,} more ranks."
-        if level.forward is not None and build_forward_rows(level.forward):
-            yield ""
-            yield from _list_table_lines(("forward", ""), build_forward_rows(level.forward))
-        for note in level.notes:
-            yield ""
-            yield f"Note: {level.name}: {_escape_markdown(note)}"
+        yield from _list_details(level)
     findings = verified.findings
     if findings:
         yield ""
@@ -71,6 +66,26 @@ def _list_lines(verified: VerifyResult) -> Iterator[str]:
     if verified.digest:
         yield ""
         yield f"Digest: `{verified.digest}`"
+
+
+def _list_details(level: LevelResult) -> Iterator[str]:
+    """List what a level says besides its outcome."""
+    if level.ranks:
+        yield ""
+        head = ("rank", "device", "read", "rate", "peak", "plan")
+        yield from _list_table_lines(head, (build_loaded_row(loaded) for loaded in level.ranks[:RANKS]))
+        if len(level.ranks) > RANKS:
+            yield ""
+            yield f"And {len(level.ranks) - RANKS:,} more ranks."
+    forward = build_forward_rows(level.forward) if level.forward is not None else []
+    engine = build_engine_rows(level.engine) if level.engine is not None else []
+    for name, table in (("forward", forward), ("engine", engine)):
+        if table:
+            yield ""
+            yield from _list_table_lines((name, ""), table)
+    for note in level.notes:
+        yield ""
+        yield f"Note: {level.name}: {_escape_markdown(note)}"
 
 
 def _list_table_lines(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from shardctl.verify.engines.result import EngineResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.level import LevelResult, LoadedRank, VerifyResult
@@ -85,6 +86,8 @@ def _list_details(level: LevelResult) -> Iterator[RenderableType]:
             yield render_line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
     if level.forward is not None:
         yield render_table(build_forward_rows(level.forward), indent=4)
+    if level.engine is not None:
+        yield render_table(build_engine_rows(level.engine), indent=4)
     for note in level.notes:
         yield render_line(f"note: {level.name}: {note}")
 
@@ -126,6 +129,17 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         same = "the same" if result.generated.same else repr(result.generated.shards.text)
         rows.append(("shards", same))
     return rows
+
+
+def build_engine_rows(result: EngineResult) -> list[tuple[str, str]]:
+    """Build what an engine ran, and how far it was off."""
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    scores = f"{_format_distance(result.apart)}{_format_bound(result.allowed)}; {result.compared:,} were compared"
+    return [
+        ("engine", f"{result.engine} on {format_plural(result.ranks, 'rank')}, {result.dtype}; {versions}"),
+        ("log-probabilities", scores),
+        ("tokens", f"{result.same:,} of {result.tokens:,} that follow {result.prompts} prompts are the source's"),
+    ]
 
 
 def _format_distance(distance: float) -> str:

@@ -23,6 +23,7 @@ from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
+from shardctl.loading.engine_level import require_engine, run_engine_level
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.pieces import PlacedCheckpoint
 from shardctl.record import GIVEN, RECORD
@@ -71,6 +72,9 @@ def verify(
     names = [n for n in LEVELS[verify_options.highest_level()] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
+    if verify_options.engine is not None:
+        require_engine(verify_options)
+        names.append("engine")
     if against is None and verify_options.merge:
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
     run = _VerifyRun(
@@ -175,6 +179,8 @@ class _VerifyRun:
                 levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified())
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
             levels.append(run_forward_level(checkpoint, other, self.verify_options, strict=self.strict))
+        if "engine" in self.names:
+            levels.append(run_engine_level(checkpoint, other, self.verify_options, strict=self.strict))
         weights = checkpoint.manifest.tensors.values()
         if "content" not in self.names:
             return levels, ""

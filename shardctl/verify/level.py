@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.errors import ShardctlError
+    from shardctl.verify.engines.result import EngineResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
 
@@ -46,7 +47,7 @@ class LevelResult:
     """The outcome of one level of checks."""
 
     name: str
-    """`structure`, `content`, `identity`, `load` or `forward`."""
+    """`structure`, `content`, `identity`, `load`, `forward` or `engine`."""
     status: Literal["passed", "failed", "skipped", "unfinished"] = "passed"
     """Unfinished is no verdict: the machine lacked what the level needs."""
     reason: str = ""
@@ -67,6 +68,8 @@ class LevelResult:
     """Of `forward`."""
     trouble: ShardctlError | None = None
     """What of the machine kept it from being finished."""
+    engine: EngineResult | None = None
+    """Of `engine`."""
 
     def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""

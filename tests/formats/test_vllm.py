@@ -227,6 +227,24 @@ def test_no_model_is_known_whose_arrays_vllm_has_not_shown():
     assert shown == FAMILIES.keys()
 
 
+class TestForeignNames:
+    """vLLM's arrays in files of other names are a Llama checkpoint by their config, and not by their names."""
+
+    def test_a_result_whose_names_do_not_fit_its_config_is_said(self, place, tmp_path):
+        at = place("llama/0.25-tp2")
+        (at / "model-rank-1-part-0.safetensors").unlink()
+        (at / "model-rank-0-part-0.safetensors").rename(at / "weights.safetensors")
+        made = reshard(at, tmp_path / "out", ReshardOptions(to="hf"))
+        assert any(said.startswith("the names do not fit the class in config.json") for said in made.warnings)
+        made = reshard(source("llama/"), tmp_path / "hf", ReshardOptions(to="hf"))
+        assert not any("names do not fit" in said for said in made.warnings)
+
+    def test_stages_are_recognised(self, tmp_path):
+        made = reshard(FIXTURES / "llama-tied" / "0.32-tp2-pp2", tmp_path / "hf", ReshardOptions(to="hf"))
+        assert made.record.digest == digest(source("llama-tied/")).digest
+        assert not made.warnings
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("owner", "mesh", "message"),
