@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
+from shardctl.libraries.reader import find_given_file
+from shardctl.libraries.safetensors.reading import FORMAT as SAFETENSORS
 from shardctl.record import RECORD, SUMS
 from shardctl.training import SETTINGS
 from shardctl.verify.config_comparison import ConfigComparison, compare_configs
@@ -38,6 +40,8 @@ class CompanionComparison:
     files: tuple[FileChange, ...]
     notes: tuple[str, ...] = ()
     """What was not compared, and why."""
+    lacks_config: bool = False
+    """Whether the first lacks a config that transformers needs to load its files, and the second has one."""
 
 
 def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool = False) -> CompanionComparison:
@@ -46,7 +50,9 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
     """
     found, notes = compare_model_configs(a, b, cast=cast)
-    return CompanionComparison(found, tuple(_compare_files(a, b)), notes)
+    loaded = a.stored.format == SAFETENSORS.name and find_given_file(a.source) is None
+    lacks = loaded and a.config is None and b.config is not None
+    return CompanionComparison(found, tuple(_compare_files(a, b)), notes, lacks_config=lacks)
 
 
 def compare_model_configs(
@@ -67,6 +73,8 @@ def compare_model_configs(
 
 def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison) -> Iterator[CheckFinding]:
     """Yield what of a comparison with its source speaks against a checkpoint."""
+    if compared.lacks_config:
+        yield CheckFinding("error", "config", f"{CONFIG} is missing; the source has one", file=CONFIG)
     for change in compared.config.changes if compared.config is not None else ():
         message = f"config.json has {change.key} {change.a}; the source has {change.b}"
         if not change.certain:

@@ -323,7 +323,8 @@ def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:
         return data.view(np.float64)
     wide = np.empty(data.size * 32 // dtype.bits, np.uint8)
     cast_elements(data, dtype, BY_NAME["F32"], wide)
-    return wide.view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN that signals is none of ours
+        return wide.view(np.float32).astype(np.float64)
 
 
 def _find_file(chunks: ChunkIndex, unit: Box) -> str:

@@ -295,3 +295,49 @@ def test_what_is_not_of_ranks_is_not_looked_at(llama):
         for name, t in manifest.tensors.items()
     }
     assert both(model, replace(manifest, tensors=whole), None) == [[], []]
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "config", "changes", "name"),
+    [
+        ({"fsdp": 2}, "llama", LLAMA, f"{MLP}up_proj.weight"),
+        ({"fsdp": 2}, "llama", LLAMA, f"{ATTENTION}v_proj.weight"),
+        ({"fsdp": 2}, "gpt_oss", {}, "model.layers.0.mlp.experts.gate_up_proj_bias"),
+        ({"dp": 2, "ep": 2}, "gpt_oss", {}, "model.layers.0.mlp.experts.down_proj"),
+        ({"dp": 2, "ep": 2}, "gpt_oss", {}, "model.layers.0.mlp.experts.gate_up_proj"),
+        ({"tp": 2}, "gpt_oss", {}, "model.layers.0.mlp.experts.gate_up_proj"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": FP8}, f"{MLP}up_proj.weight_scale_inv"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": FP8}, f"{MLP}gate_proj.weight"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": FP8}, f"{ATTENTION}q_proj.weight"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": FP8}, f"{ATTENTION}k_proj.weight_scale_inv"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": GPTQ}, f"{MLP}down_proj.qweight"),
+        ({"tp": 2}, "llama", {**WIDE, "quantization_config": GPTQ}, f"{ATTENTION}o_proj.scales"),
+    ],
+)
+def test_parts_that_are_traded_are_found_without_a_mesh(degrees, config, changes, name):
+    mesh = Mesh.of(**degrees)
+    model, manifest = cut(config_of(config, **changes), mesh)
+    assert both(model, manifest, mesh) == [[], []]
+    for findings in both(model, exchanged(manifest, name), mesh)[1:]:
+        assert findings
+        assert {found.severity for found in findings} == {"error"}
+        assert any(name in found.message for found in findings)
+
+
+def test_an_expert_some_of_whose_parts_are_on_another_rank():
+    """Of gate a rank of ep and etp has its half still; of down it has that of an expert of another rank of ep."""
+    mesh = Mesh.of(dp=4, ep=2, etp=2)
+    model, manifest = cut(config_of("mixtral"), mesh)
+    one, other = (f"model.layers.0.block_sparse_moe.experts.{n}.w2.weight" for n in (0, 3))
+    ours, theirs = boxes_of(manifest, one), boxes_of(manifest, other)
+    (mine, *rest), (far, *others) = sorted(ours), sorted(theirs)
+    wrong = stored(manifest, one, {far: ours[mine], **{rank: ours[rank] for rank in rest}})
+    wrong = stored(wrong, other, {mine: theirs[far], **{rank: theirs[rank] for rank in others}})
+    findings = list(check_alignment(wrong, model, None))
+    assert {found.tensor for found in findings} == {one, other}
+    assert all("of the same expert" in found.message for found in findings)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.reshard import reshard
@@ -154,6 +154,18 @@ def test_side_files(pair):
     assert found == {"merges.txt": "error", "README.md": "warning", "generation_config.json": "warning"}
     changes = {change.file: change.kind for change in diff(whole, shards).file_changes}
     assert changes == {"merges.txt": "content", "README.md": "content", "generation_config.json": "only_in_a"}
+
+
+def test_a_config_that_is_missing(pair):
+    whole, shards = pair("llama")
+    kept = (shards / "config.json").read_bytes()
+    (shards / "config.json").unlink()
+    found = verify(shards, VerifyOptions(against=whole))
+    assert any(finding.message == "config.json is missing; the source has one" for finding in found.findings)
+    assert not found.ok
+    (shards.parent / "config.json").write_bytes(kept)
+    given = SourceOptions(config=shards.parent / "config.json")
+    assert verify(shards, VerifyOptions(against=whole), source_options=given).ok
 
 
 def test_a_cast_changes_the_declared_type_and_nothing_else(kept, tmp_path):
