@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.manifest import Tensor
     from shardctl.storage.bounded_text import TextLimits
 
 _EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
+_HEAD: Final = re.compile(r"(^|\.)(lm_head|embed_out|output|unembed)\.weight$")
+_TIED: Final = "tie_word_embeddings"
 _NARROW: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _GENERATION: Final = "generation_config.json"
@@ -46,6 +49,7 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
         yield from _lint_predicting_layers(checkpoint, config)
         if checkpoint.model is None or not checkpoint.model.family:
             yield from _lint_counts(checkpoint, config)
+            yield from _lint_tie(checkpoint, config)
     yield from _lint_quantisation(checkpoint)
     yield from _lint_generation(checkpoint, config)
 
@@ -120,6 +124,40 @@ def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Ite
     for name, tensor in tensors.items():
         if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
             yield f"config.json declares a vocabulary of {rows}, but {name} has {tensor.shape[0]} rows"
+
+
+def _find_tie(checkpoint: OpenedCheckpoint) -> tuple[Tensor, Tensor] | None:
+    """Find the embedding and the head, where both are stored and are two tensors."""
+    tensors = checkpoint.manifest.tensors
+    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDING.search(name)]
+    heads = [tensor for name, tensor in tensors.items() if _HEAD.search(name)]
+    return (embeddings[0], heads[0]) if len(embeddings) == len(heads) == 1 else None
+
+
+def _lint_tie(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
+    """Say that a head cannot be the embedding, because it has another shape."""
+    found = _find_tie(checkpoint)
+    if found is not None and config.get(_TIED) is True and found[0].shape != found[1].shape:
+        embedding, head = found
+        yield (
+            f"config.json says {_TIED}, but {head.name} has the shape {list(head.shape)} and {embedding.name} "
+            f"{list(embedding.shape)}; set it to false"
+        )
+
+
+def lint_tie(checkpoint: OpenedCheckpoint, digests: Mapping[str, str]) -> Iterator[str]:
+    """Say that a head that is stored by itself is not the embedding, although `config.json` says so."""
+    found = _find_tie(checkpoint)
+    if checkpoint.config is None or found is None:
+        return
+    (embedding, head), said = found, merge_text_config(checkpoint.config).get(_TIED)
+    if embedding.shape != head.shape or embedding.dtype is not head.dtype:
+        return
+    if said is True and digests[embedding.name] != digests[head.name]:
+        yield (
+            f"config.json says {_TIED}, but {head.name} differs from {embedding.name}, and transformers would leave "
+            "it out; set it to false"
+        )
 
 
 def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:

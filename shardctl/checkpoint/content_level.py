@@ -64,6 +64,12 @@ def check_replicas(checkpoint: OpenedCheckpoint, effort: ExecutionOptions) -> It
         message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
         if d.other not in {"", d.file}:
             message += f" and {d.other}"
+        ties = checkpoint.whole.tensors[d.tensor].ties
+        if ties:
+            message += (
+                f"; config.json says that {' and '.join(ties)} is the same tensor: if it is not, set "
+                "tie_word_embeddings to false"
+            )
         yield CheckFinding("error", "replicas", message, d.tensor, d.file, str(d.first))
 
 

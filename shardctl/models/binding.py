@@ -129,10 +129,13 @@ def list_missing_warnings(model: Model, found: Collection[str]) -> list[str]:
     if spare and any(t.spare and t.name in found for t in model.own()):
         required += spare
     if required:
+        untied = len(required) == 1 and model.tensors[required[0]].row.tie
         raise SourceError(
             f"the checkpoint lacks {len(required)} {_choose_noun(required)} of {model.architecture}: "
             f"{format_first_few(required)}",
-            hint="a shard may be missing, or config.json may belong to another model",
+            hint="a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true"
+            if untied
+            else "a shard may be missing, or config.json may belong to another model",
         )
     return [f"the checkpoint has no {format_first_few(spare)}; {model.architecture} starts without it"] if spare else []
 

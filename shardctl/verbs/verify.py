@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.completing import COMPLETED
-from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
+from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
 from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.merging import MERGED, merge_adapters
@@ -154,6 +154,7 @@ class _VerifyRun:
             if "content" in self.names:
                 finite = self.verify_options.require_finite
                 level, digests = run_content_level(checkpoint, self.effort, finite=finite, strict=self.strict)
+                level.add(CheckFinding("warning", "config", text) for text in lint_tie(checkpoint, digests))
                 levels.append(level)
             if other is not None:
                 full = "content" in self.names

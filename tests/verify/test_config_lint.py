@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardctl.errors import SourceError
 from shardctl.models import describe_model
 from shardctl.models.predicting import list_predicting_names
+from shardctl.options import VerifyOptions
 from shardctl.storage.bounded_text import CONFIG_TEXT
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.verify import verify
@@ -118,3 +120,51 @@ def test_a_stale_shard_beside_an_index_is_named(tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"model.norm.weight": torch.ones(8)}, path / "model-00001-of-00002.safetensors")
     assert any("model-00001-of-00002.safetensors" in warning for warning in inspect(path).warnings)
+
+
+def list_content_findings(path):
+    (content,) = [level for level in verify(path, VerifyOptions(level="full")).levels if level.name == "content"]
+    return [finding.message for finding in content.findings if finding.check in ("config", "replicas")]
+
+
+class TestTies:
+    """A head that is stored by itself, though `tie_word_embeddings` says that it is the embedding."""
+
+    @staticmethod
+    def odd(tied):
+        return {"architectures": ["OddForCausalLM"], "vocab_size": 16, "tie_word_embeddings": tied}
+
+    def test_of_another_shape_is_seen_in_the_headers(self, tmp_path):
+        state = unknown() | {"lm_head.weight": torch.zeros(20, 8)}
+        expected = (
+            "config.json says tie_word_embeddings, but lm_head.weight has the shape [20, 8] and "
+            "model.embed_tokens.weight [16, 8]; set it to false"
+        )
+        path = write(tmp_path / "tied", self.odd(True), state)
+        assert expected in inspect(path).warnings
+        assert expected in list_config_findings(path)
+        assert expected not in inspect(write(tmp_path / "untied", self.odd(False), state)).warnings
+
+    def test_of_other_values_is_seen_in_the_bytes(self, tmp_path):
+        state = unknown() | {"lm_head.weight": torch.ones(16, 8)}
+        (found,) = list_content_findings(write(tmp_path / "tied", self.odd(True), state))
+        assert "lm_head.weight differs from model.embed_tokens.weight, and transformers would leave it out" in found
+        assert list_content_findings(write(tmp_path / "untied", self.odd(False), state)) == []
+        state["lm_head.weight"] = torch.zeros(16, 8)
+        assert list_content_findings(write(tmp_path / "equal", self.odd(True), state)) == []
+
+    def test_of_a_known_model_is_an_error_that_names_the_flag(self, tmp_path):
+        config = get_config("llama", tie_word_embeddings=False)
+        state = {name: torch.zeros(shape) for name, shape in describe_model(config).state().items()}
+        state["lm_head.weight"] += 1
+        (found,) = list_content_findings(write(tmp_path / "tied", config | {"tie_word_embeddings": True}, state))
+        assert "copies differ" in found
+        assert "lm_head.weight is the same tensor: if it is not, set tie_word_embeddings to false" in found
+
+    def test_a_head_that_is_missing_may_be_the_embedding(self, tmp_path):
+        config = get_config("llama", tie_word_embeddings=False)
+        state = {name: torch.zeros(shape) for name, shape in describe_model(config).state().items()}
+        del state["lm_head.weight"]
+        with pytest.raises(SourceError, match=r"lacks 1 tensor .*lm_head") as caught:
+            inspect(write(tmp_path / "untied", config, state))
+        assert "tie_word_embeddings should be true" in caught.value.hint
