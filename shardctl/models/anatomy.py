@@ -486,7 +486,7 @@ def _find_scan(named: RowDims) -> LayerScan | None:
         return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
     if named.has("groups"):
         return LayerScan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
-    if named.has("keys") and not named.has("decay_rank"):  # what KDA's kernels keep is not known
+    if named.has("keys") and not (named.has("decay_rank") or named.has("decays")):  # what KDA keeps is not known
         keys = named.size("keys") // named.unit("keys")
         return LayerScan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
     return None

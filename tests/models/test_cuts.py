@@ -51,6 +51,7 @@ UNPLANNED = {
 """Families for which transformers has no plan."""
 PARTLY_PLANNED = {
     "afmoe": "its plan is for the routed experts, and leaves attention and the shared ones whole",
+    "bailing_hybrid": "its plan is for the MLPs, and leaves attention of both kinds whole",
     "bamba": "its plan is for the head alone",
     "deepseek_v3": "its plan is for the MLPs, and leaves latent attention whole",
     "deepseek_v4": "its plan is for the routed experts, and leaves attention and the shared ones whole",
@@ -69,6 +70,7 @@ PARTLY_PLANNED = {
     "hunyuan_v1_dense": "its plan is for the head alone",
     "hunyuan_v1_moe": "its plan is for the routed experts, and leaves attention and the shared one whole",
     "mistral4": "its plan is for the MLPs, and leaves latent attention whole",
+    "olmo_hybrid": "its plan is for attention and MLPs, and leaves linear attention whole",
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",

@@ -28,6 +28,7 @@ FUSED = [
 ]
 """Those whose experts transformers holds in another form than it saves."""
 OTHERWISE_SPELLED = {
+    "bailing_hybrid",
     "deepseek_v4",
     "exaone_moe",
     "hy_v3",

@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from shardctl.models.family import FamilyFacts
 
 _OLMO: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
+ALL_HEAD_NORMS: Final = (
+    Row(f"{LAYER}.self_attn.q_norm.weight", "all_q"),
+    Row(f"{LAYER}.self_attn.k_norm.weight", "all_kv"),
+)
+"""The norms of q and k are over all heads together. transformers and vLLM gather q and k for them, and so every tp
+rank needs the whole weight."""
 _OLMO2: Final = (
     *EMBEDDING,
     *QKVO,
-    Row(f"{LAYER}.self_attn.q_norm.weight", "all_q"),
-    Row(f"{LAYER}.self_attn.k_norm.weight", "all_kv"),
+    *ALL_HEAD_NORMS,
     *GATED,
     Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
     *LAST_NORM,
     *HEADS,
 )
-"""The norms of q and k are over all heads together. transformers and vLLM gather q and k for them, and so every tp
-rank needs the whole weight."""
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
