@@ -191,6 +191,10 @@ class Family:
     """The `model_type` of text models without a head of their own that have these layers, and what the config class of
     each assumes otherwise than this family's; a `head_dim` of None is the hidden size over the heads."""
 
+    outer_classes: tuple[str, ...] = ()
+    """Classes of the Hub's own code around this model, whose configs have its keys among their own; of several families
+    that name one, the files tell which it is."""
+
     def complete_config(self, config: ModelConfig) -> ModelConfig:
         """Return `config` as its class reads it: keys under one name, and what the class assumes if they are absent."""
         return config.called(self.aliases).over(self.assumed)

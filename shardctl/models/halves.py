@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import UnsupportedError, format_first_few
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
 from shardctl.models.describe import find_family
 from shardctl.models.families import load_family
-from shardctl.models.inner_kinds import ROPES, assume_inner_values, name_plain_kind
+from shardctl.models.inner_kinds import ROPES, assume_inner_values, list_flat_families, name_plain_kind
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
 
@@ -47,7 +47,7 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
 
     Raises UnsupportedError where there is none, or no table knows it.
     """
-    found = _find_text_model(config)
+    found = _find_text_model(config, stored)
     if found is None:
         raise UnsupportedError(
             f"{_title(config)} has no text model inside that is known by itself",
@@ -113,7 +113,7 @@ def _title(config: Mapping[str, Any]) -> str:
     return named.architecture() or named.text("model_type", "") or "the model"
 
 
-def _find_text_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
+def _find_text_model(config: Mapping[str, Any], stored: Manifest) -> tuple[Family, Mapping[str, Any]] | None:
     """Find the family of the text model inside, as a model of its own, and its config."""
     outer = find_family(config)
     inner: Mapping[str, Any] = config.get("text_config") or {}
@@ -123,7 +123,18 @@ def _find_text_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, An
     family = load_family(name_plain_kind(inner))
     if family is not None:
         return family, inner
-    return next(list_text_models(config), None)
+    flat = list_flat_families(config)
+    if len(flat) < 2:  # noqa: PLR2004 - the config leaves no choice
+        return next(list_text_models(config), None)
+    return next((each for each in list_text_models(config) if _is_stored(*each, config, stored)), None)
+
+
+def _is_stored(family: Family, inner: Mapping[str, Any], config: Mapping[str, Any], stored: Manifest) -> bool:
+    """Return whether the files have a text model of the family, and nothing in it that its table lacks."""
+    try:
+        return TextHalf(family, inner, config, stored, share_kv=False).model() is not None
+    except (SourceError, UnsupportedError):
+        return False
 
 
 def _strip_text_names(stored: Iterable[str], base: str, prefix: str, plain: Model) -> dict[str, str]:
@@ -131,9 +142,11 @@ def _strip_text_names(stored: Iterable[str], base: str, prefix: str, plain: Mode
     words = base.split(".")[:-1]
     outer = ["".join(f"{word}." for word in words[:count]) for count in range(len(words), -1, -1)]
     known = plain.tensors.keys() | plain.aliases.keys() | plain.fusions.keys()
+    shared = base.removesuffix(".") in (prefix, "model", "transformer")  # then towers stand under it, too
+    roots = {name.removeprefix(f"{prefix}.").split(".")[0] for name in known}
     names = {}
     for name in stored:
-        if name.startswith(base) and base:
+        if name.startswith(base) and base and (not shared or name.removeprefix(base).split(".")[0] in roots):
             names[name] = f"{prefix}.{name.removeprefix(base)}" if prefix else name.removeprefix(base)
             continue
         heads = (name.removeprefix(around) for around in outer if name.startswith(around))

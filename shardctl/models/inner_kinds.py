@@ -1,4 +1,7 @@
-"""Knows text models inside others whose layers are those of a family, under a `model_type` of their own."""
+"""Knows text models inside others whose layers are those of a family, and that no inner config names as it.
+
+They have a `model_type` of their own, or no config of their own: then the class around them says what they may be.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from shardctl.models.families import load_families
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.models.family import Family
+
 ROPES: Final = ("rope_parameters", "rope_scaling")
 """Keys of the settings of a rotary embedding."""
 _HEAD: Final = "head_dim"
@@ -20,6 +25,16 @@ _HEAD: Final = "head_dim"
 def _list_inner_kinds() -> Mapping[str, tuple[str, Mapping[str, object]]]:
     """List, by the `model_type` of a text model inside another, the family by itself and what its class assumes."""
     return {kind: (family.name, assumed) for family in load_families() for kind, assumed in family.inner_kinds.items()}
+
+
+def list_flat_families(config: Mapping[str, object]) -> list[Family]:
+    """List the families of which the model inside may be, where its keys stand in the outer config.
+
+    >>> [family.name for family in list_flat_families({"architectures": ["DotsOCRForCausalLM"]})]
+    ['qwen2']
+    """
+    architecture = ModelConfig(config).architecture()
+    return [family for family in load_families() if architecture in family.outer_classes] if architecture else []
 
 
 def name_plain_kind(inner: Mapping[str, object]) -> str:

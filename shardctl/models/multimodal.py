@@ -16,7 +16,7 @@ from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.family import ModelClass
-from shardctl.models.inner_kinds import assume_inner_values, name_plain_kind
+from shardctl.models.inner_kinds import assume_inner_values, list_flat_families, name_plain_kind
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.table import build_model
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _TIED: Final = "tie_word_embeddings"
 _INHERITED: Final = ("dtype", "torch_dtype", _TIED)
 """What an outer config says of the text model, too."""
+_OUTER: Final = frozenset({"architectures", "auto_map", "model_type", "quantization_config", "vision_config"})
+"""Keys that are not the text model's where its own stand beside them."""
 _USUAL: Final = "language_model."
 """Where the text model usually is."""
 _PROBES: Final = 20
@@ -61,9 +63,11 @@ def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, sh
 def describe_text_half(config: Mapping[str, object], *, share_kv: bool) -> Model | None:
     """Describe the text model that a config has inside, where there is no checkpoint; None if no table knows any."""
     nothing = Manifest("", {}, {})
-    for family, inner in list_text_models(config):
-        return TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
-    return None
+    found = list(list_text_models(config))
+    if not found or len(list_flat_families(config)) > 1:
+        return None
+    family, inner = found[0]
+    return TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
 
 
 def has_text_half(config: Mapping[str, object]) -> bool:
@@ -77,6 +81,8 @@ def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Map
         family = load_family(str(inner.get("model_type", ""))) or load_family(name_plain_kind(inner))
         if family is not None and "lm" in next(iter(family.classes.values())).parts.split():
             yield family, inner
+    for family in list_flat_families(config):
+        yield family, {key: value for key, value in config.items() if key not in _OUTER}
 
 
 class TextHalf:

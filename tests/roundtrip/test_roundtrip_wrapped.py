@@ -147,3 +147,60 @@ def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towe
     assert found["parameters"] == counted
     line = f"only the {TEXTS[name]} inside {name}ForConditionalGeneration is counted, without its towers"
     assert line in found["warnings"]
+
+
+HUB = {
+    "DotsOCRForCausalLM": ("qwen2", "", "model.", "", "vision_tower.blocks.0.attn.qkv.weight"),
+    "GOTQwenForCausalLM": ("qwen2", "", "model.", "", "model.vision_tower_high.blocks.0.attn.qkv.weight"),
+    "InternVLChatModel": ("qwen2", "llm_config", "language_model.model.", "language_model.", "mlp1.1.weight"),
+    "LlavaLlamaForCausalLM": ("llama", "", "model.", "", "model.mm_projector.0.weight"),
+    "LlavaQwenForCausalLM": ("qwen2", "", "model.", "", "model.image_newline"),
+    "MiniCPMO": ("qwen3", "", "llm.model.", "llm.", "vpm.encoder.layers.0.self_attn.q_proj.weight"),
+    "MiniCPMV": ("qwen2", "", "llm.model.", "llm.", "resampler.attn.in_proj_weight"),
+    "Ovis2_5": ("qwen3", "llm_config", "llm.model.", "llm.", "vte.weight"),
+}
+"""Classes of the Hub's own code: the text model inside, the key of its config, if it has one of its own, what stands
+before the names of its base model and of its head, and a tensor beside them, as vLLM 0.32 reads them (`dotsocr.py`,
+`internvl.py`, `minicpmo.py`, `minicpmv.py`, `ovis2_5.py`), the others as their repositories do."""
+
+
+def save_hub_class(name, folder):
+    """Save a checkpoint of a class that transformers lacks; returns the text model inside."""
+    kind, key, base, head, beside = HUB[name]
+    text = {**config_of(kind), "dtype": "float32", "tie_word_embeddings": False}
+    alone = save(folder / "alone", text)
+    tensors = {
+        f"{base}{n.removeprefix('model.')}" if n.startswith("model.") else f"{head}{n}": t
+        for n, t in stored(alone.path).items()
+    }
+    outer = {"architectures": [name], "model_type": "odd", "auto_map": {}, "vision_config": {"hidden_size": 32}}
+    (folder / "source").mkdir()
+    save_file(tensors | {beside: torch.ones(8, 4)}, folder / "source" / "model.safetensors", {"format": "pt"})
+    values = {**outer, key: text} if key else {**text, **outer}
+    (folder / "source" / "config.json").write_text(json.dumps(values))
+    return alone
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_text_model_of_a_class_that_transformers_lacks_is_cut_planned_and_split_off(tmp_path, capfd, name):
+    alone, (kind, _, base, _, beside) = save_hub_class(name, tmp_path), HUB[name]
+    done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert any(f"{name} has {kind} inside, {base}**, which is cut by its table" in line for line in done.warnings)
+    assert all(torch.equal(read_rank(tmp_path / "ranks", rank)[beside], torch.ones(8, 4)) for rank in range(2))
+    assert digest(tmp_path / "ranks").digest == digest(tmp_path / "source").digest
+    reshard(tmp_path / "source", tmp_path / "text", ReshardOptions(only="text"))
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert type(model) is alone.kind
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    tokens = torch.arange(3, 14)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, alone.model(input_ids=tokens).logits)
+    assert run(["plan", str(tmp_path / "source"), "--tp", "2", "--for", "serve", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["purpose"]["why_not"] in ("", None)
+
+
+def test_a_config_that_leaves_the_text_model_open_is_not_guessed(tmp_path, capfd):
+    save_hub_class("MiniCPMO", tmp_path)
+    assert run(["plan", str(tmp_path / "source" / "config.json"), "--tp", "2"]) != 0
+    assert "MiniCPMO is not known" in capfd.readouterr().err

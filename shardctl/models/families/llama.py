@@ -47,6 +47,7 @@ LLAMA: Final = Family(
     classes=build_decoder_classes("Llama", question="transformer"),
     prefixes=("model", "transformer"),
     renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
+    outer_classes=("LlavaLlamaForCausalLM",),
     traits=_TRAITS,
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
     inner_kinds={

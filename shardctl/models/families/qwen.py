@@ -34,6 +34,7 @@ QWEN2: Final = Family(
     facts=_build_qwen2_facts,
     classes=build_decoder_classes("Qwen2", question="transformer"),
     prefixes=("model", "transformer"),
+    outer_classes=("DotsOCRForCausalLM", "GOTQwenForCausalLM", "LlavaQwenForCausalLM", "MiniCPMO", "MiniCPMV"),
     traits=_QWEN2_TRAITS,
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
     inner_kinds={
@@ -54,6 +55,7 @@ QWEN3: Final = Family(
     facts=_build_qwen3_facts,
     classes=build_decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
+    outer_classes=("MiniCPMO", "MiniCPMV"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
     inner_kinds={"qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000}},
