@@ -136,7 +136,7 @@ def _encode_checkpoint(
             tensors[shape.name] = shape
     manifest = replace(checkpoint.manifest, tensors=tensors)
     config = {**(checkpoint.config or {}), _KEY: settings}
-    note = f"{len(weights):,} weights were quantised to {recipe.name}{selection.note}"
+    note = f"{len(weights):,} weights are quantised to {recipe.name}{selection.note}"
     thread_bytes = threads * ROUNDING_BYTES + REMEMBERED
     return replace(
         checkpoint,

@@ -142,7 +142,9 @@ def describe_conversion(
     )
     found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)
     besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""
-    return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible, besides])))
+    quantised = work.reshard_options.quantize is not None
+    left = work.checkpoint.source.notes()[-1:] if quantised else ()  # what stays as it is
+    return replace(found, warnings=(*work.have.warnings, *left, *filter(None, [impossible, besides])))
 
 
 def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:

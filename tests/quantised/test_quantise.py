@@ -307,6 +307,8 @@ def test_a_cast_comes_first_and_a_quantised_source_is_decoded_before(tmp_path):
 def test_the_plan_says_the_sizes_afterwards_and_reading_is_counted(tmp_path):
     source = write(tmp_path / "source", WIDE, odd_state(WIDE, torch.bfloat16))
     planned = plan(source, ReshardOptions(quantize="fp8-channel", mesh=Mesh.of(tp=3)))
+    said = "7 weights are quantised to fp8-channel; left as they are: model.embed_tokens, lm_head, and all vectors"
+    assert said in planned.warnings
     done = reshard(source, tmp_path / "out", ReshardOptions(quantize="fp8-channel", mesh=Mesh.of(tp=3)))
     stored = sum(tensor.nbytes for tensor in read(source).values())
     assert (planned.conversion.read_bytes, done.read_bytes) == (stored, stored)
@@ -315,7 +317,7 @@ def test_the_plan_says_the_sizes_afterwards_and_reading_is_counted(tmp_path):
     )
     record = json.loads((tmp_path / "out/shardctl.json").read_text())
     assert record["options"]["quantize"] == "fp8-channel"
-    assert any(note.startswith("7 weights were quantised to fp8-channel; left as they are: ") for note in done.notes)
+    assert any(note.startswith("7 weights are quantised to fp8-channel; left as they are: ") for note in done.notes)
     twice = reshard(source, tmp_path / "nv", ReshardOptions(quantize="nvfp4"))
     projections = sum(t.nbytes for name, t in read(source).items() if "_proj" in name)
     assert twice.read_bytes == stored + projections  # the largest of all is looked for first

@@ -147,7 +147,7 @@ class RoundedWeight:
             return known, None
         height, width = self.matrix.shape
         rows = strip * self.strip, min((strip + 1) * self.strip, height)
-        parts, kept = [], (rows[1] - rows[0]) * width * self.matrix.dtype.unit_bytes <= _STRIP
+        parts, kept = [], (rows[1] - rows[0]) * width * self.matrix.item_bytes <= _STRIP
         bits = self.matrix.read_bits(reader, buffer, rows, (0, width)) if kept else None
         for part in self.matrix.split_rows(rows):
             tile = (

@@ -39,6 +39,12 @@ class StoredMatrix:
     dtype: DType
     """The type that it is cast to before, or its own."""
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes that an element takes while it is read: as it is stored, and as it is cast."""
+        have = self.stored.chunks[0].dtype
+        return have.unit_bytes + (self.dtype.unit_bytes if have != self.dtype else 0)
+
     def read_bits(self, reader: ByteReader, buffer: BandBuffer, rows: Span, columns: Span) -> NDArray[Any]:
         """Read the bit patterns of a tile, in `dtype`."""
         box = Box((rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
