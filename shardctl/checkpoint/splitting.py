@@ -98,7 +98,9 @@ def _keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
     if left:
         warnings += (f"left out: {format_modules(left, kept)}",)
     if manifest.training is not None and manifest.training.states:
-        warnings += ("left out: the optimizer states",)
+        states = manifest.training.states.values()
+        size = format_file_size(sum(state.nbytes for state in states))
+        warnings += (f"left out: the optimizer states ({format_plural(len(states), 'tensor')}, {size})",)
     tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in chosen}
     return replace(manifest, tensors=tensors, warnings=warnings, training=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.amounts import format_file_size, format_plural
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.libraries.catalogue import LAYOUTS, format_choice
 from shardctl.manifest import OpaqueObject
@@ -27,6 +28,8 @@ States = Literal["keep", "drop"] | None
 def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Manifest:
     """Return the manifest with its optimizer states among its tensors if they travel along, else without any training.
 
+    States that are left behind though nobody said so are in its warnings.
+
     Raises UsageError if they are asked for and there are none, or the layout has no place for them.
     """
     there = have.training is not None and bool(have.training.states)
@@ -43,7 +46,18 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
     if wished == "keep" or (wished is None and layout.states == "by default" and known):
         return add_states(have)
-    return replace(have, training=None)
+    warnings = have.warnings
+    if there and wished is None:
+        warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
+    return replace(have, training=None, warnings=warnings)
+
+
+def _describe_states(states: Collection[Tensor], layout: Layout) -> str:
+    """Say how many optimizer states there are, how large they are, and what would keep them."""
+    size = format_file_size(sum(state.nbytes for state in states))
+    others = format_choice([f"--to {each.name}" for each in LAYOUTS if each.states == "by default"])
+    keep = f"use {others}" if layout.states == "none" else "add --optimizer-states keep"
+    return f"the optimizer states ({format_plural(len(states), 'tensor')}, {size}); {keep} to take them along"
 
 
 def filter_states(have: Manifest, parameters: Collection[str]) -> Manifest:

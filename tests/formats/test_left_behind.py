@@ -19,6 +19,7 @@ from torch.distributed import checkpoint
 from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
+from shardctl.cli.program import run
 from shardctl.errors import ShardctlError, SourceError
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.torch_save import leftovers
@@ -237,3 +238,23 @@ def test_unknown_names_in_an_object_of_a_distributed_checkpoint_are_named(tmp_pa
     checkpoint.save({"model": {"a": torch.zeros(2)}, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
     (warning,) = [each for each in warnings(tmp_path) if UNKNOWN_NAMES in each]
     assert warning.endswith(": string.Template")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "hf"], "use --to dcp or --to universal to take them along"),
+        (["--tp", "2"], "add --optimizer-states keep to take them along"),
+        (["--tp", "2", "--optimizer-states", "keep"], ""),
+        (["--to", "hf", "--optimizer-states", "drop"], ""),
+        (["--to", "dcp"], ""),
+    ],
+    ids=" ".join,
+)
+def test_optimizer_states_that_are_left_behind_are_named_with_their_size(tmp_path, capfd, options, said):
+    place = Path(__file__).parents[2] / "fixtures" / "dcp" / "fsdp2"
+    line = ["reshard", str(place), str(tmp_path / "out"), "--config", str(place.with_name("config.json")), *options]
+    assert run([*line, "--json"]) == 0
+    warnings = json.loads(capfd.readouterr().out.splitlines()[-1])["warnings"]
+    expected = [f"left behind: the optimizer states (63 tensors, 43.7 kB); {said}"] if said else []
+    assert warnings == expected
