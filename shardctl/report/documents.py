@@ -254,12 +254,15 @@ def _build_forward_document(result: ForwardResult) -> Document:
     worst, bounds, generated, opinion = result.worst, result.tolerance, result.generated, result.opinion
     return {
         "engine": result.engine,
+        "share": {"own": result.share.own, "joined": [asdict(joined) for joined in result.share.joined]}
+        if result.share is not None
+        else None,
         "dtype": result.dtype,
         "device": result.device,
         "architecture": result.architecture,
         "versions": dict(result.versions),
         "worst": {"name": worst.name, "error": _as_finite(worst.error)} if worst is not None else None,
-        "blocks": [{"name": block.name, "error": _as_finite(block.error)} for block in result.blocks],
+        "blocks": [asdict(block) | {"error": _as_finite(block.error)} for block in result.blocks],
         "output": result.output,
         "output_error": _as_finite(result.output_error),
         "flips": result.flips,

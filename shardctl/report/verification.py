@@ -111,6 +111,9 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         return []
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     rows = [("engine", f"{result.engine}, {result.dtype} on {result.device}" + (f"; {versions}" if versions else ""))]
+    if result.share is not None:
+        rows.append(("by ranks", f"{result.share.own:.1%} of the weights, each rank with what it holds"))
+        rows += [("not by ranks", str(joined)) for joined in result.share.joined]
     bounds = result.tolerance
     if result.worst is not None:
         rounding = f", rounding {bounds.floor:.1e}" if bounds is not None and not bounds.exact else ""

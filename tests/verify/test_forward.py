@@ -52,9 +52,11 @@ def test_shards_compute_what_the_source_computes(made, name, mesh):
     result = run(made(name), made(name, mesh))
     assert result.status == "passed", result.findings
     assert not result.findings
-    assert result.worst.error <= (1e-5 if "tp=" in mesh else 0)
-    assert result.output_error <= (1e-4 if "tp=" in mesh else 0)
-    if "tp=" in mesh:
+    parts = "tp=" in mesh or "ep=" in mesh
+    assert result.worst.error <= (1e-5 if parts else 0)
+    assert result.output_error <= (1e-4 if parts else 0)
+    assert (result.share is not None) == parts
+    if parts:
         assert result.worst.error > 0, "no rank computed with a part of its own"
     assert len(result.blocks) > 3
     left = [note for note in result.notes if "not reached" in note]

@@ -88,26 +88,36 @@ def test_experts_that_no_token_chose_are_said(made):
     assert not [note for note in run(*made("mixtral")).notes if "chosen by no token" in note]
 
 
-def test_a_class_none_of_whose_modules_computes_with_parts_is_said(made, monkeypatch):
-    monkeypatch.setattr("shardctl.verify.forward.executor.find_leaf", lambda *_: None)
+def test_a_part_that_ranks_cannot_run_is_joined_and_that_is_said(made, monkeypatch):
+    """Its weights are right, so the reason lies with the code, not with the checkpoint."""
+    usual = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def forward_of_whole(self, states):
+        if not bool((self.up_proj(states) != 0).all()):
+            raise RuntimeError("some channels are zero")
+        return usual(self, states)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward_of_whole)
     result = run(*made("llama"))
-    assert result.worst.error == 0
-    assert "no module computed with the part of one rank; every weight was joined" in result.notes
+    assert result.status == "passed", result.findings
+    (joined,) = result.share.joined
+    assert joined.reason == "joined: ranks cannot run it by themselves: some channels are zero"
+    assert joined.share == pytest.approx(1 - result.share.own)
+    assert 0.5 < joined.share < 1
+    assert "model.layers.0.mlp.up_proj.weight" in joined.names
 
 
-def test_weights_that_code_reaches_for_are_put_together_and_that_is_said(made):
-    result = run(*made("mamba"))
-    assert result.status == "passed"
-    assert any("dt_proj.weight of MambaBlock joined from all ranks" in note for note in result.notes)
-
-
-def test_the_same_fault_is_found_in_what_is_put_together(made, tmp_path):
+def test_a_fault_is_found_in_weights_that_code_reaches_for(made, tmp_path):
     whole, shards = made("mamba")
+    sound = run(whole, shards)
+    assert (sound.status, sound.share.own) == ("passed", 1.0)
     shutil.copytree(shards, tmp_path / "broken")
     values(tmp_path / "broken", "backbone.layers.1.mixer.dt_proj.weight", 1)[0] = 9
     result = run(whole, tmp_path / "broken")
     assert result.status == "failed"
-    assert [block.name for block in result.blocks if block.error > 1e-4] == ["backbone.layers.1"]
+    assert [(block.name, block.rank) for block in result.blocks if block.error > 1e-4] == [
+        ("backbone.layers.1", "rank 1 (tp1)")
+    ]
 
 
 def test_a_model_that_reaches_for_weights_outside_of_blocks_runs_all_the_same(made, monkeypatch):

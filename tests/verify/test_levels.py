@@ -34,6 +34,7 @@ from shardctl.verify.forward import (
     SecondOpinion,
 )
 from shardctl.verify.forward.by_processes import choose_process_count
+from shardctl.verify.forward.share import ComputedShare, JoinedWeights
 from shardctl.verify.level import LevelResult, VerifyResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -348,7 +349,12 @@ RESULT = ForwardResult(
     "failed",
     engine="4 virtual ranks in one process",
     versions={"torch": "2.11.0", "transformers": "5.17.0"},
-    blocks=(BlockError("model.embed_tokens", 0.0), BlockError("model.layers.1", 0.25), BlockError("lm_head", inf)),
+    blocks=(
+        BlockError("model.embed_tokens", 0.0),
+        BlockError("model.layers.1", 0.25, "rank 1 (tp1)"),
+        BlockError("lm_head", inf),
+    ),
+    share=ComputedShare(0.75, (JoinedWeights("joined: it is loose", 0.25, ("bias",)),)),
     output="logits",
     output_error=0.125,
     flips=3,
@@ -419,6 +425,8 @@ class TestForward:
         assert code == 3
         assert [line.rstrip() for line in out.splitlines() if line.startswith(("    ", "note"))][4:] == [
             "    engine          4 virtual ranks in one process, fp32 on cpu; torch 2.11.0, transformers 5.17.0",
+            "    by ranks        75.0% of the weights, each rank with what it holds",
+            "    not by ranks    25.0% of the weights, bias: joined: it is loose",
             "    worst block     lm_head not comparable, allowed 1e-05, rounding 6.5e-06",
             "    logits          1.2e-01 off, allowed 1e-04; 3 of 64 positions choose another token",
             "    second opinion  transformers' tensor parallelism differs, 5.0e-01 off",
@@ -439,7 +447,14 @@ class TestForward:
         assert document["status"] == "failed"
         forward = document["forward"]
         assert forward["worst"] == {"name": "lm_head", "error": None}
-        assert forward["blocks"][1] == {"name": "model.layers.1", "error": 0.25}
+        assert forward["blocks"][1] == {
+            "name": "model.layers.1",
+            "error": 0.25,
+            "rank": "rank 1 (tp1)",
+            "miscut": False,
+        }
+        joined = {"reason": "joined: it is loose", "share": 0.25, "names": ["bias"]}
+        assert forward["share"] == {"own": 0.75, "joined": [joined]}
         assert forward["generated"]["same"] is False
         assert forward["opinion"] == {"status": "differs", "reason": "rank 1 is off", "error": 0.5}
         assert forward["tolerance"]["floor"] == 6.5e-6

@@ -56,9 +56,8 @@ def _compare_passes(
             raise
         message = f"{error.message}; {error.hint}" if error.hint else error.message
         found = CheckFinding("error", "processes", message)
-        return ForwardResult(
-            "failed", "", f"processes ({candidate.mesh})", options.dtype, options.device, findings=(found,)
-        )
+        engine = f"processes ({candidate.mesh})"
+        return ForwardResult("failed", "", engine, None, options.dtype, options.device, findings=(found,))
     except NotStartedError as error:
         result = compare_in_process(candidate, original, options)
         note = f"all ranks ran in one process: {error.message}"

@@ -18,6 +18,7 @@ from shardctl.verify.forward.generate import continue_prompt
 from shardctl.verify.forward.inputs import build_inputs, list_vision_towers
 from shardctl.verify.forward.leaves import ComputePrecision
 from shardctl.verify.forward.result import BlockError, ForwardResult, GeneratedTexts
+from shardctl.verify.forward.share import measure_share
 from shardctl.verify.forward.sides import CandidateCheckpoint, ComparedSides, OriginalCheckpoint
 from shardctl.verify.forward.skeleton import ModelSkeleton
 from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_experts
@@ -97,10 +98,10 @@ class ForwardComparison:
         source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
         inputs = build_inputs(model, self.options.device)
-        executor.source, executor.views = source, self.sides.build_views(executor, shards)
+        self._prepare(executor, source, shards)
         with record_chosen_experts(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
-        self._say(executor, shards, *count_idle_experts(model, seen))
+        self._say(*count_idle_experts(model, seen))
         name, expected = select_output(reference)
         self._look(executor, source, shards)
         found = self._free(executor, inputs, shards) if self.sides.candidate.config is None else self._own(inputs)
@@ -109,21 +110,23 @@ class ForwardComparison:
         rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
         flips, positions = count_flips(expected, found) if name == "logits" else (0, 0)
         mesh = self.sides.candidate.mesh or Mesh.of()
+        held = self._collect_findings(shards)
         result = ForwardResult(
             status="passed",
             engine=_describe_engine(mesh, shards, self.team),
+            share=measure_share(executor, shards),
             dtype=self.options.dtype,
             device=self.options.device,
             architecture=architecture,
             versions=list_versions(),
-            blocks=tuple(BlockError(unit, error) for unit, error in executor.errors.items()),
+            blocks=_list_block_errors(executor, sound=not held),
             output=name,
             output_error=apart,
             flips=flips,
             positions=positions,
             tolerance=choose_tolerance(
                 self.options.dtype,
-                tp=mesh.degree("tp") if shards.shards is not None else 1,
+                summed=executor.ranks is not None,
                 rounding=rounding,
                 stable=not executor.unstable,
             ),
@@ -131,8 +134,7 @@ class ForwardComparison:
             read_bytes=self.sides.read_bytes,
         )
         self._unreached(executor)
-        self._judge_apart(executor)
-        extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
+        extra = [*executor.findings, *self.sides.findings, *held]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
     def executor(self, kind: Torch, dtype: str, config: Mapping[str, Any] | None = None) -> ModelExecutor:
@@ -170,7 +172,8 @@ class ForwardComparison:
         try:
             kind = get_model_class(_find_architecture(candidate.config, candidate.model))
             executor = self.executor(kind, self.options.dtype, candidate.config)
-            _, shards = ComparedSides(self.sides.original, candidate, self.team).fill(executor)
+            source, shards = ComparedSides(self.sides.original, candidate, self.team).fill(executor)
+            self._prepare(executor, source, shards)
         except MachineError:
             raise
         except (ShardctlError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -206,32 +209,26 @@ class ForwardComparison:
             except (PartError, UnsupportedError) as error:
                 self.sides.notes.append(f"{name} was not run: {error}")
 
-    def _say(self, executor: ModelExecutor, shards: ModelWeights, unused: int, experts: int) -> None:
-        """Say what was read and not computed with as it would be on ranks."""
+    def _prepare(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
+        """Have the executor run the source, and the shards as ranks where they compute with parts."""
+        executor.source, executor.ranks = source, self.sides.gather_ranks(executor, shards)
+        executor.known = shards.shards is not None and bool(shards.shards.model.family)
+        executor.suspect = choose_tolerance(self.options.dtype, summed=True).warn
+
+    def _collect_findings(self, shards: ModelWeights) -> list[CheckFinding]:
+        """Return what was found while reading shards, by any process, and the copies that differ between them."""
+        if shards.shards is None:
+            return []
+        held = shards.shards
+        for sums in self.team.collect(list(held.sums.items())):
+            held.compare_copies(dict(sums))
+        return [each for findings in self.team.collect(held.findings) for each in findings]
+
+    def _say(self, unused: int, experts: int) -> None:
+        """Say which experts were read and not computed with."""
         if unused:
             text = "experts were chosen by no token of these inputs and were not tested"
             self.sides.notes.append(f"{unused} of {experts} {text}")
-        cut = shards.shards is not None and shards.shards.placed.mesh.degree("tp") > 1
-        if cut and not executor.parted:
-            self.sides.notes.append("no module computed with the part of one rank; every weight was joined")
-
-    def _judge_apart(self, executor: ModelExecutor) -> None:
-        """Tell whether ranks that only meet where linears sum compute what the source does, part by part."""
-        if executor.views is None:
-            return
-        count, worst = len(executor.views.views), max(executor.apart.values(), default=0.0)
-        self.sides.notes.append(
-            f"{count} ranks also ran each part by themselves, and added only what tensor parallelism adds: "
-            f"{worst:.2e} from the source"
-        )
-        bound = choose_tolerance(self.options.dtype, tp=count).warn
-        for name, found in executor.apart.items():
-            if found > bound:
-                message = (
-                    f"{name} is cut so that its ranks do not compute what the source computes: {found:.2e}, "
-                    f"at most {bound:g}; a cut separates rows or columns that belong together"
-                )
-                self.sides.findings.append(CheckFinding("error", "forward", message, name))
 
     def _idle(self, executor: ModelExecutor) -> list[str]:
         """Return the parts that no input reached, and whose weights no other part has."""
@@ -274,6 +271,20 @@ def _find_architecture(config: Mapping[str, Any], model: Model | None) -> str:
     return first or (model.architecture if model is not None else "")
 
 
+def _list_block_errors(executor: ModelExecutor, *, sound: bool) -> tuple[BlockError, ...]:
+    """List how far parts are off; only if what ranks hold is `sound` can it be the cuts that are wrong."""
+    views = executor.ranks.views.views if executor.ranks is not None else ()
+    return tuple(
+        BlockError(
+            name,
+            error,
+            views[executor.farthest[name]].label if executor.farthest[name] >= 0 else "",
+            sound and name in executor.miscut,
+        )
+        for name, error in executor.errors.items()
+    )
+
+
 def _describe_engine(mesh: Mesh, shards: ModelWeights, team: RankTeam) -> str:
     if shards.shards is None:
         return "one process, whole tensors"
@@ -294,7 +305,10 @@ def release_freed_memory() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(_MMAP_THRESHOLD, 1 << 20)
+            mallopt(_ARENA_MAX, 1)
 
 
 _MMAP_THRESHOLD: Final = -3
 """`M_MMAP_THRESHOLD` of malloc.h: what is larger has pages of its own, which go back when it is freed."""
+_ARENA_MAX: Final = -8
+"""`M_ARENA_MAX`: threads that take turns need no heaps of their own, each of which would keep what it once had."""

@@ -13,7 +13,7 @@ from shardctl.errors import CoverageError, UnsupportedError
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.leaves import ComputePrecision, LeafModule, find_leaf
-from shardctl.verify.forward.lockstep import run_lockstep
+from shardctl.verify.forward.meeting import FAILURES, CutConflictError
 from shardctl.verify.forward.numerics import record_unstable_kernels, use_plain_float32
 from shardctl.verify.forward.stacks import ExpertStack, is_stack
 from shardctl.verify.forward.team import RankTeam
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardctl.verify.forward.adapter import WeightConversion
-    from shardctl.verify.forward.rank_views import RankViews
+    from shardctl.verify.forward.rank_runner import RankRunner
     from shardctl.verify.forward.skeleton import ModelSkeleton, ModelUnit, TensorSlot
     from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
-_FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError)
-"""What code raises that finds a tensor without memory, or a stand-in, where it wants values."""
 
 
 class PartError(Exception):
@@ -50,12 +48,18 @@ class ModelExecutor:
     team: RankTeam = field(default_factory=RankTeam)
     source: ModelWeights | None = None
     """The weights that are right: where there are several processes, the first alone computes with them."""
-    views: RankViews | None = None
-    """The weights of each rank by itself, if parts are to run with those as well."""
-    apart: dict[str, float] = field(default_factory=dict)
-    """Of each part that ranks ran by themselves, how far the farthest is from the source."""
+    ranks: RankRunner | None = None
+    """The ranks, if they compute with parts."""
+    known: bool = True
+    """Whether the table of cuts is known to be right, so that a part that ranks cannot run says nothing of it."""
+    suspect: float = inf
+    """The distance beyond which a part is run with joined weights too, to tell wrong weights from a wrong cut."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Of each part that ran with both weights on the same inputs, by name."""
+    """Of each part that ran with both weights on the same inputs, by name; of several ranks, the farthest."""
+    farthest: dict[str, int] = field(default_factory=dict)
+    """The rank that is meant, by the name of the part."""
+    miscut: set[str] = field(default_factory=set)
+    """Parts whose weights are right once joined, though ranks compute something else with theirs."""
     notes: dict[str, None] = field(default_factory=dict)
     """What was done otherwise than planned, each once."""
     findings: list[CheckFinding] = field(default_factory=list)
@@ -63,8 +67,6 @@ class ModelExecutor:
     """The parts that ran."""
     unstable: dict[str, None] = field(default_factory=dict)
     """The kernels that ran and do not give the same bits each time."""
-    parted: int = 0
-    """How often a module computed with parts that ranks hold."""
     _assembled: set[TensorSlot] = field(default_factory=set)
     """Weights that must be whole because code reaches for them."""
     _resident: bool = False
@@ -90,7 +92,7 @@ class ModelExecutor:
         if not self._resident and (self.source is None or weights is self.source):  # which tells of the code alone
             try:
                 output = self._pass(model or self.skeleton.model, inputs, weights, beside)
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise_machine_error(error, self.precision.device)
                 why = _format_first_line(error)
             else:
@@ -101,7 +103,7 @@ class ModelExecutor:
             self._note(f"weights outside of blocks stay in memory, because code may use them: {why}")
         try:
             return self._pass(model or self.skeleton.model, inputs, weights, beside)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise_machine_error(error, self.precision.device)
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
@@ -117,10 +119,20 @@ class ModelExecutor:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     if weights.fills(slot):
                         self._put(slot, weights)
-                return model(**copy_arguments(dict(inputs)), **_choose_call_options(model))
+                options = _choose_call_options(model)
+                if self.ranks is not None and weights is not self.source:
+                    return self._run_on_ranks(self.ranks, lambda: model(**copy_arguments(dict(inputs)), **options))
+                return model(**copy_arguments(dict(inputs)), **options)
             finally:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     slot.clear()
+
+    def _run_on_ranks(self, ranks: RankRunner, compute: Callable[[], Torch]) -> Torch:
+        try:
+            return ranks.run_model(compute)
+        except FAILURES as error:
+            raise_machine_error(error, self.precision.device)
+            raise PartError(type(self.skeleton.model).__name__, "ranks", error) from error
 
     @contextmanager
     def _wrapped(self, weights: ModelWeights, beside: ModelWeights | None) -> Iterator[None]:
@@ -143,44 +155,53 @@ class ModelExecutor:
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             self.reached.add(unit.name)
+            if weights is not self.source:
+                if self.ranks is not None and unit.name not in self.ranks.joined:
+                    return self.ranks.run_here(unit, args, kwargs)
+                return self._run(unit, usual, weights, args, kwargs)
             mine = (copy_arguments(args), copy_arguments(kwargs)) if beside is not None else ()
-            alone = (copy_arguments(args), copy_arguments(kwargs)) if self.views is not None else None
-            if weights is self.source:
-                output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
-            else:
-                output, _ = self._run(unit, usual, weights, args, kwargs)
-            if beside is None:
-                return output
-            try:
-                other, apart = self._run(unit, usual, beside, *mine)
-                found = max(measure_distance(output, other), apart)
-            except CoverageError as error:
-                self.findings.append(CheckFinding("error", "forward", error.message))
-                found = inf
-            except PartError as error:
-                self.findings.append(CheckFinding("error", "forward", str(error)))
-                found = inf
-            self.errors[unit.name] = max(self.errors.get(unit.name, 0.0), found)
-            if self.views is not None and alone is not None:
-                self._run_apart(unit, self.views, output, *alone)
+            output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
+            if beside is not None:
+                rank, found = self._compare(unit, usual, output, beside, mine)
+                if found >= self.errors.get(unit.name, 0.0):
+                    self.errors[unit.name], self.farthest[unit.name] = found, rank
             return output
 
         return run
 
-    def _run_apart(self, unit: ModelUnit, views: RankViews, output: Torch, args: Torch, kwargs: Torch) -> None:
-        """Run a part with each rank by itself, and note how far the farthest is from the source's `output`."""
+    def _compare(
+        self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch
+    ) -> tuple[int, float]:
+        """Run a part as the shards do: return the farthest rank, if ranks ran it, and how far it is from `output`."""
+        if self.ranks is None or unit.name in self.ranks.joined:
+            return -1, self._measure_joined(unit, usual, output, beside, given)
+        before = copy_arguments(given) if self.suspect < inf else given
+        outputs, failure = self.ranks.run_unit(unit, *given)
+        if failure is not None:
+            raise_machine_error(failure, self.precision.device)
+            if self.known and not isinstance(failure, CutConflictError):
+                self.ranks.joined[unit.name] = f"ranks cannot run it by themselves: {_format_first_line(failure)}"
+                return -1, self._measure_joined(unit, usual, output, beside, before)
+            self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", failure))))
+            return -1, inf
+        states = _select_states(output)
+        apart = [(measure_distance(states, _select_states(each)), number) for number, each in outputs.items()]
+        found, rank = max(each for some in self.team.collect(apart) for each in some)
+        if self.suspect < found and self._measure_joined(unit, usual, output, beside, before) <= self.suspect:
+            self.miscut.add(unit.name)
+        return rank, found
+
+    def _measure_joined(
+        self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch
+    ) -> float:
+        """Return how far a part is from `output` if weights are put together before it computes."""
         try:
-            assert self.source is not None  # noqa: S101 - there is one while parts run
-            outputs = run_lockstep(unit, views, self.source, self.values, self.precision.device, args, kwargs)
-            found = max(measure_distance(_select_states(output), _select_states(each)) for each in outputs)
+            return measure_distance(output, self._run(unit, usual, beside, *given))
         except CoverageError as error:
             self.findings.append(CheckFinding("error", "forward", error.message))
-            found = inf
-        except _FAILURES as error:
-            raise_machine_error(error, self.precision.device)
-            self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", error))))
-            found = inf
-        self.apart[unit.name] = max(self.apart.get(unit.name, 0.0), found)
+        except PartError as error:
+            self.findings.append(CheckFinding("error", "forward", str(error)))
+        return inf
 
     def values(self, slots: Iterable[TensorSlot], weights: ModelWeights) -> dict[TensorSlot, Torch]:
         """Return what `weights` put into slots, which keep what they have."""
@@ -200,14 +221,14 @@ class ModelExecutor:
         """Return what the source's part computes; if it cannot, nothing can be compared."""
         assert self.source is not None  # noqa: S101 - asked for it alone
         try:
-            return self._run(unit, usual, self.source, args, kwargs)[0]
+            return self._run(unit, usual, self.source, args, kwargs)
         except PartError as error:
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
     def _run(
         self, unit: ModelUnit, usual: Callable[..., Torch], weights: ModelWeights, args: Torch, kwargs: Torch
-    ) -> tuple[Torch, float]:
-        """Return a part's output, and how far ranks are apart that should agree."""
+    ) -> Torch:
+        """Return a part's output with whole weights."""
         resident, part = self._resident and not unit.block, type(unit.module).__name__
         while True:
             leaves: list[LeafModule] = []
@@ -215,7 +236,7 @@ class ModelExecutor:
             try:
                 leaves, own = self._fill(unit, weights)
                 output = (own or usual)(*args, **kwargs)
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise_machine_error(error, self.precision.device)
                 failure = error
             finally:
@@ -229,13 +250,13 @@ class ModelExecutor:
                 reached = [slot for leaf in idle for slot in unit.slots if slot.module is leaf.module]
                 self._assembled.update(reached)
                 names = sorted({slot.names[0].removeprefix(f"{unit.name}.") for slot in reached})
-                self._note(f"{', '.join(names)} of {part} joined from all ranks, because code uses it directly")
+                self._note(f"{', '.join(names)} of {part} are held whole, because code uses them directly")
                 continue
             if failure is not None and self._unstacked(unit):
                 continue
             if failure is not None:
                 raise PartError(unit.name, weights.title, failure) from failure
-            return output, max((leaf.disagreement for leaf in leaves), default=0.0)
+            return output
 
     def _unstacked(self, unit: ModelUnit) -> bool:
         """Have stacks of experts whole from now on; whether there was one."""
@@ -249,25 +270,19 @@ class ModelExecutor:
     def _fill(self, unit: ModelUnit, weights: ModelWeights) -> tuple[list[LeafModule], Callable[..., Torch] | None]:
         """Fill a part; the leaves in it, and what the part itself is to run if it is one."""
         leaves, own, groups = list[LeafModule](), None, dict[str, None]()
-        by_place = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
-        done: set[int] = set()
         for slot in unit.slots:
-            if id(slot) in done or not weights.fills(slot):
+            if not weights.fills(slot):
                 continue
             if slot in weights.converted:
                 groups[weights.converted[slot]] = None
                 continue
-            bias = by_place.get((id(slot.module), "bias"))
-            leaf = None if slot in self._assembled else find_leaf(slot, weights, self.precision, bias)
+            leaf = None if slot in self._assembled else find_leaf(slot, weights, self.precision)
             if leaf is not None:
-                run = leaf.embedding if hasattr(leaf.module, "num_embeddings") else leaf.linear
-                done |= {id(each) for each in (slot, bias) if each is not None}  # they stay empty
                 leaves.append(leaf)
-                self.parted += leaf.cut is not None
                 if slot.module is unit.module:
-                    own = run
+                    own = leaf.forward
                 else:
-                    slot.module.forward = run
+                    slot.module.forward = leaf.forward
             elif is_stack(slot, self.precision) and slot not in self._assembled:
                 slot.stand_in(ExpertStack(weights, slot, self.precision))
             else:

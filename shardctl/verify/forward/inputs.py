@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
@@ -135,6 +137,9 @@ def copy_arguments(value: Torch) -> Torch:
         return value.clone()
     if type(value) in {tuple, list}:
         return type(value)(map(copy_arguments, value))
-    if type(value) is dict:
-        return {key: copy_arguments(each) for key, each in value.items()}
+    if isinstance(value, MutableMapping) and type(value).__module__ != "torch":
+        mine = copy.copy(value)  # of its own type: layers hand keys and values on in such
+        for key, each in value.items():
+            mine[key] = copy_arguments(each)
+        return mine
     return value

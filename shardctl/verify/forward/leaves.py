@@ -1,18 +1,19 @@
-"""Provides modules that compute with ranks' parts, or with a weight too large to hold, stretch by stretch."""
+"""Provides modules that compute with a rank's part, or with a weight too large to hold, stretch by stretch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
+from shardctl.verify.forward.placed_tensors import PlacedTensor, RankPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardctl.verify.forward.lens import LazyTensor
     from shardctl.verify.forward.skeleton import TensorSlot
-    from shardctl.verify.forward.team import RankTeam
     from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
@@ -49,10 +50,6 @@ class WeightPart:
         read = self.weights.typed(self.slot, self.lazy.read(box), self.precision.dtype)
         return read.to(self.precision.device)
 
-    def whole(self) -> Torch:
-        """Return all of it."""
-        return self.weights.typed(self.slot, self.lazy[...], self.precision.dtype).to(self.precision.device)
-
     def bands(self) -> list[tuple[int, int]]:
         """Return the stretches of rows in which it is read."""
         rows = self.lazy.shape[0]
@@ -62,111 +59,78 @@ class WeightPart:
 
 @dataclass(slots=True)
 class LeafModule:
-    """A module whose weight stays in the files until its forward is called."""
+    """A module whose weight stays in the files until its forward is called.
+
+    Of a rank's part, what it computes is as long as that of the whole, and zero where others have the weight.
+    """
 
     module: Torch
-    usual: Callable[..., Torch]
-    """The forward of its class."""
-    weight: list[WeightPart]
-    """By index on the tp axis; one, if tp does not cut it."""
-    bias: list[WeightPart]
-    """Of the same number, or one that is added once, or none."""
-    cut: int | None
-    """The dim of the weight that tp cuts."""
-    team: RankTeam
-    transposed: bool = False
-    """Whether inputs are rows, as in Conv1D."""
+    weight: WeightPart
+    kind: str
+    """`linear`, `conv1d` with inputs as rows, or `embedding`."""
     calls: int = 0
-    disagreement: float = 0.0
-    """The largest relative difference between ranks that compute the same outputs."""
+
+    @property
+    def forward(self) -> Callable[[Torch], Torch]:
+        """What the module is to run."""
+        return self.embedding if self.kind == "embedding" else self.linear
 
     def linear(self, inputs: Torch) -> Torch:
-        """Return what Linear and Conv1D compute: gathered where outputs are cut, summed where inputs are."""
-        import torch
-
+        """Return what Linear and Conv1D compute."""
         self.calls += 1
-        inner = self.transposed != (self.cut == 1)  # whether the cut dim is that of the inputs
-        extent = self._extent(1 if self.transposed else 0)
-        result = torch.zeros(*inputs.shape[:-1], extent, dtype=inputs.dtype, device=inputs.device)
-        if self.cut is not None and inner:
-
-            def partial(index: int) -> Torch:
-                part = self.weight[index]
-                return self._local(part, _select_columns(inputs, part.runs[0 if self.transposed else 1]), None)
-
-            for local in self.team.each(len(self.weight), partial):
-                result += local
-            return result + self.bias[0].whole() if self.bias else result
-        apart = len(self.bias) == len(self.weight)
-
-        def columns(index: int) -> Torch:
-            return self._local(self.weight[index], inputs, self.bias[index] if apart else None)
-
-        filled = torch.zeros(extent, dtype=torch.bool)
-        for part, local in zip(self.weight, self.team.each(len(self.weight), columns), strict=True):
-            self._place(result, filled, local, part.runs[1 if self.transposed else 0])
-        return result + self.bias[0].whole() if self.bias and not apart else result
-
-    def _extent(self, dim: int) -> int:
-        return max(stop for part in self.weight for run in part.runs[dim] for stop in run)
-
-    def _place(self, result: Torch, filled: Torch, local: Torch, runs: Sequence[tuple[int, int]]) -> None:
-        """Put a rank's outputs where they belong; what another rank has put there must be the same."""
+        transposed = self.kind == "conv1d"
+        bias, extent = self.module.bias, self.weight.slot.shape[1 if transposed else 0]
+        columns, rows = self.weight.runs if transposed else reversed(self.weight.runs)
+        if columns != ((0, self.weight.slot.shape[0 if transposed else 1]),):
+            inputs = _select_columns(inputs, columns)
+        if rows == ((0, extent),):
+            return self._local(inputs, bias)
+        local = self._local(inputs, _select_columns(bias, rows) if bias is not None else None)
+        shape = (*inputs.shape[:-1], extent)
+        result = inputs.new_zeros(shape) if bias is None else bias.expand(shape).clone()
         at = 0
-        for start, stop in runs:
-            mine, there = local[..., at : at + stop - start], result[..., start:stop]
-            if filled[start:stop].all():
-                norm = float(there.norm())
-                self.disagreement = max(self.disagreement, float((mine - there).norm()) / (norm or 1.0))
-            there.copy_(mine)
-            filled[start:stop] = True
+        for start, stop in rows:
+            result[..., start:stop] = local[..., at : at + stop - start]
             at += stop - start
+        return result
 
-    def _local(self, part: WeightPart, inputs: Torch, bias: WeightPart | None) -> Torch:
-        """Return one rank's outputs."""
+    def _local(self, inputs: Torch, bias: Torch) -> Torch:
+        """Return the outputs that the part has."""
         import torch
         from torch.nn import functional
 
-        added = bias.whole() if bias is not None else None
+        part = self.weight
         bands = part.bands()
-        if self.transposed:
+        if self.kind == "conv1d":
             flat = inputs.reshape(-1, inputs.shape[-1])
-            total = added if added is not None else torch.zeros((), dtype=inputs.dtype, device=inputs.device)
+            total = bias if bias is not None else torch.zeros((), dtype=inputs.dtype, device=inputs.device)
             for start, stop in bands:
                 total = torch.addmm(total, flat[:, start:stop], part.rows(start, stop))
             return total.expand(len(flat), part.lazy.shape[1]).view(*inputs.shape[:-1], part.lazy.shape[1])
         if len(bands) == 1:
-            return functional.linear(inputs, part.rows(*bands[0]), added)
-        pieces = [
-            functional.linear(inputs, part.rows(a, b), added[a:b] if added is not None else None) for a, b in bands
-        ]
+            return functional.linear(inputs, part.rows(*bands[0]), bias)
+        pieces = [functional.linear(inputs, part.rows(a, b), bias[a:b] if bias is not None else None) for a, b in bands]
         return torch.cat(pieces, -1) if pieces else inputs[..., :0]
 
     def embedding(self, ids: Torch) -> Torch:
-        """Return what an embedding computes, from the rows that are asked for; ranks that lack a row give zeros."""
+        """Return what an embedding computes, from the rows that are asked for."""
         import torch
         from torch import nn
 
         self.calls += 1
         wanted, places = torch.unique(ids, return_inverse=True)
-        width = self._extent(1)
-
-        def rows(index: int) -> Torch:
-            part = self.weight[index]
-            table = torch.zeros(len(wanted), width, dtype=part.precision.dtype)
-            for number, row in enumerate(wanted.tolist()):
-                local = _find_row_position(part.runs[0], row)
-                if local is not None:
-                    table[number] = _spread_row(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
-            return table
-
-        table: Torch = sum(self.team.each(len(self.weight), rows))
+        part, width = self.weight, self.weight.slot.shape[1]
+        table = torch.zeros(len(wanted), width, dtype=part.precision.dtype)
+        for number, row in enumerate(wanted.tolist()):
+            local = _find_row_position(part.runs[0], row)
+            if local is not None:
+                table[number] = _spread_row(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
         parameters = self.module._parameters  # noqa: SLF001
         padding, kept = self.module.padding_idx, parameters["weight"]
         self.module.padding_idx = None  # which would be outside of a table of some rows
         parameters["weight"] = nn.Parameter(table.to(ids.device), requires_grad=False)
         try:
-            return self.usual(places)
+            return type(self.module).forward(self.module, places)
         finally:
             self.module.padding_idx, parameters["weight"] = padding, kept
 
@@ -198,10 +162,8 @@ def _find_row_position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
     return None
 
 
-def find_leaf(
-    slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision, bias: TensorSlot | None
-) -> LeafModule | None:
-    """Find the leaf for a module whose weight is cut by tp or too large to hold.
+def find_leaf(slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision) -> LeafModule | None:
+    """Find the leaf for a module whose weight is a rank's part or too large to hold.
 
     None if the module is to run as it is.
     """
@@ -209,30 +171,12 @@ def find_leaf(
     lazy = weights.direct.get(slot)
     if kind is None or lazy is None or slot.attribute != "weight" or slot.is_buffer:
         return None
-    sharding = weights.sharding(slot)
-    size = precision.dtype.itemsize
-    for extent in slot.shape:
-        size *= extent
-    if sharding is None and size <= precision.limit:
+    whole = tuple(((0, extent),) for extent in slot.shape)
+    if isinstance(lazy, PlacedTensor) and lazy.runs != whole:
+        return LeafModule(slot.module, WeightPart(RankPart(lazy), slot, weights, precision, lazy.runs), kind)
+    if prod(slot.shape) * precision.dtype.itemsize <= precision.limit:
         return None
-    biases: list[WeightPart] = []
-    if bias is not None:
-        if bias not in weights.direct:
-            return None
-        cut_bias = weights.sharding(bias) if sharding is not None else None
-        output = 1 if kind == "conv1d" else 0
-        if cut_bias is not None and sharding is not None and sharding.dim == output:
-            biases = [WeightPart(each, bias, weights, precision, each.runs) for each in cut_bias.parts]
-        else:
-            biases = [WeightPart(weights.direct[bias], bias, weights, precision, ())]
-    if sharding is None:
-        whole = tuple(((0, extent),) for extent in slot.shape)
-        parts = [WeightPart(lazy, slot, weights, precision, whole)]
-    else:
-        parts = [WeightPart(each, slot, weights, precision, each.runs) for each in sharding.parts]
-    usual = type(slot.module).forward.__get__(slot.module)
-    dim = sharding.dim if sharding is not None else None
-    return LeafModule(slot.module, usual, parts, biases, dim, weights.team, kind == "conv1d")
+    return LeafModule(slot.module, WeightPart(lazy, slot, weights, precision, whole), kind)
 
 
 _LINEAR: Final = {"FalconLinear"}

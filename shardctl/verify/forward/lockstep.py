@@ -1,25 +1,27 @@
-"""Runs a part of a model once for each rank at the same time, each with its own weights, as devices would.
+"""Gives a part of a model the weights of one rank, and has it meet the other ranks where tensor parallelism does.
 
-Ranks meet only where tensor parallelism has them meet: they add what linears give whose inputs are cut, what embeddings
-and heads give whose tokens are cut, and what experts give; and norms across heads see all heads. A table that cuts
-elsewhere, or through a head, makes each rank compute something else than the source.
+Ranks add what linears give whose inputs are cut, what embeddings and heads give whose tokens are cut, and what experts
+give; norms across heads see all heads, and norms over a group of channels that several ranks share see all of it. A
+table that cuts elsewhere, or through a head, makes each rank compute something else than the source.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.mesh import EXPERT_AXES
-from shardctl.verify.device import use_device
-from shardctl.verify.forward.inputs import copy_arguments
-from shardctl.verify.forward.leaves import find_leaf_kind
+from shardctl.verify.forward.leaves import LeafModule, find_leaf, find_leaf_kind
+from shardctl.verify.forward.meeting import CutConflictError
+from shardctl.verify.forward.stacks import ExpertStack, is_stack
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from shardctl.verify.forward.leaves import ComputePrecision
+    from shardctl.verify.forward.meeting import RankMeeting
     from shardctl.verify.forward.rank_views import RankViews
     from shardctl.verify.forward.skeleton import ModelUnit, TensorSlot
     from shardctl.verify.forward.weights import ModelWeights
@@ -29,85 +31,48 @@ ReadSlots = Callable[[Iterable["TensorSlot"], "ModelWeights"], dict["TensorSlot"
 """Gives what weights put into some slots."""
 _ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
 _STACK: Final = 3
-_PATIENCE: Final = 600.0
-"""Seconds after which a rank that nobody meets gives up."""
 
 
-@dataclass(slots=True)
-class RankMeeting:
-    """Where the ranks of one run add what they have."""
-
-    views: RankViews
-    barrier: threading.Barrier = field(init=False)
-    _shown: list[Torch] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(len(self.views.views), timeout=_PATIENCE)
-        self._shown = [None] * len(self.views.views)
-
-    def add(self, rank: int, mine: Torch, group: list[int]) -> Torch:
-        """Return the sum of what the ranks of `group` show, the same to the bit for all."""
-        return sum(self._gather(rank, mine, group))
-
-    def refuse_equal(self, rank: int, mine: Torch, group: list[int]) -> None:
-        """Raise ValueError if all ranks are given the same where each should have its own."""
-        first, *others = self._gather(rank, mine, group)
-        if others and bool(first.any()) and all(other.equal(first) for other in others):
-            raise ValueError("its inputs are cut, and every rank is given all of them")
-
-    def _gather(self, rank: int, mine: Torch, group: list[int]) -> list[Torch]:
-        self._shown[rank] = mine
-        self.barrier.wait()
-        shown = [self._shown[each] for each in group]
-        self.barrier.wait()
-        return shown
-
-
-def run_lockstep(
-    unit: ModelUnit, views: RankViews, source: ModelWeights, read: ReadSlots, device: str, args: Torch, kwargs: Torch
-) -> list[Torch]:
-    """Return what each rank computes; raises what a rank raises. The biases of sums are those of the `source`."""
-    meeting = RankMeeting(views)
-    ranks = [_RankModule(unit, source, read, number, meeting) for number in range(len(views.views))]
-    outputs: list[Torch] = [None] * len(ranks)
-    errors: list[BaseException] = []
-
-    def compute(number: int) -> None:
-        import torch
-
-        try:
-            with torch.no_grad(), use_device(device):
-                outputs[number] = ranks[number].module(*copy_arguments(args), **copy_arguments(kwargs))
-        except threading.BrokenBarrierError:
-            pass  # another rank has said why
-        except Exception as error:  # noqa: BLE001 - to be raised where all ranks are waited for
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=compute, args=(number,), daemon=True) for number in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return outputs
-
-
-class _RankModule:
-    """A copy of a part of the model that has one rank's weights."""
+class RankModule:
+    """A copy of a part of the model that has one rank's weights; those `whole` are held as the code may use them."""
 
     def __init__(
-        self, unit: ModelUnit, source: ModelWeights, read: ReadSlots, number: int, meeting: RankMeeting
+        self,
+        unit: ModelUnit,
+        views: RankViews,
+        meeting: RankMeeting,
+        precision: ComputePrecision,
+        read: ReadSlots,
+        whole: Container[TensorSlot],
     ) -> None:
-        self.source, self.read, self.number, self.meeting = source, read, number, meeting
-        self.views = meeting.views
+        self.unit, self.views, self.meeting, self.number = unit, views, meeting, meeting.number
+        weights = views.views[self.number].weights
         self.slots = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
         self.copies: dict[int, Torch] = {}
-        self.values = read(unit.slots, self.views.views[number].weights)
+        leaves: dict[TensorSlot, LeafModule] = {}
+        stacks: dict[TensorSlot, ExpertStack] = {}
+        for slot in unit.slots:
+            if slot in whole or not weights.fills(slot):
+                continue
+            leaf = find_leaf(slot, weights, precision)
+            if leaf is not None:
+                leaves[slot] = leaf
+            elif is_stack(slot, precision):
+                stacks[slot] = ExpertStack(weights, slot, precision)
+        self.values = read([s for s in unit.slots if s not in leaves and s not in stacks], weights)
         self.module = self._copy(unit.module)
+        self.leaves = leaves
+        for slot, leaf in leaves.items():
+            leaf.module = self.copies[id(slot.module)][1]
+            leaf.module.__dict__["forward"] = leaf.forward
+        for slot, stack in stacks.items():
+            self.copies[id(slot.module)][1].__dict__[slot.attribute] = stack
         for original, mine in self.copies.values():
             self._meet(original, mine)
+
+    def list_idle(self) -> tuple[str, ...]:
+        """List the names of weights that no module asked for."""
+        return tuple(slot.names[0] for slot, leaf in self.leaves.items() if not leaf.calls)
 
     def _copy(self, module: Torch) -> Torch:
         """Return the module and those within it, with the rank's weights; what else they have is shared."""
@@ -147,31 +112,78 @@ class _RankModule:
             if owner == id(original) and len(slot.shape) == _STACK and self._is_expert(slot)
         ]
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
-            group = self.views.list_group(*EXPERT_AXES)
-            self._after(mine, lambda output: self.meeting.add(self.number, output, group))
+            self._add_biases_once(original, mine, stacks)
+            self._after(mine, self._adding(*EXPERT_AXES))
+            first = self.number == self.views.list_group(self.number, *EXPERT_AXES)[0]
             for child in original._modules.values():  # noqa: SLF001
                 if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
-                    self._after(self.copies[id(child)][1], lambda output: output * (self.number == group[0]))
+                    self._after(self.copies[id(child)][1], lambda output: output * first)
         for name, child in original._modules.items():  # noqa: SLF001
             if child is not None and _ACROSS_HEADS.fullmatch(name):
                 self._show_all_heads(original, child, self.copies[id(child)][1])
+            elif child is not None and name == "norm":
+                self._show_whole_groups(child, self.copies[id(child)][1])
+
+    def _show_whole_groups(self, norm: Torch, mine: Torch) -> None:
+        """Have a norm over groups of channels see whole groups, where there are more ranks than groups."""
+        weight = self.slots.get((id(norm), "weight"))
+        groups = _count_groups(norm)
+        if weight is None or not groups or 0 not in self._cut_dims(weight):
+            return
+        if groups % len(self.views.list_group(self.number, "tp")) == 0:
+            return  # each rank has some, whole
+        adding, forward = self._adding("tp"), _get_forward(mine)
+        mine.__dict__["forward"] = lambda states, gate=None: forward(
+            adding(states), adding(gate) if gate is not None else None
+        )
+
+    def _add_biases_once(self, original: Torch, mine: Torch, stacks: list[TensorSlot]) -> None:
+        """Leave the biases of experts that are cut inside to the first of the ranks that share an expert."""
+        inside = any(cut.axis == "etp" for s in stacks for dim in self.views.specs[s].cuts for cut in dim)
+        if not inside or not self.views.views[self.number].at["etp"]:
+            return
+        for (owner, attribute), slot in self.slots.items():
+            spec = self.views.specs.get(slot)
+            if owner != id(original) or spec is None or slot not in self.values or len(slot.shape) == _STACK:
+                continue
+            if not any(cut.axis == "etp" for dim in spec.cuts for cut in dim):
+                mine._parameters[attribute] = self.values[slot] * 0  # noqa: SLF001
 
     def _meet_leaf(self, kind: str, original: Torch, mine: Torch, weight: TensorSlot) -> None:
         """Have the ranks add what a leaf gives whose inputs are cut, or whose tokens are, in parts of no heads."""
-        dims = self._cut_dims(weight)
-        group = self.views.list_group(*(EXPERT_AXES if self._is_expert(weight) else ("tp",)))
+        dims, spec = self._cut_dims(weight), self.views.specs.get(weight)
+        axes = EXPERT_AXES if self._is_expert(weight) else ("tp",)
         summed = (0 if kind in {"conv1d", "embedding"} else 1) in dims and not (kind == "embedding" and dims.get(0))
-        if not summed and all(dims.values()):
+        alone = spec is not None and spec.member is not None
+        if not summed and not alone and all(dims.values()):
             return
-        if summed and kind != "embedding":
-            self._before(mine, lambda inputs: self.meeting.refuse_equal(self.number, inputs, group))
+        if summed and kind != "embedding" and not alone:
+            self._before(mine, lambda inputs: self._refuse_equal(inputs, axes))
         bias = self.slots.get((id(original), "bias")) if kind != "embedding" else None
-        if bias is None or bias not in self.values or not (summed or not self._cut_dims(bias)):
-            self._after(mine, lambda output: self.meeting.add(self.number, output, group))
+        if bias is None or bias not in self.values or not (summed or not self._cut_dims(bias)) or alone:
+            self._after(mine, self._adding(*axes))
             return
-        added = self.read([bias], self.source)[bias]
+        added = self.values[bias]
         mine._parameters["bias"] = added * 0  # noqa: SLF001 - it is added once, to the sum
-        self._after(mine, lambda output: self.meeting.add(self.number, output, group) + added)
+        adding = self._adding(*axes)
+        self._after(mine, lambda output: adding(output) + added)
+
+    def _adding(self, *axes: str) -> Callable[[Torch], Torch]:
+        """Return what gives the sum of what the ranks along `axes` show, the same to the bit for all."""
+        group = self.views.list_group(self.number, *axes)
+
+        def add(mine: Torch) -> Torch:
+            shown = self.meeting.exchange(mine)
+            return sum(shown[each] for each in group)
+
+        return add
+
+    def _refuse_equal(self, mine: Torch, axes: tuple[str, ...]) -> None:
+        """Raise CutConflictError if all ranks are given the same where each should have its own."""
+        shown = self.meeting.exchange(mine)
+        first, *others = [shown[each] for each in self.views.list_group(self.number, *axes)]
+        if others and bool(first.any()) and all(other.equal(first) for other in others):
+            raise CutConflictError("its inputs are cut, and every rank is given all of them")
 
     def _is_expert(self, slot: TensorSlot) -> bool:
         spec = self.views.specs.get(slot)
@@ -189,10 +201,14 @@ class _RankModule:
         ):
             return
         cut = 0 in self._cut_dims(weight)
-        if not cut and not any(self._units(s) > 1 for s in beside if s is not None and s.shape[0] == weight.shape[0]):
+        heads = max(self._units(s) for s in beside if s is not None and s.shape[0] == weight.shape[0])
+        if not cut and heads <= 1:
             return
-        group, forward = self.views.list_group("tp"), type(mine).forward.__get__(mine)
-        mine.__dict__["forward"] = lambda states, *rest: forward(self.meeting.add(self.number, states, group), *rest)
+        adding, forward = self._adding("tp"), type(mine).forward.__get__(mine)
+        copies = max(
+            len(self.views.list_group(self.number, "tp")) // max(heads, 1), 1
+        )  # of each head, on so many ranks
+        mine.__dict__["forward"] = lambda states, *rest: forward(adding(states) / copies, *rest)
 
     def _units(self, slot: TensorSlot) -> int:
         spec = self.views.specs.get(slot)
@@ -200,7 +216,7 @@ class _RankModule:
         return sum(section.size // section.unit for cut in cuts for section in cut.sections)
 
     def _before(self, mine: Torch, look: Callable[[Torch], None]) -> None:
-        forward = type(mine).forward.__get__(mine)
+        forward = _get_forward(mine)
 
         def run(inputs: Torch) -> Torch:
             look(inputs)
@@ -209,10 +225,21 @@ class _RankModule:
         mine.__dict__["forward"] = run
 
     def _after(self, mine: Torch, change: Callable[[Torch], Torch]) -> None:
-        forward = mine.__dict__.get("forward") or type(mine).forward.__get__(mine)
+        forward = _get_forward(mine)
 
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             output = forward(*args, **kwargs)
             return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
         mine.__dict__["forward"] = run
+
+
+def _count_groups(norm: Torch) -> int:
+    """Count the groups of channels over each of which a norm is taken; 0 if it knows of none."""
+    size = getattr(norm, "group_size", None)
+    return norm.weight.shape[0] // size if size else int(getattr(norm, "n_groups", 0))
+
+
+def _get_forward(module: Torch) -> Callable[..., Torch]:
+    forward: Callable[..., Torch] = module.__dict__.get("forward") or type(module).forward.__get__(module)
+    return forward

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.verify.finding import CheckFinding
+    from shardctl.verify.forward.share import ComputedShare
     from shardctl.verify.forward.tolerance import DistanceTolerance
 
 
@@ -20,7 +21,11 @@ class BlockError:
     name: str
     """The module, such as `model.layers.3`."""
     error: float
-    """Relative L2 distance of its outputs."""
+    """Relative L2 distance of its outputs; of several ranks, the farthest."""
+    rank: str = ""
+    """The rank that is meant, such as ``rank 1 (tp1)``, where ranks compute with parts."""
+    miscut: bool = False
+    """Whether its weights are right once joined, though ranks compute something else with their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class ForwardResult:
     """Why it was skipped."""
     engine: str = ""
     """What ran, such as `4 virtual ranks in one process (pp2 x tp2)`."""
+    share: ComputedShare | None = None
+    """With which share of the weights ranks computed as they hold them; None if no rank computes with a part."""
     dtype: str = "fp32"
     device: str = "cpu"
     architecture: str = ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.bands import ChunkIndex
@@ -12,14 +12,13 @@ from shardctl.box import Box, make_disjoint, subtract_all
 from shardctl.errors import CoverageError
 from shardctl.manifest import Region, narrow_chunk
 from shardctl.pieces import PlacedCheckpoint
-from shardctl.placement import compute_intervals
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.lens import LazyTensor, build_entries, read_box
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.bands import ByteReader
     from shardctl.manifest import Manifest, Tensor
@@ -71,9 +70,14 @@ class HeldTensor(LazyTensor):
         return self.read_from(self.holdings if rest else mine, box)
 
     def read_from(
-        self, holdings: Iterable[TensorHolding], box: Box, *, compare: bool = False, index: int | None = None
+        self,
+        holdings: Iterable[TensorHolding],
+        box: Box,
+        *,
+        compare: bool = False,
+        ranks: tuple[int, ...] | None = None,
     ) -> Array:
-        """Read the elements of `box` from some of the ranks, for those with the tp index `index` or for all."""
+        """Read the elements of `box` from what some ranks hold, for `ranks` or for all."""
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
@@ -86,7 +90,7 @@ class HeldTensor(LazyTensor):
                 new = any(common.intersect(each) for each in missing)
                 if not new and not compare:
                     continue
-                part = self._shards.team.held(holding.rank, partial(self._part, holding, common), index)
+                part = self._shards.team.held(holding.rank, partial(self._part, holding, common), ranks)
                 place = result[common.slices(box.origin)]
                 if new:
                     place.copy_(part)
@@ -98,6 +102,14 @@ class HeldTensor(LazyTensor):
             raise CoverageError(f"{self.name}: no rank is to hold {missing[0]}")
         return result
 
+    def read_copy(self, holdings: Sequence[TensorHolding], ranks: tuple[int, ...], box: Box) -> Array:
+        """Read the elements of `box` from what some of `ranks` hold, and note a sum of them to compare copies by."""
+        result = self.read_from(holdings, box, compare=True, ranks=ranks)
+        if box.size and holdings:
+            found = zlib.crc32(result.contiguous().reshape(-1).view(_bytes()).numpy())
+            self._shards.compare_copies({(self.name, box): (holdings[0].rank, found)})
+        return result
+
     def _part(self, holding: TensorHolding, box: Box) -> Array:
         if sum(chunk.box.size for chunk in holding.own.within(box)) != box.size:
             rest = subtract_all(box, [chunk.box for chunk in holding.own.chunks])
@@ -106,61 +118,17 @@ class HeldTensor(LazyTensor):
         return read_box(self._shards.reader, holding.own, box)
 
 
+def _bytes() -> Any:  # noqa: ANN401 - a torch.dtype
+    import torch
+
+    return torch.uint8
+
+
 def _has_same_bits(one: Array, other: Array) -> bool:
     import torch
 
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*flat)
-
-
-class RankPart(LazyTensor):
-    """What one tp rank holds of a tensor, dense and in its order: what its module would have as weight."""
-
-    __slots__ = ("_holdings", "_index", "_whole", "runs")
-
-    def __init__(
-        self,
-        whole: HeldTensor,
-        index: int,
-        holdings: Sequence[TensorHolding],
-        runs: Sequence[Sequence[tuple[int, int]]],
-    ) -> None:
-        shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
-        super().__init__(whole.name, whole.elements, shape)
-        self._whole, self._index, self._holdings = whole, index, tuple(holdings)
-        self.runs = tuple(tuple(dim) for dim in runs)
-        """For each dim the intervals of the whole tensor that the rank has, in order."""
-
-    def read(self, box: Box) -> Array:
-        """Return the elements of `box` of the rank's own tensor."""
-        import torch
-
-        result = torch.empty(box.shape, dtype=self.dtype)
-        for stretch in product(*(_split_stretches(*dim) for dim in zip(self.runs, box.origin, box.shape, strict=True))):
-            place = tuple(slice(at, at + extent) for at, _, extent in stretch)
-            wanted = Box(tuple(start for _, start, _ in stretch), tuple(extent for _, _, extent in stretch))
-            result[place] = self._whole.read_from(self._holdings, wanted, index=self._index)
-        return result
-
-
-def _split_stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> list[tuple[int, int, int]]:
-    """Split a range of a rank's dim: where each part begins in the range, where in the whole dim, how long it is."""
-    found, position = [], 0
-    for start, stop in runs:
-        low, high = max(origin, position), min(origin + extent, position + stop - start)
-        if low < high:
-            found.append((low - origin, start + low - position, high - low))
-        position += stop - start
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSharding:
-    """How tp cuts a tensor along one dim."""
-
-    dim: int
-    parts: tuple[RankPart, ...]
-    """By index on the tp axis."""
 
 
 @dataclass(slots=True)
@@ -178,7 +146,9 @@ class CheckpointShards:
     foreign: dict[str, int] = field(default_factory=dict)
     """Bytes, by name, that this rank asked for and others hold."""
     findings: list[CheckFinding] = field(default_factory=list)
-    """Copies that differ, found while reading."""
+    """Copies that differ, and what ranks lack, found while reading."""
+    sums: dict[tuple[str, Box], tuple[int, int]] = field(default_factory=dict)
+    """By name and box, the first rank that was read and a sum of what it has."""
     _holdings: dict[str, list[tuple[TensorHolding, tuple[str, ...]]]] = field(default_factory=dict)
     """By tensor name, each with the names that the rank has it by."""
 
@@ -210,6 +180,17 @@ class CheckpointShards:
         message = f"rank {rank} ({at}) has another copy of {name} {box} than rank {first}"
         self.findings.append(CheckFinding("error", "replicas", message, name, box=str(box)))
 
+    def lack(self, error: CoverageError) -> None:
+        """Note that a rank lacks what it should hold."""
+        self.findings.append(CheckFinding("error", "forward", error.message))
+
+    def compare_copies(self, sums: Mapping[tuple[str, Box], tuple[int, int]]) -> None:
+        """Compare sums of what ranks have of tensors, by name and box, with those of the first rank that has it."""
+        for (name, box), (rank, found) in sums.items():
+            first, expected = self.sums.setdefault((name, box), (rank, found))
+            if found != expected:
+                self.differ(name, rank, first, box)
+
     def entries(self) -> dict[str, LazyTensor]:
         """Return the state dict of transformers' class, put together from the ranks, and tensors that it lacks."""
         return build_entries(self.manifest, self.model, self.tensor)
@@ -223,26 +204,6 @@ class CheckpointShards:
         if tensor.ties and all(any(c.name == called for c in h.own.chunks) for h in holdings):
             holdings = [replace(h, own=ChunkIndex([c for c in h.own.chunks if c.name == called])) for h in holdings]
         return HeldTensor(called, tensor, [replace(h, own=_drop_duplicates(h.own)) for h in holdings], self)
-
-    def sharding(self, entry: LazyTensor) -> TensorSharding | None:
-        """Return how tp cuts a tensor, if it does so along one dim; only then can each rank compute with its part."""
-        mesh, degree = self.placed.mesh, self.placed.mesh.degree("tp")
-        if not isinstance(entry, HeldTensor) or degree == 1 or entry.name in self.model.fusions:
-            return None
-        spec = self.placed.specs[self.model.aliases.get(entry.name, entry.name)]
-        dims = [dim for dim, cuts in enumerate(spec.cuts) if any(cut.axis == "tp" for cut in cuts)]
-        if len(dims) != 1 or spec.member:
-            return None
-        parts = []
-        for index in range(degree):
-            at = {**mesh.coordinate(0), "tp": index}
-            runs = [
-                compute_intervals(extent, [cut for cut in cuts if cut.axis == "tp"], mesh, at)
-                for extent, cuts in zip(entry.shape, spec.cuts, strict=True)
-            ]
-            mine = [h for h in entry.holdings if mesh.coordinate(h.rank)["tp"] == index]
-            parts.append(RankPart(entry, index, mine, runs))
-        return TensorSharding(dims[0], tuple(parts))
 
 
 _NOTHING: Final = ChunkIndex([])

@@ -10,7 +10,9 @@ from shardctl.errors import format_first_few
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import set_start_values
 from shardctl.verify.forward.lens import build_lens
-from shardctl.verify.forward.rank_views import RankViews, build_rank_views
+from shardctl.verify.forward.places import list_places
+from shardctl.verify.forward.rank_runner import RankRunner
+from shardctl.verify.forward.rank_views import build_rank_views
 from shardctl.verify.forward.shards import CheckpointShards
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.weights import ModelWeights, list_unfilled_slots, place_weights
@@ -152,13 +154,15 @@ class ComparedSides:
                 self.notes.append("the model is not known, so shards were joined as their headers say")
         named = model if model is not None and model.family else None
         entries = shards.entries() if shards else build_lens(self.candidate.manifest, reader, named)
-        return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
+        return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards)
 
-    def build_views(self, executor: ModelExecutor, shards: ModelWeights) -> RankViews | None:
-        """Return the weights of each rank by itself, for a table that is not known to be right."""
-        if shards.shards is None or shards.shards.model.family:
+    def gather_ranks(self, executor: ModelExecutor, shards: ModelWeights) -> RankRunner | None:
+        """Return the ranks, each with its own weights; None if none computes with a part."""
+        if shards.shards is None:
             return None
-        return build_rank_views(shards.shards, executor.skeleton, executor.conversion)
+        meeting = self.team.open_meeting(len(list_places(shards.shards.placed.mesh)))
+        views = build_rank_views(shards.shards, executor.skeleton, executor.conversion, meeting.here)
+        return RankRunner(views, meeting, executor.precision, executor.values) if views is not None else None
 
     def _round(self, source: ModelWeights, shards: ModelWeights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.verify.forward.meeting import ProcessMeeting, RankMeeting
+from shardctl.verify.forward.places import list_alike_ranks, list_places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from shardctl.mesh import Mesh
 
@@ -20,17 +22,21 @@ _TOLD = (CoverageError, UnsupportedError)
 class RankTeam:
     """Ranks that are all in this process: each does its part in turn."""
 
-    def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
-        """Return what every rank along tp computes, by its index."""
-        return [compute(index) for index in range(count)]
+    def open_meeting(self, count: int) -> RankMeeting:
+        """Return where `count` ranks that compute together meet."""
+        return RankMeeting(count)
 
-    def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:  # noqa: ARG002 - ranks are here
-        """Return what `rank` reads from its own files, for those with the tp index `index` or for all."""
+    def held(self, rank: int, read: Callable[[], Torch], ranks: tuple[int, ...] | None) -> Torch:  # noqa: ARG002 - ranks are here
+        """Return what `rank` reads from its own files, for `ranks` or for all."""
         return read()
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
         """Return what only the first process computes, for all."""
         return compute()
+
+    def collect(self, mine: Torch) -> list[Torch]:
+        """Return what every process has."""
+        return [mine]
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class ProcessTeam(RankTeam):
     """Ranks of which this process is one; every process does the same steps in the same order.
 
     Tensors of devices are sent through the memory of the host, bit for bit. Nobody reads another's files: what a rank
-    holds is sent by that rank. Each computes with its own part, and the ranks along tp then exchange what they have.
+    holds is sent by that rank. Each computes with its own part, and ranks that compute together exchange results.
     """
 
     rank: int
@@ -47,52 +53,50 @@ class ProcessTeam(RankTeam):
     beat: Callable[[], None]
     """Tells who watches that work goes on."""
     _groups: dict[tuple[int, ...], Torch] = field(default_factory=dict)
-    _beside: list[int] = field(default_factory=list)
-    """The ranks along tp that share this one's other coordinates, by their tp index."""
-    _alike: list[list[int]] = field(default_factory=list)
-    """The ranks with each tp index."""
+    _beside: tuple[int, ...] = ()
+    """One rank of each place, this one among them, which compute together."""
 
     def __post_init__(self) -> None:
         import torch.distributed as dist
 
-        places = [dict(self.mesh.coordinate(rank)) for rank in range(self.mesh.world)]
-        along = range(self.mesh.degree("tp"))
-        self._alike = [[rank for rank, at in enumerate(places) if at["tp"] == index] for index in along]
-        teams: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in enumerate(places):
-            teams.setdefault(tuple(at[name] for name, _ in self.mesh.axes if name != "tp"), []).append(rank)
-        for ranks in [*self._alike, *teams.values(), list(range(self.mesh.world))]:
-            if tuple(ranks) not in self._groups:  # every process makes every group, in the same order
-                self._groups[tuple(ranks)] = dist.new_group(ranks)
-        (self._beside,) = [ranks for ranks in teams.values() if self.rank in ranks]
+        together = list(zip(*list_places(self.mesh).values(), strict=True))
+        (self._beside,) = [ranks for ranks in together if self.rank in ranks]
+        at = [self.mesh.coordinate(rank) for rank in range(self.mesh.world)]
+        alike = [list_alike_ranks(self.mesh, each, expert=expert) for each in at for expert in (False, True)]
+        for ranks in [*together, *alike, self._everyone()]:
+            if ranks not in self._groups:  # every process makes every group, in the same order
+                self._groups[ranks] = dist.new_group(list(ranks))
 
-    def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
-        """Return what every rank along tp computes, by its index.
+    def open_meeting(self, count: int) -> RankMeeting:
+        """Return where `count` ranks that compute together meet."""
+        return ProcessMeeting(count, self._beside.index(self.rank), self._exchange)
 
-        A weight that tp does not cut is everyone's own business.
-        """
-        if count == 1:
-            return [compute(0)]
-        mine = self._beside.index(self.rank)
-        found = _attempt_compute(lambda: compute(mine))
-        return [self._share(owner, self._beside, found) for owner in self._beside]
-
-    def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:
-        """Return what `rank` reads from its own files, for those with the tp index `index` or for all."""
-        ranks = list(range(self.mesh.world)) if index is None else self._alike[index]
-        return self._share(rank, ranks, _attempt_compute(read) if rank == self.rank else None)
+    def held(self, rank: int, read: Callable[[], Torch], ranks: tuple[int, ...] | None) -> Torch:
+        """Return what `rank` reads from its own files, for `ranks` or for all."""
+        mine = _attempt_compute(read) if rank == self.rank else None
+        return self._share(rank, self._everyone() if ranks is None else ranks, mine)
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
         """Return what only the first process computes, for all."""
-        return self._share(0, list(range(self.mesh.world)), _attempt_compute(compute) if self.rank == 0 else None)
+        return self._share(0, self._everyone(), _attempt_compute(compute) if self.rank == 0 else None)
 
-    def _share(self, owner: int, ranks: Sequence[int], mine: object) -> Torch:
+    def collect(self, mine: Torch) -> list[Torch]:
+        """Return what every process has."""
+        return [self._share(owner, self._everyone(), mine) for owner in self._everyone()]
+
+    def _exchange(self, mine: Torch) -> list[Torch]:
+        return [self._share(owner, self._beside, mine) for owner in self._beside]
+
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.mesh.world))
+
+    def _share(self, owner: int, ranks: tuple[int, ...], mine: object) -> Torch:
         """Give `mine` of the owner to all of `ranks`; raise what the owner raised."""
         import torch
         import torch.distributed as dist
 
         self.beat()
-        group, tensors = self._groups[tuple(ranks)], list[Torch]()
+        group, tensors = self._groups[ranks], list[Torch]()
         told = [_pack_tensors(mine, tensors) if owner == self.rank else None]
         dist.broadcast_object_list(told, owner, group, torch.device("cpu"))
         form = told[0]

@@ -38,14 +38,15 @@ class DistanceTolerance:
         return self.warn == 0
 
 
-def choose_tolerance(dtype: str, *, tp: int, rounding: float = 0.0, stable: bool = True) -> DistanceTolerance:
-    """Choose the bounds for a mesh with `tp` ranks an axis.
+def choose_tolerance(dtype: str, *, summed: bool, rounding: float = 0.0, stable: bool = True) -> DistanceTolerance:
+    """Choose the bounds.
 
-    Without tp, where no sum changes its order, bits must be equal, if kernels are `stable` and give the same each time.
+    Unless ranks have `summed` what they compute, no sum changes its order: bits must be equal, if kernels are `stable`
+    and give the same each time.
 
     In bf16 the bound of the logits follows from `rounding`, the distance of bf16 and fp32 on one device.
     """
-    if tp == 1 and stable:
+    if not summed and stable:
         return DistanceTolerance(0.0, 0.0, 0.0, 0.0)
     if dtype == "bf16":
         return DistanceTolerance(2e-2, 2e-2, 1.5 * rounding, FLOORS["bf16"])

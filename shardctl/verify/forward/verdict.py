@@ -48,7 +48,14 @@ def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: lis
                 if bounds.exact
                 else (f"at most {bounds.warn if severe else bounds.block:g}")
             )
-            message = f"{block.name} computes something else than the source's: {block.error:.2e}, {most}"
+            if block.miscut:
+                message = (
+                    f"{block.name} is cut so that its ranks do not compute what the source computes: "
+                    f"{block.error:.2e}, {most}; a cut separates rows or columns that belong together"
+                )
+            else:
+                where = f" on {block.rank}" if block.rank else ""
+                message = f"{block.name} computes something else{where} than the source's: {block.error:.2e}, {most}"
             findings.append(CheckFinding("error" if severe else "warning", "forward", message, block.name))
     if result.output_error > bounds.logits:
         message = (

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardctl.verify.forward.team import RankTeam
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardctl.verify.forward.adapter import WeightConversion
     from shardctl.verify.forward.lens import LazyTensor
-    from shardctl.verify.forward.shards import CheckpointShards, TensorSharding
+    from shardctl.verify.forward.shards import CheckpointShards
     from shardctl.verify.forward.skeleton import ModelSkeleton, TensorSlot
 
 Torch = Any
@@ -34,15 +32,8 @@ class ModelWeights:
     """Tensors that the model has no place for."""
     shards: CheckpointShards | None = None
     """Set where ranks compute with their own parts."""
-    team: RankTeam = field(default_factory=RankTeam)
-    """Those who read it together."""
     rounded: Callable[[TensorSlot], Torch] | None = None
     """A type to which each tensor is rounded first, as a cast did."""
-
-    def sharding(self, slot: TensorSlot) -> TensorSharding | None:
-        """Return how tp cuts what fills `slot`, if each rank can compute with its part."""
-        entry = self.direct.get(slot)
-        return self.shards.sharding(entry) if self.shards is not None and entry is not None else None
 
     def fills(self, slot: TensorSlot) -> bool:
         """Return whether the checkpoint has something for it."""
@@ -67,10 +58,9 @@ def place_weights(
     conversion: WeightConversion,
     *,
     shards: CheckpointShards | None = None,
-    team: RankTeam | None = None,
 ) -> ModelWeights:
     """Find a place for every entry; several that transformers makes one tensor of are taken together."""
-    found = ModelWeights(title, shards=shards, team=team or RankTeam())
+    found = ModelWeights(title, shards=shards)
     targets = conversion.targets(entries)
     for name, lazy in entries.items():
         target = targets.get(name)
