@@ -43,13 +43,15 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     """Return `checkpoint` with every quantised weight as its values in `dtype`, worked out when they are read.
 
     What only the quantisation needs (scales of activations and of the cache) is left behind, which a warning says.
-    Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out,
-    SourceError for a weight of which some arrays are missing.
+    Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out
+    and for what kept the model from being known, SourceError for a weight of which some arrays are missing.
     """
     from shardctl.checkpoint.computed_source import ComputedSource
     from shardctl.models.dequantisation.weight import DECODING_BYTES
 
     model, config = checkpoint.model, checkpoint.config
+    if model is None and checkpoint.model_error is not None:
+        raise checkpoint.model_error
     if model is None or config is None or model.plain is None:
         raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=_KEEP)
     encodings = _list_encodings(model)

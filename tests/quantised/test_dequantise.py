@@ -199,6 +199,19 @@ def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
 
 
+@pytest.mark.parametrize(("name", "change", "usual"), [("awq", "version", "gemm"), ("gptq-4", "format", "gptq")])
+def test_weights_in_the_order_of_a_kernel_are_refused_with_what_to_take_instead(tmp_path, name, change, usual):
+    codec = CODECS[name]
+    config = {**LLAMA, "quantization_config": {**codec.settings, change: "marlin"}}
+    source = write(tmp_path / "source", config, encoded(codec, plain_state(LLAMA)))
+    for wish in (ReshardOptions(to="hf", dtype="bf16"), ReshardOptions(mesh=Mesh.of(tp=2))):
+        with pytest.raises(UnsupportedError, match="'marlin' are ordered for one kernel") as caught:
+            reshard(source, tmp_path / "out", wish)
+        assert f"take the model in the format '{usual}'" in caught.value.hint
+    reshard(source, tmp_path / "copy", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "copy"), read(source))
+
+
 def test_stacks_of_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.quantisation.gptq import parse_bits_and_groups
+from shardctl.models.quantisation.gptq import parse_bits_and_groups, refuse_kernel_order
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -36,7 +35,7 @@ def build_awq_storage(config: ModelConfig) -> WeightStorage:
     """Build the arrays of a weight with the bits and groups that a config says."""
     form = (config.text("version", "") or config.text("format", "gemm")).lower()
     if form != "gemm":
-        raise UnsupportedError(f"AWQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
+        raise refuse_kernel_order(f"AWQ weights in the format {form!r}", "gemm")
     bits, group = parse_bits_and_groups(config, "w_bit" if "w_bit" in config.values else "bits")
     by_group = AlongDim(IN, group) if group > 0 else 1
     codes = QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),))

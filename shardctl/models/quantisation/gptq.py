@@ -47,11 +47,20 @@ def parse_bits_and_groups(config: ModelConfig, key: str = "bits") -> tuple[int, 
     return bits, -1 if config.values.get("group_size") == -1 else config.size("group_size", 128)
 
 
+def refuse_kernel_order(weights: str, usual: str) -> UnsupportedError:
+    """Build the refusal of weights that were stored in the order of a kernel, and name the format to take instead."""
+    return UnsupportedError(
+        f"{weights} are ordered for one kernel, and can neither be cut nor decoded",
+        hint=f"take the model in the format {usual!r}; as it is, shardctl converts it on one device only, with --to hf "
+        "and without --dtype",
+    )
+
+
 def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     """Build the arrays of a weight with the bits, groups and order that a config says."""
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
     if form.lower() not in _FORMATS:
-        raise UnsupportedError(f"GPTQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
+        raise refuse_kernel_order(f"GPTQ weights in the format {form!r}", "gptq")
     bits, group = parse_bits_and_groups(config)
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
