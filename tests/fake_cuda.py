@@ -61,6 +61,7 @@ class FakeCuda:
             "max_memory_allocated": lambda device=None: self.peak.get(self.number(device), 0),
             "reset_peak_memory_stats": self.forget_peak,
             "mem_get_info": self.tell_memory,
+            "set_per_process_memory_fraction": self.limit,
             "get_device_properties": lambda _=None: SimpleNamespace(name="fake", total_memory=self.total),
             "get_device_name": lambda _=None: "fake",
             "Stream": type("Stream", (), {"__init__": lambda made, device=None: self._make_stream(made, device)}),
@@ -110,6 +111,10 @@ class FakeCuda:
             raise torch.AcceleratorError(self.broken[number])
         return number
 
+    def limit(self, fraction: float, device: Any = None) -> None:
+        number = self.number(device)
+        self.free = (*self.free[:number], int(fraction * self.total), *self.free[number + 1 :])
+
     def forget_peak(self, device: Any = None) -> None:
         number = self.number(device)
         self.peak[number] = self.used.get(number, 0)
@@ -133,13 +138,16 @@ class FakeCuda:
         def made(*args: Any, **kwargs: Any) -> Any:
             if kwargs.pop("pin_memory", False):
                 self.open()
-            device = kwargs.get("device")
-            if method and usual.__name__ == "to" and len(args) > 1 and isinstance(args[1], str | torch.device):
-                device, args = args[1], (args[0], *args[2:])
+            device, first = kwargs.get("device"), args[1] if method and len(args) > 1 else None
+            if usual.__name__ == "to" and isinstance(first, str | torch.device):
+                device = first
             if device is None or torch.device(device).type != "cuda":
-                return usual(*args, **kwargs) if device is None else usual(*args, **{**kwargs, "device": device})
+                return usual(*args, **kwargs)
             number = self.open(device)
-            found = usual(*args, **{**kwargs, "device": "cpu"})
+            if device is first:
+                found = usual(args[0], "cpu", *args[2:], **kwargs)
+            else:
+                found = usual(*args, **{**kwargs, "device": "cpu"})
             if method and found is args[0]:
                 found = found.clone()
             self._take(number, found)
@@ -161,6 +169,20 @@ class FakeCuda:
 
     def _give(self, number: int, nbytes: int) -> None:
         self.used[number] -= nbytes
+
+
+def install_fake_cuda(monkeypatch: Any, *free: int) -> FakeCuda:
+    """Make devices that are none, here and in the processes of ranks, for as long as a test."""
+    from shardctl.verify.forward import by_processes
+
+    usual = by_processes.run_ranks
+
+    def run_ranks(work: Any, *args: Any, start: str, **kwargs: Any) -> Any:
+        assert start == "spawn", "a device of CUDA cannot be used in a copy of a process that has used one"
+        return usual(FakeRankWork(work, free), *args, start=start, **kwargs)
+
+    monkeypatch.setattr(by_processes, "run_ranks", run_ranks)
+    return FakeCuda(free).install(monkeypatch.setattr)
 
 
 @dataclass

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import collectives
 import forwarding
 import loading
 import local_tensor
@@ -33,11 +32,6 @@ Rows = Iterator[tuple[object, ...]]
 
 def size(nbytes: int | None) -> str:
     return "" if nbytes is None else format_file_size(nbytes)
-
-
-def collective_rows(scale: Scale, _folder: Path) -> Rows:
-    yield "processes", "operation", "outcome"
-    yield from collectives.tried(scale.device)
 
 
 def forward_rows(scale: Scale, folder: Path) -> Rows:
@@ -83,7 +77,6 @@ def peak_rows(scale: Scale, _folder: Path) -> Rows:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Scale, Path], Rows]]] = {
-    "collectives": ("Collectives", collective_rows),
     "forward": ("The executor", forward_rows),
     "native": ("transformers' tensor parallelism under LocalTensorMode, fp32", native_rows),
     "loading": ("Loading", loading_rows),

@@ -6,13 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda import GIB, FakeCuda, FakeRankWork
+from fake_cuda import GIB, install_fake_cuda
 from forward_models import REPLICATE, cut, saved_and_cut, values
 
 from shardctl.mesh import Mesh
 from shardctl.options import VerifyOptions
 from shardctl.verbs.verify import verify
-from shardctl.verify.forward import by_processes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the devices of these tests are none")
 
@@ -24,19 +23,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Make devices that are none, here and in the processes of ranks."""
-
-    def make(*free: int) -> FakeCuda:
-        usual = by_processes.run_ranks
-
-        def in_ranks(work, *args, start, **kwargs):
-            assert start == "spawn", "a device of CUDA cannot be used in a copy of a process that has used one"
-            return usual(FakeRankWork(work, free), *args, start=start, **kwargs)
-
-        monkeypatch.setattr(by_processes, "run_ranks", in_ranks)
-        return FakeCuda(free).install(monkeypatch.setattr)
-
-    return make
+    return partial(install_fake_cuda, monkeypatch)
 
 
 def forward(paths, **options):

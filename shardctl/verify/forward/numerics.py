@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 Torch = Any
 _UNSTABLE: Final = re.compile(r"^(\S+) does not have a deterministic implementation")
-"""How torch warns of a kernel whose result depends on the order in which threads come to add: cumulative sums, most of
-all (`alertNotDeterministic` of aten/src/ATen/Context.cpp). Others, such as index_add and cuDNN's convolutions, have a
-second implementation, which torch chooses where it is asked for one."""
+"""How torch warns of a kernel whose result depends on the order in which threads come to add, such as histc
+(`alertNotDeterministic` of aten/src/ATen/Context.cpp). For cumulative sums, index_add and cuDNN's convolutions it has
+others, which it chooses where it is asked for them."""
 _OF_CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 """What torch asks for in the same mode: it matters to several streams at once, and parts of a model run in one."""
 
