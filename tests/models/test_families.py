@@ -54,6 +54,8 @@ def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architect
         ("llama", "LlamaForCausalLM", {"head_dim": None}),
         ("gpt2", "GPT2LMHeadModel", {"n_inner": 40}),
         ("gpt_bigcode", "GPTBigCodeForCausalLM", {"multi_query": True}),
+        ("falcon_mamba", "FalconMambaForCausalLM", {"expand": 16, "intermediate_size": 48}),
+        ("mamba", "MambaForCausalLM", {"expand": 16, "intermediate_size": 48}),
         ("t5", "T5ForConditionalGeneration", {"num_decoder_layers": None}),
     ],
 )

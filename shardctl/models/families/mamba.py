@@ -114,9 +114,11 @@ def _build_common_facts(config: ModelConfig, *, tied: bool) -> FamilyFacts:
 
 
 def _build_mamba_facts(config: ModelConfig) -> FamilyFacts:
+    """The width that a config says itself goes before that which `expand` gives (falcon-mamba-7b has both)."""
+    inner = config.size("intermediate_size", config.size("expand", 2) * config.size("hidden_size"))
     return _build_common_facts(config, tied=True).also(
         dims={
-            "inner": LogicalDim(config.size("expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
+            "inner": LogicalDim(inner, axis="tp", noun="channels"),
             "state": LogicalDim(config.size("state_size", 16)),
             "rank": LogicalDim(compute_time_step_rank(config, "time_step_rank")),
         }
