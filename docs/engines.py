@@ -65,9 +65,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": 512,  # vLLM's kernel for the CPU wants 512 + 64
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
         "n_routed_experts": 4,
         "n_shared_experts": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from math import inf, nan
@@ -257,6 +258,15 @@ class TestRefusals:
         question = asking_question()
         with pytest.raises(EngineError, match="it ended with exit code 5: trouble"):
             asking.ask_engine(question, python, 60)
+        python.write_text("#!/bin/sh\necho 'Fatal Python error: Segmentation fault'\nkill -SEGV $$\n")
+        with pytest.raises(EngineError, match="Fatal Python error: Segmentation fault; it was ended by SIGSEGV"):
+            asking.ask_engine(question, python, 60)
+        died = "[executor.py:1] Worker proc W-1 died unexpectedly (exit code: -11), shutting down"
+        raised = "(Worker_TP0 pid=7) ERROR 11-23 [executor.py:9] KeyError: 'model.norm'"
+        for line, said in ((died, "Worker proc W-1 died unexpectedly"), (raised, "KeyError: 'model.norm'")):
+            python.write_text(f'#!/bin/sh\necho "{line}"\nfor n in 1 2 3 4 5; do echo "in frame $n"; done\nexit 1\n')
+            with pytest.raises(EngineError, match=rf"^{re.escape(said)}"):
+                asking.ask_engine(question, python, 60)
         python.write_text("#!/bin/sh\nkill -9 $$\n")
         with pytest.raises(UsageError, match="vllm was killed, as the system does when memory is short"):
             asking.ask_engine(question, python, 60)

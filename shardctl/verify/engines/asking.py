@@ -32,8 +32,10 @@ _PACKAGES: Final = {
 _TOLD: Final = 600
 """Characters of what an engine says."""
 _LAST_LINES: Final = 5
-_CAUSE: Final = re.compile(r"^\(Worker.*?\] (\w*(?:Error|Exception): .+)|(Worker proc .+ died unexpectedly.*?),")
-"""A line of vLLM's log of a worker, with what it raised, or of its end."""
+_CAUSE: Final = re.compile(
+    r"^\(Worker.*?\] (\w*(?:Error|Exception): .+)|(Worker proc .+ died unexpectedly.*?),|^(Fatal Python error: .+)"
+)
+"""A line of a log with what a worker of vLLM raised, or with the end of a process."""
 
 
 class EngineError(ShardctlError):
@@ -116,7 +118,10 @@ def _read_answer(
         )
     if "error" in said or "answers" not in said:
         last = " | ".join(lines[-_LAST_LINES:])
-        told = " ".join(str(said.get("error") or f"it ended with exit code {code}: {last}").split())
+        ended = (
+            f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}: {last}"
+        )
+        told = " ".join(str(said.get("error") or ended).split())
         cause = _find_cause(lines)
         told = f"{cause}; {told}" if cause and cause not in told else told
         shown = told[:_TOLD] + ("..." if len(told) > _TOLD else "")
@@ -126,7 +131,7 @@ def _read_answer(
 
 def _find_cause(lines: Sequence[str]) -> str:
     """Find what a worker of the engine raised, or that it died, which the engine itself does not repeat."""
-    found = [match[1] or match[2] for line in lines if (match := _CAUSE.search(line)) is not None]
+    found = [match[1] or match[2] or match[3] for line in lines if (match := _CAUSE.search(line)) is not None]
     return found[0] if found else ""
 
 
