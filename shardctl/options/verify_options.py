@@ -63,9 +63,12 @@ class VerifyOptions:
     """Other warnings stay warnings."""
     require: Annotated[
         LevelName | None,
-        CommandOption(HelpPanel.GENERAL, "Run this level as well, and exit with 3 if it cannot be run."),
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Run this level, and exit with 3 only if it or one below it cannot be run. Default: all that are named.",
+        ),
     ] = None
-    """A level that lacks what it needs is skipped, unless it is this one."""
+    """Levels above it that lack what they need are skipped without making the result a failure."""
     device: Annotated[
         str | None,
         CommandOption(

@@ -214,6 +214,7 @@ def build_verify_document(result: VerifyResult) -> Document:
         "against": result.against,
         "ok": result.ok,
         "digest": result.digest,
+        "unchecked": list(result.unchecked),
         "levels": [_build_level_document(level) for level in result.levels],
     }
 

@@ -55,6 +55,9 @@ def _list_lines(verified: VerifyResult) -> Iterator[str]:
     )
     for level in verified.levels:
         yield from _list_details(level)
+    for text in verified.unchecked:
+        yield ""
+        yield f"Not checked: {_escape_markdown(text)}"
     findings = verified.findings
     if findings:
         yield ""

@@ -37,6 +37,7 @@ def render_verification(verified: VerifyResult) -> RenderableType:
     parts += [text for finding in findings[:SHOWN] for text in _list_finding_lines(finding)]
     if len(findings) > SHOWN:
         parts.append(render_line(f"and {len(findings) - SHOWN:,} more findings; --json lists them all"))
+    parts += [render_line(f"not checked: {text}") for text in verified.unchecked]
     if verified.digest:
         parts.append(render_line(f"digest {verified.digest}"))
     parts.append(render_line(format_verify_verdict(verified), "bold green" if verified.ok else "bold red"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
@@ -84,7 +84,8 @@ def verify(
         effort or ExecutionOptions(),
     )
     levels, digest = run.of(path)
-    return VerifyResult(str(path), str(against or ""), digest, tuple(levels), LEVELS[require] if require else ())
+    required = LEVELS[require or verify_options.highest_level()]
+    return VerifyResult(str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked))
 
 
 @dataclass(slots=True)
@@ -96,6 +97,8 @@ class _VerifyRun:
     verify_options: VerifyOptions
     source_options: SourceOptions
     effort: ExecutionOptions
+    unchecked: list[str] = field(default_factory=list)
+    """What the levels that were asked for leave open."""
 
     @property
     def strict(self) -> bool:
@@ -130,6 +133,7 @@ class _VerifyRun:
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
                     other = quantise_as(checkpoint, split_as(checkpoint, other), self.effort.threads)
+                self.unchecked += _list_unchecked(checkpoint, self.names)
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -190,6 +194,14 @@ class _VerifyRun:
     def _cut_short(self, first: LevelResult, reason: str) -> list[LevelResult]:
         """Return the levels when a failed first one makes the others meaningless."""
         return [first, *(LevelResult(name, "skipped", reason) for name in self.names[1:])]
+
+
+def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str]) -> Iterator[str]:
+    """List in words what levels leave open that find nothing wrong."""
+    if names == ["structure"]:
+        yield "only headers were read; --level full reads every byte"
+    if checkpoint.record is None and "identity" not in names:
+        yield f"there is no {RECORD}, so values were compared with nothing; --against SRC compares them with a source"
 
 
 def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[CheckFinding]:

@@ -110,12 +110,16 @@ class VerifyResult:
     levels: tuple[LevelResult, ...]
     required: tuple[str, ...] = ()
     """Levels that must not be skipped."""
+    unchecked: tuple[str, ...] = ()
+    """What was not looked at, in words: a checkpoint may be wrong there and `ok`."""
     error: str = ""
     """Why the checkpoint could not be verified at all, in a report; then nothing is known of it."""
 
     @property
     def unmet(self) -> tuple[LevelResult, ...]:
-        """The required levels that were skipped."""
+        """The required levels that were skipped, unless something was found wrong: then they mean nothing."""
+        if any(level.status == "failed" for level in self.levels):
+            return ()
         return tuple(level for level in self.levels if level.status == "skipped" and level.name in self.required)
 
     @property

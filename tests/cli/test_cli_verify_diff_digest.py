@@ -84,7 +84,7 @@ def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
 def test_verify_as_json(say, damaged):
     found = say("verify", damaged, "--level", "full", "--json")
     document = json.loads(found.out)
-    assert list(document) == ["schema", "status", "exit_code", "path", "against", "ok", "digest", "levels"]
+    assert list(document) == ["schema", "status", "exit_code", "path", "against", "ok", "digest", "unchecked", "levels"]
     assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
     assert found.code == 3
     content = document["levels"][1]

@@ -203,10 +203,33 @@ class TestLoad:
         }
 
 
+class TestUnchecked:
+    def test_what_was_not_looked_at_is_said(self, say, ranks, tmp_path):
+        headers = "not checked: only headers were read; --level full reads every byte"
+        nothing = "not checked: there is no shardctl.json, so values were compared with nothing; --against SRC compares"
+        foreign = shutil.copytree(ranks, tmp_path / "foreign")
+        (foreign / "shardctl.json").unlink()
+        for place, options, said in (
+            (ranks, (), [headers]),
+            (ranks, ("--level", "full"), []),
+            (foreign, (), [headers, nothing]),
+            (foreign, ("--level", "full"), [nothing]),
+            (foreign, ("--against", ranks), []),
+        ):
+            code, out, _ = say("verify", place, *options, "--summary", tmp_path / "s.md")
+            assert code == 0
+            found = [line for line in out.splitlines() if line.startswith("not checked: ")]
+            assert len(found) == len(said)
+            assert all(map(str.startswith, found, said))
+            document = json.loads(say("verify", place, *options, "--json")[1])
+            assert document["unchecked"] == [line.removeprefix("not checked: ") for line in found]
+            assert (tmp_path / "s.md").read_text().count("Not checked: ") == len(said)
+
+
 class TestSkipped:
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_a_level_that_cannot_be_run_is_skipped_and_said_so(self, say, ranks, tmp_path):
-        code, out, _ = say("verify", ranks, "--load", "cuda", "--junit", tmp_path / "j.xml")
+        code, out, _ = say("verify", ranks, "--load", "cuda", "--require", "full", "--junit", tmp_path / "j.xml")
         assert code == 0
         assert "load       skipped\n" in out
         assert out.splitlines()[-1] == "ok, but skipped: load"
@@ -217,6 +240,7 @@ class TestSkipped:
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_unless_it_is_required(self, say, ranks, tmp_path, monkeypatch):
         monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        assert say("verify", ranks, "--load", "cuda")[0] == 3, "it was asked for"
         code, out, err = say("verify", ranks, "--load", "cuda", "--require", "load", "--junit", tmp_path / "j.xml")
         assert code == 3
         assert out.splitlines()[-1] == "FAILED: load is required and was skipped"
@@ -235,8 +259,8 @@ class TestSkipped:
         assert [one.status for one in found.levels] == ["passed", "passed", "skipped", "skipped"]
         assert all("pip install 'shardctl[verify]'" in one.reason for one in found.levels[2:])
         assert not any(one.notes for one in found.levels)
-        assert found.ok
-        assert not verify(ranks, VerifyOptions(require="forward")).ok
+        assert not found.ok
+        assert verify(ranks, VerifyOptions(level="forward", require="full")).ok
 
     def test_an_unknown_level(self, say, ranks):
         assert say("verify", ranks, "--level", "all")[0] == 2
