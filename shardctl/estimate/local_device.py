@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
-from shardctl.errors import UsageError
+from shardctl.errors import MachineError, UsageError
 from shardctl.estimate.devices import DEVICES, DeviceSpec, get_device
+
+_NAMED: Final = "name the device, such as --gpu h100-80g"
 
 
 def find_local_device() -> tuple[DeviceSpec, int]:
     """Find the smallest accelerator here and how many there are; its memory as measured, its speed as the table has it.
 
-    Raises UsageError if torch is not installed or finds none.
+    Raises UsageError if torch is not installed or finds none, MachineError if a device does not answer.
     """
     try:
         import torch
     except ImportError as error:
-        raise UsageError(
-            "--gpu auto asks torch, which is not installed", hint="name the device, such as --gpu h100-80g"
-        ) from error
+        raise UsageError("--gpu auto asks torch, which is not installed", hint=_NAMED) from error
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
-        raise UsageError("torch finds no GPU here", hint="name the device, such as --gpu h100-80g")
-    found = [torch.cuda.get_device_properties(index) for index in range(number)]
+        raise UsageError("torch finds no GPU here", hint=_NAMED)
+    try:
+        found = [torch.cuda.get_device_properties(index) for index in range(number)]
+    except RuntimeError as error:  # such as a device that another program has for itself
+        said = str(error).partition("\n")[0]
+        raise MachineError(f"torch cannot ask the GPUs here: {said}", hint=_NAMED) from error
     least = min(found, key=lambda one: one.total_memory)
     return _match_device(str(least.name), int(least.total_memory)), number
 

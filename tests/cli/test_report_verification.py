@@ -1,5 +1,7 @@
 from xml.etree import ElementTree as ET
 
+from shardctl.errors import MachineError
+from shardctl.report.annotations import format_github_annotations
 from shardctl.report.junit import build_junit_report
 from shardctl.report.summary import format_summary
 from shardctl.report.verification import SHOWN, render_verification
@@ -50,6 +52,27 @@ def test_junit_is_xml_whatever_the_names_hold():
     assert failure.get("message") == "\ufffd[2J\ufffd <w> ]]> & \ufffd \ufffd"
     assert root.find("testsuite/system-out").text == "warning: w holds 1 NaN; tensor w"
     assert root.find("testsuite[@name='identity']/testcase/skipped").get("message") == "no source"
+
+
+def test_what_could_not_be_finished_is_no_failure_in_any_report():
+    level = LevelResult("load", tensors=3)
+    level.give_up(MachineError("cuda:0 has too little free memory", hint="use cpu"))
+    unfinished = VerifyResult("a", "", "", (LevelResult("structure"), level))
+    assert lines(unfinished) == [
+        "not finished: load: cuda:0 has too little free memory; use cpu",
+        "NOT VERIFIED: load could not be finished",
+    ]
+    root = ET.fromstring(build_junit_report(unfinished))  # noqa: S314 - our own text
+    assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("1", "0", "0")
+    assert root.find("testsuite[@name='load']/testcase/error").get("message").startswith("cuda:0 has too little")
+    assert format_summary(unfinished).startswith("### shardctl verify: NOT VERIFIED: load could not be finished\n")
+    assert format_github_annotations(unfinished) == (
+        "::error file=a,title=shardctl load::cuda:0 has too little free memory; use cpu\n"
+    )
+    assert (unfinished.exit_code, unfinished.ok) == (7, False)
+    failed = LevelResult("content")
+    failed.add(iter([ERROR]))
+    assert VerifyResult("a", "", "", (failed, level)).exit_code == 3
 
 
 def test_markdown_cells_stay_cells():

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -238,6 +239,21 @@ class TestForward:
         assert "--virtual" in said["hint"] or how == "device"
         assert err.splitlines()[-1].startswith("hint:  ")
 
+    def test_a_rank_that_hangs_is_no_verdict(self, say, ranks, source, in_ranks, monkeypatch):
+        monkeypatch.setattr(by_processes, "_IDLE", 3.0)
+        in_ranks(lambda work: RankWithTrouble(work, "hangs"))
+        code, out, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--processes", 2)
+        assert code == 7
+        assert "FAILED:" not in out
+        assert "hung: no rank has done anything for 3 s" in err
+        assert "--virtual" in err.splitlines()[-1]
+
+    def test_a_rank_that_is_slow_to_start_is_waited_for(self, ranks, source, in_ranks):
+        in_ranks(lambda work: RankWithTrouble(work, "late"))
+        found = verify(ranks, VerifyOptions(level="forward", against=source, device="cpu", processes=2))
+        assert found.ok, found.findings
+        assert level(found, "forward").forward.engine == "2 processes over gloo (tp2)"
+
     def test_a_bug_in_a_rank_is_a_bug(self, say, ranks, source, in_ranks):
         in_ranks(lambda work: RankWithTrouble(work, "bug"))
         code, _, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--processes", 2)
@@ -325,6 +341,9 @@ class RankWithTrouble:
         if rank.number == 1:
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how in {"hangs", "late"}:
+                time.sleep(600 if self.how == "hangs" else 10)
+                return self.work(rank)
             by_processes.attach_readers = self.fail
         return self.work(rank)
 
@@ -352,6 +371,20 @@ def test_a_conversion_is_not_refused_for_it(say, source, tmp_path, monkeypatch):
     assert code == 7
     assert "too little free memory" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_does_not_answer_cannot_be_planned_for(say, source, cuda, monkeypatch):
+    def fail(_):
+        raise torch.AcceleratorError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors"
+        )
+
+    cuda(GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    code, _, err = say("plan", source, "--gpu", "auto")
+    assert code == 7
+    assert "torch cannot ask the GPUs here: CUDA error: CUDA-capable device(s) is/are busy" in err
+    assert "bug" not in err
 
 
 def test_causes_are_followed_and_other_errors_are_not_taken_for_trouble():
