@@ -143,7 +143,8 @@ def build_adapter_model(base: Model, stored: Manifest, settings: AdapterSettings
             raise _refuse_module(name, settings)
         tensors[tensor.name] = _build_tensor(tensor, known, known.spec.cuts)
     ordered = {name: tensors[name] for name in stored.tensors}
-    return models.Model("", base.architecture, base.layers, ordered, warnings=(_EXPERTS,) if stacked else ())
+    title = f"an adapter of {base.architecture}"
+    return models.Model("", title, base.layers, ordered, warnings=(_EXPERTS,) if stacked else ())
 
 
 def _place_parts(base: Model, module: AdaptedModule, weight: ModelTensor) -> Iterator[ModelTensor]:

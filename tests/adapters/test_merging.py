@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, VerifyOptions, reshard, verify
 from shardctl.cli.program import run
 from shardctl.conversion.plan_file import read_plan_file
-from shardctl.errors import ShardctlError, SourceError, UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "peft"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/adapter"))
@@ -169,9 +169,3 @@ def test_an_interrupted_merge_notices_another_adapter(tmp_path):
     reshard(base_of("lora"), tmp_path / "out2", ReshardOptions(merge=(adapter,)))
     second = load_file(tmp_path / "out2" / "model.safetensors")
     assert any(not np.array_equal(first[n].view(torch.uint8), second[n].view(torch.uint8)) for n in first)
-
-
-def test_an_adapter_alone_is_told_what_to_do():
-    with pytest.raises(ShardctlError) as raised:
-        verify(FIXTURES / "lora" / "adapter")
-    assert "--merge" in raised.value.hint
