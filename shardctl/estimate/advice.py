@@ -211,13 +211,13 @@ class _ChangeTrials:
             return []
         found = []
         times = 2
-        while times <= MOST_TIMES:
+        while times <= MOST_TIMES and ask.mesh.world * times <= MOST_RANKS:
             for grown in _list_axis_growths(ask.work, times):
                 mesh = ask.mesh
                 for axis, more in grown.items():
                     mesh = _grow_mesh(mesh, axis, more)
                 inside = mesh.degree("tp") <= self.per_node
-                if inside and mesh.world <= MOST_RANKS and self.law.refuse(mesh) is None:
+                if inside and self.law.refuse(mesh) is None:
                     text = f"use {mesh.world:,} devices instead of {ask.mesh.world:,}"
                     options = " ".join(f"--{axis} {mesh.degree(axis)}" for axis in grown)
                     found.append(_ProposedChange(text, options, replace(ask, mesh=mesh)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from known_models import LLAMA_3_8B, LLAMA_3_70B, QWEN2_7B, stock
 
+from shardctl.cli.program import run
 from shardctl.errors import UsageError
 from shardctl.estimate.advice import EstimateRequest, advise_changes, find_fewest_by_type
 from shardctl.estimate.allowed_degrees import AllowedDegrees
@@ -176,3 +179,11 @@ def test_bf16_needs_two_devices_and_int4_one():
     assert (tiny[0].devices, tiny[0].candidate) == (None, None)
     with pytest.raises(UsageError, match="unknown type"):
         find_fewest_by_type(inventory, estimator, ["int3"], space=SearchSpace(SERVING), budget=H100)
+
+
+def test_a_mesh_that_cannot_grow_is_advised_of_what_else_helps(capfd):
+    """Eight times the ranks of its makers' own mesh are more than any cluster has."""
+    config = str(Path(__file__).parents[2] / "fixtures" / "configs_public" / "llama-3.1-405b.json")
+    assert run(["plan", config, "--for", "train", "--mesh", "pp=16,fsdp=128,tp=8", "--gpu", "h100", "--json"]) == 3
+    advice = json.loads(capfd.readouterr().out)["advice"]
+    assert any(each["options"] == "--recompute full" and each["fits"] for each in advice)
