@@ -102,6 +102,8 @@ def quantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int
         and f"{name}_scale" in result.manifest.tensors
         and f"{name.removesuffix('weight')}{recipe.codes_name}" in result.manifest.tensors
     )
+    if not chosen:
+        return source
     said = result.record.options.get("dtype", "") if result.record is not None else ""
     cast = FLOATS.get(said)
     dtypes = {n: cast if cast is not None and t.dtype.name in CASTABLE else t.dtype for n, t in there.items()}
