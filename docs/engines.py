@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**TIED, "query_pre_attn_scalar": 32, "sliding_window": 64},
     "granite": {"head_dim": None, "hidden_size": 128},
     "olmo2": {"head_dim": None, "hidden_size": 128},
-    "gpt2": {**TIED, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt2": {**TIED, "hidden_size": 128, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_neox": {"head_dim": None, "hidden_size": 128},
     "bloom": {**TIED, "hidden_size": 128, "n_layer": 2, "n_head": 4},
     "falcon": {**TIED, "head_dim": None, "hidden_size": 128, "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -168,6 +168,11 @@ difference of two natural log-probabilities; 1e-3 is allowed. A case that is not
 """
 
 
+def build_page(kept: dict[str, dict[str, Any]]) -> str:
+    """The page of the cases that were run."""
+    return HEAD + "".join(f"{describe(each.name, kept[each.name])}\n" for each in CASES if each.name in kept)
+
+
 def main(python: str, names: list[str]) -> None:
     """Run the cases, all if none is named, and write the page after each."""
     kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
@@ -182,9 +187,8 @@ def main(python: str, names: list[str]) -> None:
             for finding in ("seconds", "tensor_bytes"):
                 kept[case.name].pop(finding, None)
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-            lines = [describe(each.name, kept[each.name]) for each in CASES if each.name in kept]
-            PAGE.write_text(HEAD + "\n".join(lines) + "\n")
-            print(lines[-1], flush=True)
+            PAGE.write_text(build_page(kept))
+            print(describe(case.name, kept[case.name]), flush=True)
 
 
 if __name__ == "__main__":

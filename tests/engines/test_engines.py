@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from docs.engines import make
+from docs.engines import CASES, KEPT, PAGE, build_page, make
 from shardctl.cli.program import run
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
@@ -82,6 +82,12 @@ def scores(*following: list[float], tokens: tuple[int, ...] = ()) -> TokenScores
 
 def said(*following: dict[int, float], tokens: tuple[int, ...] = ()) -> TokenScores:
     return TokenScores((), tokens, following)
+
+
+def test_the_page_is_what_was_kept():
+    kept = json.loads(KEPT.read_text())
+    assert build_page(kept) == PAGE.read_text()
+    assert kept.keys() <= {case.name for case in CASES}
 
 
 class TestJudging:
