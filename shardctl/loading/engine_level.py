@@ -96,6 +96,8 @@ def _build_question(checkpoint: OpenedCheckpoint, verify_options: VerifyOptions)
     """Build the question without its prompts; raises UsageError for a directory that the engine does not load."""
     engine = verify_options.engine or ""
     layout = _find_layout(checkpoint)
+    if verify_options.dtype not in {"fp32", "bf16"}:
+        raise UsageError(f"--engine does not compare in {verify_options.dtype}", hint="use --dtype fp32 or bf16")
     if not isinstance(checkpoint.source, LocalSource) or layout not in _LOADS[engine]:
         raise UsageError(
             f"{engine} does not load {checkpoint.source.name}, which is {layout or 'not a local directory'}",

@@ -88,9 +88,9 @@ class VerifyOptions:
     ] = None
     """Bytes."""
     forward: Annotated[bool, CommandOption(HelpPanel.TRIALS, "Run the model; implies --level forward.")] = False
-    dtype: Annotated[Literal["fp32", "bf16"], CommandOption(HelpPanel.TRIALS, "Type that the model computes in.")] = (
-        "fp32"
-    )
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], CommandOption(HelpPanel.TRIALS, "Type that the model computes in.")
+    ] = "fp32"
     prompt: Annotated[
         str | None,
         CommandOption(

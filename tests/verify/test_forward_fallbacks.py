@@ -62,7 +62,7 @@ def test_without_a_config_there_is_no_model_to_run(made):
 
 
 def test_another_type_is_skipped(made):
-    assert "fp32 or bf16, not in fp8" in run(*made("llama"), dtype="fp8").reason
+    assert "fp32, bf16 or fp16, not in fp8" in run(*made("llama"), dtype="fp8").reason
 
 
 def test_without_transformers_it_is_skipped(made, monkeypatch):

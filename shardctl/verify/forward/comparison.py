@@ -23,7 +23,7 @@ from shardctl.verify.forward.sides import CandidateCheckpoint, ComparedSides, Or
 from shardctl.verify.forward.skeleton import ModelSkeleton
 from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.verify.forward.team import ProcessTeam, RankTeam
-from shardctl.verify.forward.tolerance import choose_tolerance, measure_distance
+from shardctl.verify.forward.tolerance import MeasuredRounding, choose_tolerance, measure_distance
 from shardctl.verify.forward.verdict import count_flips, judge_result, select_output
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ForwardOptions:
     """How the pass is run."""
 
     dtype: str = "fp32"
-    """`fp32`, or `bf16` with the criterion of that type."""
+    """`fp32`, or `bf16` or `fp16`, where rounding is measured."""
     device: str = "cpu"
     places: tuple[str, ...] = ()
     """The devices that ranks with a process of their own are spread over; by default `device` alone."""
@@ -90,10 +90,11 @@ class ForwardComparison:
         kind = get_model_class(architecture)
         release_freed_memory()
         executor = self.executor(kind, self.options.dtype)
-        if self.options.dtype == "bf16" and _has_experts(executor.skeleton):
+        if self.options.dtype != "fp32" and _has_experts(executor.skeleton):
             raise UnsupportedError(
-                "in bf16, rounding alone makes routers choose other experts, so the outputs cannot be compared",
-                hint="leave out --dtype bf16",
+                f"in {self.options.dtype}, rounding alone makes routers choose other experts, "
+                "so the outputs cannot be compared",
+                hint="leave --dtype out",
             )
         source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
@@ -107,7 +108,7 @@ class ForwardComparison:
         found = self._free(executor, inputs, shards) if self.sides.candidate.config is None else self._own(inputs)
         apart = measure_distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
-        rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
+        rounding = self._rounding(kind, executor, inputs, shards, expected) if self.options.dtype != "fp32" else None
         flips, positions = count_flips(expected, found) if name == "logits" else (0, 0)
         mesh = self.sides.candidate.mesh or Mesh.of()
         held = self._collect_findings(shards)
@@ -134,7 +135,7 @@ class ForwardComparison:
             read_bytes=self.sides.read_bytes,
         )
         self._unreached(executor)
-        extra = [*executor.findings, *self.sides.findings, *held]
+        extra = [*executor.findings, *self._judge_drift(executor), *self.sides.findings, *held]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
     def executor(self, kind: Torch, dtype: str, config: Mapping[str, Any] | None = None) -> ModelExecutor:
@@ -144,9 +145,9 @@ class ForwardComparison:
         """
         import torch
 
-        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
+        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
         if wanted is None:
-            raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
+            raise UnsupportedError(f"the forward pass computes in fp32, bf16 or fp16, not in {dtype}")
         model = build_bare_model(kind, config or self.config, wanted)
         skeleton = ModelSkeleton.of(model, self.options.device)
         precision = ComputePrecision(self.options.device, wanted, self.options.limit)
@@ -182,12 +183,45 @@ class ForwardComparison:
             return None
         return self._free(executor, inputs, shards)
 
-    def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
-        """Return how far the source in bf16 is from the source in fp32."""
+    def _rounding(
+        self, kind: Torch, narrow: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights, expected: Torch
+    ) -> MeasuredRounding:
+        """Return what rounding does to the source: in its own order of sums, and in that of ranks."""
         executor = self.executor(kind, "fp32")
         source, _ = ComparedSides(self.sides.original, self.sides.candidate, self.team).fill(executor)
         executor.source = source
-        return measure_distance(select_output(executor.run(inputs, source))[1], expected.float())
+        exact = select_output(executor.run(inputs, source))[1]
+        found = measure_distance(exact, expected.float())
+        if narrow.alike is None:
+            self.sides.notes.append("the order of sums of ranks was not measured: the source has other names")
+            return MeasuredRounding(2 * found)
+        mine, narrow.ranks = narrow.ranks, narrow.alike
+        try:
+            other = select_output(narrow.run(inputs, shards))[1]
+        except PartError as error:
+            self.sides.notes.append(f"the order of sums of ranks was not measured: {error}")
+            return MeasuredRounding(2 * found)
+        finally:
+            narrow.ranks = mine
+        found += measure_distance(exact, other.float())
+        return MeasuredRounding(found, max(narrow.order.values(), default=inf))
+
+    def _judge_drift(self, executor: ModelExecutor) -> list[CheckFinding]:
+        """Return where ranks compute otherwise than with the source's weights in their place: bits must be equal."""
+        if executor.unstable or executor.ranks is None:
+            return []
+        views = executor.ranks.views.views
+        return [
+            CheckFinding(
+                "error",
+                "forward",
+                f"{name} computes something else on {views[rank].label} than the source's weights in the same place: "
+                f"{found:.2e}, bits must be equal",
+                name,
+            )
+            for name, (found, rank) in executor.drift.items()
+            if found
+        ]
 
     def _generated(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> GeneratedTexts | None:
         try:
@@ -214,6 +248,8 @@ class ForwardComparison:
         executor.source, executor.ranks = source, self.sides.gather_ranks(executor, shards)
         executor.known = shards.shards is not None and bool(shards.shards.model.family)
         executor.suspect = choose_tolerance(self.options.dtype, summed=True).warn
+        if self.options.dtype != "fp32":
+            executor.alike = self.sides.cut_source(executor, source, shards)
 
     def _collect_findings(self, shards: ModelWeights) -> list[CheckFinding]:
         """Return what was found while reading shards, by any process, and the copies that differ between them."""

@@ -50,6 +50,12 @@ class ModelExecutor:
     """The weights that are right: where there are several processes, the first alone computes with them."""
     ranks: RankRunner | None = None
     """The ranks, if they compute with parts."""
+    alike: RankRunner | None = None
+    """Ranks with the source's weights, whose bits those of the shards should be, for types in which much is rounded."""
+    order: dict[str, float] = field(default_factory=dict)
+    """By part, how far the source's own weights are from the source's output if they are summed as ranks sum them."""
+    drift: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """By part, how far the farthest rank is from one with the source's weights, and which."""
     known: bool = True
     """Whether the table of cuts is known to be right, so that a part that ranks cannot run says nothing of it."""
     suspect: float = inf
@@ -185,11 +191,33 @@ class ModelExecutor:
             self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", failure))))
             return -1, inf
         states = _select_states(output)
+        if self.alike is not None:
+            self._compare_order(self.alike, unit, states, outputs, copy_arguments(before))
         apart = [(measure_distance(states, _select_states(each)), number) for number, each in outputs.items()]
         found, rank = max(each for some in self.team.collect(apart) for each in some)
         if self.suspect < found and self._measure_joined(unit, usual, output, beside, before) <= self.suspect:
             self.miscut.add(unit.name)
         return rank, found
+
+    def _compare_order(
+        self, alike: RankRunner, unit: ModelUnit, states: Torch, outputs: dict[int, Torch], given: Torch
+    ) -> None:
+        """Run a part with the source's weights on ranks, and note how far both are from one another."""
+        right, failure = alike.run_unit(unit, *given)
+        if failure is not None:
+            return  # what fails with the source's weights as well is judged by the other distances
+        found = [
+            (
+                measure_distance(states, _select_states(right[number])),
+                measure_distance(_select_states(right[number]), _select_states(each)),
+                number,
+            )
+            for number, each in outputs.items()
+        ]
+        every = [each for some in self.team.collect(found) for each in some]
+        self.order[unit.name] = max(self.order.get(unit.name, 0.0), *(order for order, _, _ in every))
+        drift = max((drift, number) for _, drift, number in every)
+        self.drift[unit.name] = max(self.drift.get(unit.name, drift), drift)
 
     def _measure_joined(
         self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardctl.errors import format_first_few
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import set_start_values
-from shardctl.verify.forward.lens import build_lens
+from shardctl.verify.forward.lens import StoredTensor, build_lens
 from shardctl.verify.forward.places import list_places
 from shardctl.verify.forward.rank_runner import RankRunner
 from shardctl.verify.forward.rank_views import build_rank_views
@@ -163,6 +163,22 @@ class ComparedSides:
         meeting = self.team.open_meeting(len(list_places(shards.shards.placed.mesh)))
         views = build_rank_views(shards.shards, executor.skeleton, executor.conversion, meeting.here)
         return RankRunner(views, meeting, executor.precision, executor.values) if views is not None else None
+
+    def cut_source(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> RankRunner | None:
+        """Return ranks that have the source's weights where the mesh puts them; None if its names are not known."""
+        manifest, held, like = self.original.manifest, shards.shards, executor.ranks
+        if held is None or like is None or not held.manifest.tensors.keys() <= manifest.tensors.keys():
+            return None
+
+        def give(name: str, called: str) -> LazyTensor:
+            return StoredTensor(manifest.tensors[name], self._readers[0], called)
+
+        views = build_rank_views(held, executor.skeleton, executor.conversion, like.meeting.here, give)
+        if views is None:
+            return None
+        for view in views.views:
+            view.weights.rounded = source.rounded
+        return RankRunner(views, like.meeting, executor.precision, executor.values, like.joined)
 
     def _round(self, source: ModelWeights, shards: ModelWeights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""
