@@ -189,6 +189,13 @@ def test_an_adapter_in_a_pickle_is_refused_with_what_to_do(tmp_path):
     assert "save it with PEFT as adapter_model.safetensors" in caught.value.hint
 
 
+def test_an_adapter_is_not_taken_for_the_model_beside_it(tmp_path):
+    shutil.copytree(give("lora")[0], tmp_path / "both")
+    torch.save({"x": torch.ones(2)}, tmp_path / "both/pytorch_model.bin")
+    with pytest.raises(SourceError, match=r"holds no \.safetensors file"):
+        inspect(tmp_path / "both")
+
+
 def test_adapter_matrices_are_found_under_the_names_of_the_files():
     source, options = give("lora")
     with open_checkpoint(source, options) as opened:

@@ -88,22 +88,31 @@ def holds_adapter(names: Collection[str]) -> bool:
     return bool(names) and all(name.startswith(ADAPTER_PREFIX) for name in names)
 
 
+def is_lone_adapter(source: Source) -> bool:
+    """Return whether an adapter in safetensors, with its config, is all the weights that the source holds."""
+    adapters, others = _list_weights(source)
+    return ADAPTERS[0] in adapters and ADAPTER_CONFIG in source.files() and not others
+
+
 def refuse_adapter(source: Source) -> None:
     """Raise UnsupportedError if the source is a LoRA (or other peft) adapter that is stored in another way than PEFT's.
 
     An adapter in safetensors, with its config, is a checkpoint of its own.
     """
-    files = source.files()
-    weights = {path for path in files if "/" not in path and path.endswith(LOADED_SUFFIXES)}
-    adapters = weights & {*ADAPTERS}
-    if ADAPTERS[0] in adapters and ADAPTER_CONFIG in files:
-        return
-    if adapters and not weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}:
+    adapters, others = _list_weights(source)
+    if adapters and not others and not is_lone_adapter(source):
         raise UnsupportedError(
             f"{source.name} holds an adapter (such as LoRA), not a model",
             hint=f"shardctl reshard BASE OUT --merge {source.name} merges it into its base; to convert it by itself, "
             f"save it with PEFT as {ADAPTERS[0]} beside {ADAPTER_CONFIG}",
         )
+
+
+def _list_weights(source: Source) -> tuple[set[str], set[str]]:
+    """List the files of an adapter, and the other files of weights."""
+    weights = {path for path in source.files() if "/" not in path and path.endswith(LOADED_SUFFIXES)}
+    adapters = weights & {*ADAPTERS}
+    return adapters, weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}
 
 
 FOREIGN: Final = {

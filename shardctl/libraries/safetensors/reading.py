@@ -12,7 +12,13 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
 from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
-from shardctl.libraries.files.impostors import ADAPTERS, list_unfinished_downloads, refuse_adapter, refuse_unfinished
+from shardctl.libraries.files.impostors import (
+    ADAPTERS,
+    is_lone_adapter,
+    list_unfinished_downloads,
+    refuse_adapter,
+    refuse_unfinished,
+)
 from shardctl.libraries.files.index import read_index
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
@@ -113,7 +119,7 @@ def _choose_files(source: Source) -> FileChoice:
         _check_numbering(names)
         return FileChoice(tuple(names))
     refuse_adapter(source)
-    if ADAPTERS[0] in source.files():
+    if is_lone_adapter(source):
         return FileChoice((ADAPTERS[0],))
     for path in list_unfinished_downloads(source, SAFETENSORS):
         refuse_unfinished(source, path)
