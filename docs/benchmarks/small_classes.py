@@ -123,7 +123,8 @@ def _find_sizes(config: Any) -> dict[str, Any]:
 def _narrow_picture_axes(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a rotary embedding whose axes of a picture are together half as wide as a small head."""
     rope = getattr(config, "rope_parameters", None)
-    if not {"mrope_section"} & {*(rope or ()), *getattr(config, "ignore_keys_at_rope_validation", ())}:
+    turned = {*(rope or ()), *getattr(config, "ignore_keys_at_rope_validation", ())}
+    if "mrope_section" not in turned and config.model_type != "paddleocr_vl_text":
         return {}
     head = chosen.get("head_dim") or chosen["hidden_size"] // chosen["num_attention_heads"]
     half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
