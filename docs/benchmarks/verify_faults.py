@@ -60,7 +60,9 @@ def read_trials(base):
 def format_table(head, rows):
     """Format a table whose first column is text and whose others are numbers; zeros are left out."""
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
-    lines += [f"| {' | '.join(str(cell or '') for cell in row)} |" for row in rows]
+    for row in rows:
+        cells = " | ".join(str(cell or "").replace("|", r"\|") for cell in row)
+        lines.append(f"| {cells} |")
     return "\n".join(lines)
 
 
@@ -70,6 +72,15 @@ def count_row(name, trials):
     recorded = Counter(trial.level for trial in trials if trial.recorded)
     late = sum(recorded[level] for level in LEVELS if level not in {"structure", "full"})
     return [name, without.total(), *(without[level] for level in LEVELS), recorded["structure"], recorded["full"], late]
+
+
+def list_gaps(faults, models):
+    """Say which meshes of which models an interrupted run did not reach, a sentence a paragraph."""
+    for model in models:
+        done = {trial.mesh for trial in faults if trial.model == model}
+        left = [mesh for mesh in (*list_meshes(model), SEVERAL) if mesh not in done]
+        if left:
+            yield f"The run ended before it came to {model} on {', '.join(left)}."
 
 
 def format_page(trials):
@@ -97,6 +108,7 @@ def format_page(trials):
         format_table(head, [count_row(kind, [t for t in faults if t.kind == kind]) for kind in kinds]),
         "## By model",
         format_table(head, [count_row(model, [t for t in faults if t.model == model]) for model in models]),
+        *list_gaps(faults, models),
         "## By mesh",
         format_table(head, [count_row(place, [t for t in faults if t.mesh == place]) for place in places]),
         "## What needs more than `--level full --against`",

@@ -111,6 +111,11 @@ def format_page(outcomes):
             if here:
                 rows.append(f"| {dtype} | {mesh} | {len(here) - alarms - refused} | {alarms} | {refused} |")
     parts.append("\n".join(rows))
+    every = len(list(CONFIGS.glob("*.json")))
+    for dtype in DTYPES:
+        tried = len({each["model"] for each in outcomes if each["dtype"] == dtype})
+        if tried < every:
+            parts.append(f"The run ended when {tried} of the {every} configs had been tried in {dtype}.")
     refused = sorted({(each["refused"], each["mesh"], each["model"]) for each in outcomes if each["refused"]})
     parts += ["## Refused", "A dim or the layers of these small models cannot be divided in this way."]
     parts.append("\n".join(f"- {model}, {mesh}: {message}" for message, mesh, model in refused) or "None.")
