@@ -151,7 +151,7 @@ def describe(name: str, level: dict[str, Any]) -> str:
         return f"| {engine} | {model} | {cut} | {level['status']} | | | {'; '.join(found) or level['reason']} |"
     tokens = f"{said['same']} of {said['tokens']}"
     return (
-        f"| {engine} {said['versions'][engine if engine == 'vllm' else 'torch']} | {model} | {cut} | {level['status']} "
+        f"| {engine} {said['versions'].get(engine, said['versions']['torch'])} | {model} | {cut} | {level['status']} "
         f"| {said['apart']:.1e} | {tokens} | {'; '.join([*found, *level['notes']])} |"
     )
 

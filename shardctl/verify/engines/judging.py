@@ -1,6 +1,6 @@
 """Judges what an engine says against what the source says, with bounds that follow from measured rounding.
 
-In fp32, under vLLM 0.32 on the CPU, log-probabilities of small models of seventeen families were at most 1.8e-5 from
+In fp32, under vLLM 0.32 on the CPU, log-probabilities of small models of sixteen families were at most 1.8e-5 from
 transformers', and BLOOM's 2.6e-4 (`docs/engines.md`). In bf16 the bound follows from how far bf16 takes the source.
 """
 
