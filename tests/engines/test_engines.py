@@ -335,10 +335,9 @@ class TestVllm:
         [
             ("llama", Mesh.of()),
             ("gemma", Mesh.of()),
-            ("gpt_neox", Mesh.of(tp=2)),
             ("qwen3_moe", Mesh.of(tp=2)),
             ("deepseek_v3", Mesh.of(tp=2)),
-            ("llama", Mesh.of(pp=2)),
+            ("llama", Mesh.of(tp=2)),
         ],
     )
     def test_it_says_what_the_source_says(self, model, mesh, made, tmp_path):
