@@ -56,7 +56,7 @@ def test_shards_compute_what_the_source_computes(made, name, mesh):
     assert result.worst.error <= (1e-5 if parts else 0)
     assert result.output_error <= (1e-4 if parts else 0)
     assert (result.share is not None) == parts
-    if parts:
+    if "tp=" in mesh:  # the two experts of a token are added in one order or the other, to the same bits
         assert result.worst.error > 0, "no rank computed with a part of its own"
     assert len(result.blocks) > 3
     left = [note for note in result.notes if "not reached" in note]
