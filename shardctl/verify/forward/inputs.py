@@ -31,7 +31,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     config, names = model.config, set(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     given: dict[str, Torch] = {}
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _find_text_config(config)
     both = {"input_ids", "pixel_values"} <= names and hasattr(config, "vision_config")
     if main == "input_ids" or "input_ids" in names:
         given["input_ids"] = _draw_token_ids(text, config, generator)
@@ -45,6 +45,16 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     if not given:
         raise UnsupportedError(f"{type(model).__name__} needs {main}, which shardctl cannot generate")
     return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def _find_text_config(config: Torch) -> Torch:
+    """Find the config of the text model; raises UnsupportedError if there are several."""
+    try:
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    except ValueError as error:  # transformers cannot tell which of them is meant
+        raise UnsupportedError(
+            f"{type(config).__name__} has several text models, so shardctl cannot tell whose tokens to generate"
+        ) from error
 
 
 def list_vision_towers(
@@ -123,7 +133,10 @@ def _list_integers(values: Iterable[object]) -> list[int]:
 def _draw_pixels(config: Torch, generator: Torch) -> Torch:
     import torch
 
-    vision: Torch = getattr(config, "vision_config", None) or config
+    places = (getattr(config, "vision_config", None), getattr(config, "encoder", None), config)
+    vision: Torch = next((each for each in places if hasattr(each, "image_size")), None)
+    if vision is None:
+        raise UnsupportedError(f"{type(config).__name__} has no image_size, so shardctl cannot generate pictures")
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return torch.randn((BATCH, int(getattr(vision, "num_channels", 3)), height, width), generator=generator)
