@@ -162,8 +162,8 @@ HUB = {
 """Classes of the Hub's own code: the text model inside, the key of its config, if it has one of its own, what stands
 before the names of its base model and of its head, and a tensor beside them.
 
-Those of dots.ocr, InternVL, MiniCPM and Ovis 2.5 are as vLLM 0.32 reads them; the others are written down from memory of
-their repositories, and nothing here has read them."""
+Those of dots.ocr, InternVL, MiniCPM and Ovis 2.5 are as vLLM 0.32 reads them; the others are written down from memory
+of their repositories, and nothing here has read them."""
 
 
 def save_hub_class(name, folder):
