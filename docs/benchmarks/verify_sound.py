@@ -3,7 +3,7 @@
 python docs/benchmarks/verify_sound.py DIR writes each small config of fixtures/configs as a checkpoint with random
 values and a side file, cuts it, and verifies it with `--level full --against`: with its record, and without it and with
 `--mesh`. An error is a false alarm. DIR keeps a line for each in outcomes.jsonl; `--page` prints the page of an earlier
-run, and `--types fp32` tries one of the types. It takes half an hour on two busy cores.
+run, and `--types fp32` tries one of the types. It takes about ten minutes.
 """
 
 import argparse
