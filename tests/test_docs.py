@@ -42,6 +42,34 @@ def test_every_command_of_the_guide_runs(folder):
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
+TABLE = {
+    "llama": "llmcompressor/llama",
+    "llama-fp8": "llmcompressor/fp8-block",
+    "zero-run": "deepspeed/bf16",
+    "fsdp-run": "dcp/fsdp2",
+    "fsdp-config.json": "dcp/config.json",
+    "megatron-run": "megatron/llama-tp2-pp2",
+    "original": "megatron/hf/llama",
+    "base": "peft/hf/llama",
+    "lora": "peft/lora/adapter",
+}
+"""What the README's table calls a checkpoint, and the fixture that is one."""
+
+
+def test_every_command_of_the_readme_table_runs(tmp_path):
+    for name, fixture in TABLE.items():
+        (tmp_path / name).symlink_to(ROOT / "fixtures" / fixture)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = re.findall(r"^\| .* \| `(shardctl .*)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(found) > 10
+    for command in found:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
 def test_the_readme_speaks_of_files_that_exist():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
