@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
 from shardctl.libraries.reader import find_given_file
-from shardctl.libraries.safetensors.reading import FORMAT as SAFETENSORS
+from shardctl.libraries.registry import is_plain_safetensors
 from shardctl.record import RECORD, SUMS
 from shardctl.training import SETTINGS
 from shardctl.verify.config_comparison import ConfigComparison, compare_configs
@@ -50,7 +50,7 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
     """
     found, notes = compare_model_configs(a, b, cast=cast)
-    loaded = a.stored.format == SAFETENSORS.name and find_given_file(a.source) is None
+    loaded = is_plain_safetensors(a.stored) and find_given_file(a.source) is None
     lacks = loaded and a.config is None and b.config is not None
     return CompanionComparison(found, tuple(_compare_files(a, b)), notes, lacks_config=lacks)
 

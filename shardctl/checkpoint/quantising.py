@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.bands import ChunkIndex
 from shardctl.box import Box
 from shardctl.checkpoint.quantised_modules import ModuleSelection, select_modules
 from shardctl.copyplan import cover_tensor
@@ -155,6 +154,7 @@ def _build_weights(
     stored: Mapping[str, Tensor], recipe: RoundingRecipe, chosen: Sequence[str], dtypes: Mapping[str, DType]
 ) -> dict[str, RoundedWeight]:
     """Build what quantises each weight; those that engines put into one matrix share their global scale."""
+    from shardctl.bands import ChunkIndex
     from shardctl.models.rounding.rounded_weight import RoundedWeight, ScaleMemory
     from shardctl.models.rounding.scales import ScaleRule
     from shardctl.models.rounding.stored_matrix import StoredMatrix

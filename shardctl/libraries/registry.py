@@ -96,6 +96,11 @@ def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 
+def is_plain_safetensors(stored: Manifest) -> bool:
+    """Return whether these are safetensors files that nothing but transformers loads, which needs a config."""
+    return stored.format == safetensors.FORMAT.name
+
+
 def _list_matching_formats(source: Source) -> list[Format]:
     found = [format_ for format_ in FORMATS if format_.detect(source)]
     if not any(format_.names_safetensors for format_ in found):

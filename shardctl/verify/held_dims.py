@@ -144,8 +144,9 @@ def list_stretches(known: ModelTensor, shared: Mapping[str, SharedWord]) -> Iter
             label = (section.noun.removeprefix(_PAIRED) or word, section.size // section.unit)
             yield DimStretch(label, dim, start, section.size, section.unit, spread)
             common = shared.get(name)
-            if common is not None and (common.label != label or scale > 1):
-                size = section.size
+            size = section.size
+            whole = common is not None and size == -(-common.size // scale)  # not for 3 bits, 32 of which are 3 words
+            if common is not None and whole and (common.label != label or scale > 1):
                 yield DimStretch(common.label, dim, start, size, common.unit, spread, scale, common.size)
             start += section.size
 

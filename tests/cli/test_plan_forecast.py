@@ -208,7 +208,7 @@ def test_bars_and_pictures_keep_to_a_narrow_terminal(columns, mesh):
 
 def test_a_device_may_have_a_number_for_a_name(say):
     assert " of RTX 4090\n" in say("plan", LLAMA, "--gpu", "4090").out
-    assert "unknown device '80'" in say("plan", LLAMA, "--gpu", "80").err
+    assert "device '80' has no unit" in say("plan", LLAMA, "--gpu", "80").err
 
 
 def test_a_page_takes_no_file_of_another_kind(say, tmp_path):
