@@ -122,6 +122,9 @@ def test_many_runs_at_once_have_one_winner(site):
     killed(site, len(done["calls"]) // 2)  # with a dead lock for all of them to break
     runs = [site.start({"delay": 0.01}) for _ in range(5)]
     results = [outcome(run) for run in runs]
-    assert sorted(r["code"] for r in results) == [0, 6, 6, 6, 6], results
+    winners = [r for r in results if r["code"] == 0 and r["written"]]
+    late = [r for r in results if r["code"] == 0 and not r["written"]]  # these came when all was finished
+    assert len(winners) == 1, results
+    assert [r["code"] for r in results].count(6) == 4 - len(late), results
     assert snapshot(site.destination) == wanted
     assert site.names() == ["out", "source"]
