@@ -18,6 +18,7 @@ from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.inspect import inspect
+from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -31,8 +32,8 @@ BASES = {
     "trained-biases": "llama",
     "conv1d": "gpt2",
     "conv1d-dora": "gpt2",
-    "experts": "gpt_oss",
-    "experts-transposed": "qwen3_moe",
+    "experts": "qwen3_moe",
+    "experts-transposed": "gpt_oss",
 }
 TARGETS = ("base_model.model.", ".lora_A.weight", ".lora_B.weight")
 
@@ -179,14 +180,37 @@ def test_names_that_peft_does_not_write_are_said(tmp_path):
     assert "names in PEFT adapters begin with base_model.model." in inspect(tmp_path).adapter.problem
 
 
-def test_an_adapter_in_a_pickle_is_refused_with_what_to_do(tmp_path):
-    source = tmp_path / "old"
-    shutil.copytree(give("lora")[0], source)
-    (source / "adapter_model.safetensors").unlink()
-    torch.save({"base_model.model.x.lora_A.weight": torch.ones(2)}, source / "adapter_model.bin")
-    with pytest.raises(UnsupportedError, match="holds an adapter") as caught:
-        inspect(source)
-    assert "save it with PEFT as adapter_model.safetensors" in caught.value.hint
+def save_as_pickle(case, path):
+    """The adapter as PEFT saves it with `safe_serialization=False`."""
+    shutil.copytree(give(case)[0], path)
+    (path / "adapter_model.safetensors").unlink()
+    torch.save(read(give(case)[0]), path / "adapter_model.bin")
+    return path
+
+
+@pytest.mark.parametrize("case", ["lora", "dora", "conv1d", "experts", "embedding-head"])
+def test_an_adapter_in_a_pickle_is_cut_and_merged_like_one_in_safetensors(tmp_path, case):
+    source, (twin, options) = save_as_pickle(case, tmp_path / "old"), give(case)
+    assert inspect(source).adapter == inspect(twin).adapter
+    mesh = ReshardOptions(mesh=Mesh.of(tp=2))
+    assert plan(source, mesh, source_options=options).ranks == plan(twin, mesh, source_options=options).ranks
+    reshard(source, tmp_path / "ranks", mesh, source_options=options)
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", against=twin)).ok
+    reshard(twin, tmp_path / "twin", mesh, source_options=options)
+    for rank in range(2):
+        mine, theirs = read(tmp_path / "ranks", rank), read(tmp_path / "twin", rank)
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items()) and mine.keys() == theirs.keys()
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert read(tmp_path / "back").keys() == read(twin).keys()
+    reshard(options.config, tmp_path / "merged", ReshardOptions(merge=(source,)))
+    merged = load_file(FIXTURES / case / "merged/model.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in read(tmp_path / "merged").items())
+
+
+def test_of_an_adapter_in_both_the_one_in_safetensors_is_read(tmp_path):
+    source = save_as_pickle("lora", tmp_path / "both")
+    shutil.copy(give("dora")[0] / "adapter_model.safetensors", source)
+    assert inspect(source).files == ("adapter_model.safetensors",)
 
 
 def test_an_adapter_is_not_taken_for_the_model_beside_it(tmp_path):

@@ -88,23 +88,24 @@ def holds_adapter(names: Collection[str]) -> bool:
     return bool(names) and all(name.startswith(ADAPTER_PREFIX) for name in names)
 
 
-def is_lone_adapter(source: Source) -> bool:
-    """Return whether an adapter in safetensors, with its config, is all the weights that the source holds."""
+def find_lone_adapter(source: Source) -> str | None:
+    """Find the file of an adapter that, with its config, is all the weights of the source; as PEFT, safetensors first."""
     adapters, others = _list_weights(source)
-    return ADAPTERS[0] in adapters and ADAPTER_CONFIG in source.files() and not others
+    if others or ADAPTER_CONFIG not in source.files():
+        return None
+    return next((name for name in ADAPTERS if name in adapters), None)
 
 
 def refuse_adapter(source: Source) -> None:
-    """Raise UnsupportedError if the source is a LoRA (or other peft) adapter that is stored in another way than PEFT's.
+    """Raise UnsupportedError if the source is a LoRA (or other peft) adapter without its config.
 
-    An adapter in safetensors, with its config, is a checkpoint of its own.
+    An adapter with its config is a checkpoint of its own.
     """
     adapters, others = _list_weights(source)
-    if adapters and not others and not is_lone_adapter(source):
+    if adapters and not others and ADAPTER_CONFIG not in source.files():
         raise UnsupportedError(
-            f"{source.name} holds an adapter (such as LoRA), not a model",
-            hint=f"shardctl reshard BASE OUT --merge {source.name} merges it into its base; to convert it by itself, "
-            f"save it with PEFT as {ADAPTERS[0]} beside {ADAPTER_CONFIG}",
+            f"{source.name} holds an adapter (such as LoRA) without its {ADAPTER_CONFIG}, not a model",
+            hint=f"put {ADAPTER_CONFIG} beside it, which alone says its rank, its scaling and its base",
         )
 
 

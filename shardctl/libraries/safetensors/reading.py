@@ -14,7 +14,7 @@ from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import (
     ADAPTERS,
-    is_lone_adapter,
+    find_lone_adapter,
     list_unfinished_downloads,
     refuse_adapter,
     refuse_unfinished,
@@ -119,7 +119,7 @@ def _choose_files(source: Source) -> FileChoice:
         _check_numbering(names)
         return FileChoice(tuple(names))
     refuse_adapter(source)
-    if is_lone_adapter(source):
+    if find_lone_adapter(source) == ADAPTERS[0]:
         return FileChoice((ADAPTERS[0],))
     for path in list_unfinished_downloads(source, SAFETENSORS):
         refuse_unfinished(source, path)

@@ -15,6 +15,7 @@ from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, TORCH_SAVED, WHOLE_TORCH
 from shardctl.libraries.files.impostors import (
     ADAPTERS,
+    find_lone_adapter,
     list_unfinished_downloads,
     refuse_adapter,
     refuse_impostor,
@@ -66,6 +67,7 @@ def detect_torch_save(source: Source) -> bool:
         return given.endswith((*TORCH_SAVED, _INDEXES)) or _has_magic(source, given)
     return bool(
         _list_candidates(source)
+        or find_lone_adapter(source) == ADAPTERS[1]
         or any("/" not in path and path.endswith(_INDEXES) for path in source.files())
         or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD))
     )
@@ -180,6 +182,8 @@ def _choose_files(source: Source) -> FileChoice:
         _check_numbering(names)
         return FileChoice(tuple(names))
     refuse_adapter(source)
+    if find_lone_adapter(source) == ADAPTERS[1]:
+        return FileChoice((ADAPTERS[1],))
     for path in list_unfinished_downloads(source, _SHARD):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no file of torch.save")
