@@ -109,7 +109,8 @@ def _read_checkpoint(
     if described is not None:
         return described
     stored = _scan_container(source, source_options)
-    if ADAPTER_CONFIG in source.files() and (not stored.files.keys().isdisjoint(ADAPTERS) or holds_adapter(stored.tensors)):
+    named = not stored.files.keys().isdisjoint(ADAPTERS)
+    if ADAPTER_CONFIG in source.files() and (named or holds_adapter(stored.tensors)):
         from shardctl.checkpoint.adapter_checkpoint import open_adapter_checkpoint
 
         adapter = open_adapter_checkpoint(source, stored, record, source_options)
