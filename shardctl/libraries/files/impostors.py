@@ -89,7 +89,7 @@ def holds_adapter(names: Collection[str]) -> bool:
 
 
 def find_lone_adapter(source: Source) -> str | None:
-    """Find the file of an adapter that is all the weights of the source, with its config; of two, the one PEFT loads."""
+    """Find the file of an adapter that is all the weights of the source, with its config; of two, the one for PEFT."""
     adapters, others = _list_weights(source)
     if others or ADAPTER_CONFIG not in source.files():
         return None
