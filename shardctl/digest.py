@@ -49,6 +49,10 @@ _BLOCK: Final = 1 << 17
 """Elements converted at a time: a MiB of float64, near the cores' caches yet long enough to outweigh Python's calls."""
 _STRETCH: Final = 1 << 8
 """Columns per BLAS call: NumPy keeps the GIL through a matmul of up to 500 results, and a block has twice as many."""
+_CODES: Final = 1 << 7
+"""Units per BLAS call of elements of at most 8 bits, which are multiplied as float32: see `_multiply_codes`."""
+_NARROW: Final = 16
+"""Rows, and units of a row, from which on this is faster."""
 _CALL: Final = 1 << 13
 """Elements per BLAS call: from 9,216 up some versions of OpenBLAS start threads, which would fight the caller's."""
 _ROWS: Final = 16
@@ -57,6 +61,10 @@ _GROUP: Final = 1 << 15
 """Row sums of one lane kept at a time before the row keys are applied."""
 
 _BYTE: Final = 8
+_BIAS: Final = 128
+_HALF_BITS: Final = _COLUMN_KEY_BITS // 2
+_PAIR: Final = 2
+"""Words of an element of 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ def count_element_parts(dtype: DType) -> int:
 def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> DigestSums:
     """Compute the sums over the elements of `box` of a global tensor of `shape`; `data` are the box's row-major bytes.
 
-    Holds the GIL only between blocks, and may run in many threads at once; each keeps 1 MiB of scratch and
+    Holds the GIL only between blocks, and may run in many threads at once; each keeps 1.25 MiB of scratch and
     allocates at most 3 MiB while it runs.
 
     Raises:
@@ -124,10 +132,10 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
     total = np.zeros((count_element_parts(dtype), LANES), np.uint64)
     each = dtype.unit_elements
     widest = _BLOCK // (len(total) * min(len(units), _ROWS))
-    for start, stop in _split_strips(column * each, (column + width) * each, widest):
-        _add_strip(
-            total, units[:, start // each - column : stop // each - column], dtype.bits, rows, range(start, stop)
-        )
+    stretch = _STRETCH if dtype.bits > _BYTE else _CODES * each
+    for start, stop in _split_strips(column * each, (column + width) * each, widest, stretch):
+        strip = units[:, start // each - column : stop // each - column]
+        _add_strip(total, strip, dtype.bits, rows, range(start, stop), stretch)
     return DigestSums(tuple(total.ravel().tolist()))
 
 
@@ -191,6 +199,13 @@ def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 @cache
+def _draw_half_keys() -> NDArray[np.float32]:
+    """Draw the column keys as ``[2 * lanes, 65536]``: the low 10 bits of each lane's, then the high 10 bits."""
+    keys = _draw_column_keys()[0].astype(np.uint32)
+    return np.concatenate([keys & (2**_HALF_BITS - 1), keys >> _HALF_BITS]).astype(np.float32)
+
+
+@cache
 def _draw_row_keys() -> NDArray[np.uint64]:
     """Draw the row keys ``[lanes, 65536]``."""
     drawn = (_draw_key_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
@@ -238,10 +253,12 @@ class _RowKeys:
 
 
 class _ThreadScratch(threading.local):
-    """Each thread's block of float64."""
+    """Each thread's block of float64, the same memory as float32, and codes beside these."""
 
     def __init__(self) -> None:
         self.block = np.empty(_BLOCK)
+        self.numbers = self.block.view(np.float32)
+        self.codes = np.empty(2 * _BLOCK, np.uint8)
 
 
 _scratch = _ThreadScratch()
@@ -255,30 +272,40 @@ def _split_units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[A
     return octets.view("<u2" if dtype.unit_bytes % 2 == 0 else "u1").reshape(rows, width, -1)
 
 
-def _split_strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split columns `start` to `stop` of a tile into strips of at most `most`: many whole stretches, or part of one."""
+def _split_strips(start: int, stop: int, most: int, stretch: int) -> Iterator[tuple[int, int]]:
+    """Split columns `start` to `stop` into strips of one tile and at most `most` columns.
+
+    A strip is many whole stretches, or part of one.
+    """
     while start < stop:
         end = min(stop, start + most, start - start % _TILE + _TILE)
-        if end - start > _STRETCH:
-            end -= (end - start) % _STRETCH
+        if end - start > stretch:
+            end -= (end - start) % stretch
         yield start, end
         start = end
 
 
-def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _RowKeys, columns: range) -> None:
+def _add_strip(
+    total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _RowKeys, columns: range, stretch: int
+) -> None:
     """Add to `total` ``[parts, lanes]`` the sums over a strip ``[rows, units, words]`` at `columns` of the tensor."""
     n_parts = len(total)
     keys, before = _draw_column_keys()
     tile, a = divmod(columns.start, _TILE)
     b = a + len(columns)
+    narrow = bits <= _BYTE and min(units.shape[:2]) >= _NARROW
+    less = _BIAS if narrow and bits == _BYTE else 0
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
-    stretches = max(1, len(columns) // _STRETCH)
+    stretches = 1 if narrow else max(1, len(columns) // stretch)
     group = max(1, _GROUP // (n_parts * stretches))
     for start in range(0, len(units), group):
         stop = min(start + group, len(units))
         dots = np.empty((LANES, n_parts, stretches, stop - start))
-        _multiply_keys(units[start:stop], bits, keys[:, a:b], dots)
-        dots[:, :, 0] += ones
+        if narrow:
+            _multiply_codes(units[start:stop], bits, _draw_half_keys()[:, a:b], dots[:, 0, 0])
+        else:
+            _multiply_keys(units[start:stop], bits, keys[:, a:b], dots)
+        dots[:, :, 0] += ones * (1 + less)
         exact = dots.astype(np.int64).view(np.uint64)
         total += np.einsum("lpsr,lr->pl", exact, rows.keys(start, stop, tile))
 
@@ -292,33 +319,76 @@ def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], ou
     width = keys.shape[1]
     vectors = keys.reshape(lanes, 1, 1, stretches, -1, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
-    per_block = max(1, _BLOCK // (n_parts * width))
-    per_call = _CALL * stretches // width
-    done = 0
-    while done < rows:  # whole blocks, then what is left in whole calls, then the rest in one
+    for start, stop, call in _split_rows(rows, _BLOCK // (n_parts * width), _CALL * stretches // width):
+        block = _scratch.block[: n_parts * (stop - start) * width].reshape(n_parts, stop - start, width)
+        _widen_elements(units[start:stop], bits, block)
+        matrices = block.reshape(n_parts, -1, call, stretches, width // stretches).swapaxes(2, 3)
+        result = out[..., start:stop].reshape(lanes, n_parts, stretches, -1, call, 1)
+        product(matrices, vectors, out=result.transpose(0, 1, 3, 2, 4, 5))
+
+
+def _widen_elements(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
+    """Write the elements of `units` ``[rows, units, words]`` as numbers to `block` ``[parts, rows, columns]``."""
+    if bits < _BYTE:
+        codes = np.empty((*units.shape[:2], block.shape[2] // units.shape[1]), np.uint8)
+        _unpack_codes(units, bits, codes.transpose(2, 0, 1))
+        units = codes.reshape(*block.shape[1:], 1)
+    if len(block) == _PAIR:
+        pairs = units.view("<i4")[:, :, 0]  # NumPy converts words that lie together faster than every second one
+        np.copyto(block[0], pairs & 0xFFFF)
+        np.copyto(block[1], pairs.view("<u4") >> 16)
+    else:
+        np.copyto(block, units.transpose(2, 0, 1))
+
+
+def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float32], out: NDArray[np.float64]) -> None:
+    """Compute the inner products ``[lanes, rows]`` of elements of at most 8 bits with the halves of the column `keys`.
+
+    For these a float32 is enough, and twice as fast: bytes are taken less 128 and keys by halves of 10 bits, so that a
+    sum over 2^7 products stays within 2^24.
+    """
+    rows, width, n_bytes = units.shape
+    halves, planes = len(keys), n_bytes * _BYTE // bits
+    stretches = max(1, width // _CODES)
+    vectors = keys.reshape(halves, stretches, -1, planes).transpose(3, 1, 0, 2)[:, None]
+    for start, stop, call in _split_rows(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
+        shape = planes, stop - start, width
+        numbers, codes = (scratch[: prod(shape)].reshape(shape) for scratch in (_scratch.numbers, _scratch.codes))
+        _unpack_codes(units[start:stop], bits, codes)
+        np.copyto(numbers, codes.view(np.int8) if bits == _BYTE else codes)
+        matrices = numbers.reshape(planes, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
+        sums = np.matmul(vectors, matrices).sum((0, 2), np.float64)
+        low, high = sums[:, : halves // 2], sums[:, halves // 2 :]
+        np.add(low, high * 2**_HALF_BITS, out=out[:, start:stop].reshape(halves // 2, -1, call).swapaxes(0, 1))
+
+
+def _split_rows(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int, int, int]]:
+    """Split rows into blocks ``(start, stop, rows of a call)``.
+
+    First whole blocks, then what is left in whole calls, then the rest in one.
+    """
+    per_block, done = max(1, per_block), 0
+    while done < rows:
         per_block = min(per_block, rows - done)
-        per_call = min(per_call, per_block)
+        per_call = max(1, min(per_call, per_block))
         per_block -= per_block % per_call
-        end = rows - (rows - done) % per_block
-        block = _scratch.block[: n_parts * per_block * width].reshape(n_parts, per_block, width)
-        matrices = block.reshape(n_parts, -1, per_call, stretches, width // stretches).swapaxes(2, 3)
-        sources = units[done:end].reshape(-1, per_block, *units.shape[1:])
-        results = out[..., done:end].reshape(lanes, n_parts, stretches, len(sources), -1, per_call, 1)
-        for source, result in zip(sources, results.transpose(3, 0, 1, 4, 2, 5, 6), strict=True):
-            elements = _unpack_codes(source, bits) if bits < _BYTE else source
-            np.copyto(block, elements.transpose(2, 0, 1))
-            product(matrices, vectors, out=result)
-        done = end
+        yield done, done + per_block, per_call
+        done += per_block
 
 
-def _unpack_codes(units: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return the codes ``[rows, elements, 1]`` of `bits` bits, low bits first, in units ``[rows, units, bytes]``."""
-    rows, n_units, n_bytes = units.shape
-    codes = np.empty((rows, n_units, n_bytes * _BYTE // bits), np.uint8)
-    for element in range(codes.shape[2]):
+def _unpack_codes(units: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8]) -> None:
+    """Write the codes of `bits` bits, low bits first, in `units` ``[rows, units, bytes]`` to ``[codes, rows, units]``.
+
+    Of 8 bits the highest is turned over: as a signed number the code is then 128 less than it was.
+    """
+    if bits == _BYTE:
+        np.bitwise_xor(units[:, :, 0], np.uint8(_BIAS), out=codes[0])
+        return
+    for element in range(len(codes)):
+        code = codes[element]
         byte, shift = divmod(bits * element, _BYTE)
-        code = units[:, :, byte] >> np.uint8(shift)
+        np.right_shift(units[:, :, byte], np.uint8(shift), out=code)
         if shift + bits > _BYTE:
-            code |= units[:, :, byte + 1] << np.uint8(_BYTE - shift)
-        np.bitwise_and(code, np.uint8(2**bits - 1), out=codes[:, :, element])
-    return codes.reshape(rows, -1, 1)
+            np.bitwise_or(code, units[:, :, byte + 1] << np.uint8(_BYTE - shift), out=code)
+        if shift + bits != _BYTE:
+            np.bitwise_and(code, np.uint8(2**bits - 1), out=code)

@@ -216,6 +216,29 @@ def test_a_row_of_the_largest_elements_times_the_largest_keys_is_exact_in_float6
     assert out.astype(int).ravel().tolist() == [worst, worst]
 
 
+@pytest.mark.parametrize("name", ["U8", "F8_E4M3", "F4", "F6_E2M3"])
+@pytest.mark.parametrize("content", ["least", "largest", "random"])
+@pytest.mark.parametrize(("rows", "units"), [(16, 16), (17, 100), (16, 300), (70, 128)])
+def test_narrow_elements_in_many_rows_take_the_same_value_by_the_fast_way(name, content, rows, units):
+    dtype = BY_NAME[name]
+    shape = (rows, units * dtype.unit_elements)
+    fill = {"least": np.zeros, "largest": lambda n, kind: np.full(n, 255, kind)}.get(content)
+    data = fill(dtype.nbytes(shape), np.uint8) if fill else random_bytes(dtype, shape)
+    assert whole(data, dtype, shape) == slow(data, dtype, Box.whole(shape), shape)
+
+
+@pytest.mark.parametrize(("bits", "code"), [(8, 0), (8, 255), (4, 15), (6, 63)])
+def test_a_stretch_of_the_largest_narrow_elements_times_the_largest_keys_is_exact_in_float32(bits, code):
+    planes, n_bytes = (4, 3) if bits == 6 else (8 // bits, 1)
+    element = code - (128 if bits == 8 else 0)
+    assert abs(element) * (2**10 - 1) * digest._CODES < 2**24
+    units = np.full((16, digest._CODES, n_bytes), 255 if code else 0, np.uint8)
+    keys = np.full((4, digest._CODES * planes), 2.0**10 - 1, np.float32)
+    out = np.empty((2, 16))
+    digest._multiply_codes(units, bits, keys, out)
+    assert set(out.astype(int).ravel().tolist()) == {element * (2**20 - 1) * digest._CODES * planes}
+
+
 # --- the keys
 
 

@@ -57,7 +57,7 @@ def find_finished_result(
         tensors, sides = tensors[worker.number :: worker.count], sides[worker.number :: worker.count]
     progress.begin(sum(tensor.nbytes for tensor in tensors), 0)
     effort = ExecutionOptions(work.budget.threads, progress, stop, work.budget.block)
-    found = measure_content(tensors, source, effort)
+    found = measure_content(tensors, source, effort, values=False)
     changed = [
         tensor.name
         for tensor in tensors

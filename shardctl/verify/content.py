@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -28,33 +28,23 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Tensor
     from shardctl.workers import ExecutionOptions
 
-_EXPONENT: Final = {
-    "F16": 0x7C00,
-    "BF16": 0x7F80,
-    "F32": 0x7F800000,
-    "F64": 0x7FF0000000000000,
-    "C64": 0x7F800000,
-    "F8_E5M2": 0x7C,
-    "F8_E4M3": 0x7F,
-    "F8_E8M0": 0xFF,
-    "F8_E4M3FNUZ": 0xFF,
-    "F8_E5M2FNUZ": 0xFF,
+_FIRST_NONFINITE: Final = {
+    "F16": (0x7C00, 0x7C01),
+    "BF16": (0x7F80, 0x7F81),
+    "F32": (0x7F800000, 0x7F800001),
+    "F64": (0x7FF0000000000000, 0x7FF0000000000001),
+    "C64": (0x7F800000, 0x7F800001),
+    "F8_E5M2": (0x7C, 0x7D),
+    "F8_E4M3": (0x7F, 0x7F),
 }
-"""The bits of each float type that say NaN or infinity: of IEEE's types all bits of the exponent.
+"""The lowest bits, less the sign, of an infinity and of a NaN of each float type with a sign.
 
-The types of 8 bits are those of the OCP (OFP8 and MX, 2023), of which only E5M2 has infinities, and those without a
-negative zero, whose bits are NaN."""
-_NONFINITE: Final = {"F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
-"""What these bits are then; if a type is not here, all of them are set."""
-_MANTISSA: Final = {"F16": 0x03FF, "BF16": 0x007F, "F32": 0x007FFFFF, "F64": 0x000FFFFFFFFFFFFF} | {
-    "C64": 0x007FFFFF,
-    "F8_E5M2": 0x03,
-    "F8_E4M3": 0x7F,
-    "F8_E8M0": 0xFF,
-    "F8_E4M3FNUZ": 0x80,
-    "F8_E5M2FNUZ": 0x80,
-}
-"""The bits of which one is set in a NaN, and none in an infinity."""
+Those above them are NaN too. The types of 8 bits are those of the OCP (OFP8, 2023); only E5M2 has infinities."""
+_ONLY_NAN: Final = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
+"""The one NaN of the types that have one and no infinity: OCP's MX scales, and those without a negative zero."""
+_WORDS: Final = frozenset({1, 2, 4, 8})
+_SLICE: Final = 1 << 18
+"""Bytes looked at while they are in the core's cache."""
 
 
 @dataclass(slots=True)
@@ -165,9 +155,9 @@ class _DifferenceTally:
 
 
 def measure_content(
-    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions
+    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, *, values: bool
 ) -> dict[str, TensorContent]:
-    """Read every element once: digest sums, NaNs, infinities, zeros.
+    """Read every element once: digest sums and, with `values`, NaNs, infinities and zeros.
 
     Raises CoverageError for a tensor with holes.
     """
@@ -187,8 +177,7 @@ def measure_content(
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
             band.read(reader, task.ours, task.box, buffer)
             sums = compute_box_sums(buffer[:nbytes], tensor.dtype, task.box, tensor.shape)
-            nans, infinities = _count_nonfinite(buffer[:nbytes], tensor.dtype)
-            zero = not buffer[:nbytes].any()
+            nans, infinities, zero = _count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
             with lock:
                 content = found[tensor.name]
                 content.sums += sums
@@ -332,14 +321,27 @@ def _find_file(chunks: ChunkIndex, unit: Box) -> str:
     return "" if isinstance(where, ConstantFill) else where.file
 
 
-def _count_nonfinite(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int]:
-    """Count how many NaNs and infinities there are; of complex numbers each part counts; 0 for integers."""
-    if dtype.name not in _EXPONENT or not prod(data.shape):
-        return 0, 0
-    exponent = _EXPONENT[dtype.name]
-    words = data.view("<u4" if dtype.name == "C64" else f"<u{dtype.unit_bytes}")
-    special = (words & exponent) == _NONFINITE.get(dtype.name, exponent)
-    if not special.any():
-        return 0, 0
-    nans = int(np.count_nonzero(words[special] & _MANTISSA[dtype.name]))
-    return nans, int(np.count_nonzero(special)) - nans
+def _count_odd_values(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int, bool]:
+    """Count the NaNs and infinities, and tell whether every byte is zero.
+
+    Of complex numbers each part counts; integers have neither. The largest word as an unsigned and as a signed number
+    tells whether there is any, which takes a tenth of the time of counting.
+    """
+    width = 4 if dtype.name == "C64" else dtype.unit_bytes
+    words = data.view(f"<u{width if width in _WORDS else 1}")
+    nans = infinities = largest = 0
+    for start in range(0, words.size, _SLICE // words.itemsize):
+        part = words[start : start + _SLICE // words.itemsize]
+        top = int(part.max())
+        largest = max(largest, top)
+        if dtype.name in _ONLY_NAN:
+            if top >= _ONLY_NAN[dtype.name]:
+                nans += int(np.count_nonzero(part == _ONLY_NAN[dtype.name]))
+        elif dtype.name in _FIRST_NONFINITE:
+            infinity, nan = _FIRST_NONFINITE[dtype.name]
+            sign = 1 << (8 * part.itemsize - 1)
+            if top >= sign | infinity or int(part.view(f"<i{part.itemsize}").max()) >= infinity:
+                size = part & (sign - 1)
+                nans += int(np.count_nonzero(size >= nan))
+                infinities += int(np.count_nonzero(size >= infinity))
+    return nans, max(infinities - nans, 0), not largest

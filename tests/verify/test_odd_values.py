@@ -72,22 +72,41 @@ ODD = {
     torch.float8_e8m0fnu: (1, 0),
     torch.float8_e4m3fnuz: (1, 0),
     torch.float8_e5m2fnuz: (1, 0),
+    torch.float16: (2 * (2**10 - 1), 2),
+    torch.bfloat16: (2 * (2**7 - 1), 2),
 }
 
 
-@pytest.mark.parametrize("dtype", ODD, ids=str)
-def test_every_byte_of_an_8_bit_type_is_judged_as_torch_judges_it(tmp_path, dtype):
+def measure_values(path):
     from shardctl.checkpoint.opening import open_checkpoint
 
-    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    with open_checkpoint(path) as checkpoint:
+        tensors = list(checkpoint.manifest.tensors.values())
+        (found,) = measure_content(tensors, checkpoint.source, ExecutionOptions(), values=True).values()
+    return found.nans, found.infinities, found.zero
+
+
+@pytest.mark.parametrize("dtype", ODD, ids=str)
+def test_every_code_of_a_narrow_type_is_judged_as_torch_judges_it(tmp_path, dtype):
+    every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
+    every = every.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
     numbers = every.float()
     judged = int(numbers.isnan().sum()), int(numbers.isinf().sum())
     assert judged == ODD[dtype]
     save_file({"w": every}, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
-        tensors = list(checkpoint.manifest.tensors.values())
-        (found,) = measure_content(tensors, checkpoint.source, ExecutionOptions()).values()
-    assert (found.nans, found.infinities) == judged
+    assert measure_values(tmp_path) == (*judged, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_odd_values_are_found_wherever_they_lie_in_a_large_tensor(tmp_path, dtype):
+    numbers = torch.zeros(300_000, dtype=dtype)
+    save_file({"w": numbers}, tmp_path / "model.safetensors")
+    assert measure_values(tmp_path) == (0, 0, True)
+    numbers[:] = -torch.finfo(dtype).max
+    for place, value in ((0, "-inf"), (140_001, "nan"), (140_002, "inf"), (-1, "-nan")):
+        numbers[place] = float(value)
+    save_file({"w": numbers}, tmp_path / "model.safetensors")
+    assert measure_values(tmp_path) == (2, 2, False)
 
 
 def test_strict_makes_warnings_errors_and_runs_every_level(foreign, weights):
