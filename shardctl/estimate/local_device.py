@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from shardctl.errors import MachineError, UsageError
-from shardctl.estimate.devices import DEVICES, DeviceSpec, get_device
+from shardctl.estimate.devices import DEVICES, DeviceSpec, find_named_device, get_device
 
 _NAMED: Final = "name the device, such as --gpu h100-80g"
 
@@ -38,9 +38,16 @@ def _match_device(name: str, nbytes: int) -> DeviceSpec:
     >>> _match_device("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _match_device("Novel", 10**9).flops_bf16
     ('NVIDIA H100 80GB HBM3', 0.0)
     """
-    plain = "".join(c for c in name.lower() if c.isalnum())
-    meant = [one for one in DEVICES if any(spelling in plain for spelling in one.spellings)]
+    meant = find_named_device(name) or _find_by_part(name)
     if not meant:
-        return replace(get_device(nbytes), name=name, measured=True)
+        return replace(get_device(nbytes), name=name, measured_by="torch")
     nearest = min(meant, key=lambda one: abs(one.usable_bytes - nbytes))
-    return replace(nearest, name=name, usable_bytes=nbytes, measured=True)
+    return replace(nearest, name=name, usable_bytes=nbytes, measured_by="torch")
+
+
+def _find_by_part(name: str) -> list[DeviceSpec]:
+    """Find the devices of which the name has the longest part: a GB200's has that of a B200, too."""
+    plain = "".join(c for c in name.lower() if c.isalnum())
+    parts = {one.name: max((len(s) for s in one.spellings if s in plain), default=0) for one in DEVICES}
+    longest = max(parts.values())
+    return [one for one in DEVICES if longest and parts[one.name] == longest]

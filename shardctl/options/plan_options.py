@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from shardctl.estimate.devices import DeviceSpec
 
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion and others"
-_SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
+_SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
 
 def find_device(text: str) -> "DeviceSpec":
-    """Find what `--gpu` names: a device in the table, a memory size, or the device of this machine."""
+    """Find what `--gpu` names: a device in the table, a memory size, or the device of this machine.
+
+    Makers of devices count 2^30 bytes as one GB, and so does this.
+    """
     if text == "auto":
         from shardctl.estimate.local_device import find_local_device
 
         return find_local_device()[0]
-    from shardctl.estimate.devices import get_device
+    from shardctl.estimate.devices import find_named_device, get_device
 
-    return get_device(parse_size(text) if _SIZE.match(text) else text)
+    size = None if find_named_device(text) else _SIZE.match(text)
+    return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,7 @@ class PlanOptions:
         "DeviceSpec | None",
         CommandOption(
             HelpPanel.DEVICES,
-            "Device name (h100-80g, a100-40g, ...), memory size (80GiB), or auto for this machine's device. "
+            "Device name (h100-80g, rtx-4090, ...), memory size (80GB), or auto for this machine's device. "
             "Exits with 3 if the model does not fit.",
             flag="--gpu",
             metavar="NAME|SIZE|auto",

@@ -137,6 +137,7 @@ def _build_device(seen: WorkloadEstimate) -> Document | None:
         "name": seen.device.name,
         "memory_bytes": seen.device.memory_bytes,
         "usable_bytes": seen.device.usable_bytes,
+        "measured_by": seen.device.measured_by or None,
         "source": seen.device.source,
     }
 
