@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, cast, get_args
 
 from shardctl.errors import ShardctlError, SourceError, UsageError
-from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.term import COUNTERS, Counter, MemoryTerm, sum_terms
 from shardctl.estimate.workload import PROFILES, Offload, Recompute, Schedule, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json
@@ -39,6 +39,8 @@ class PeakMeasurement:
     """Bytes of the heaviest rank, such as `torch.cuda.max_memory_allocated()`."""
     line: int
     """Of the log, from 1."""
+    counter: Counter = "allocated"
+    """Who counted them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class FittedCalibration:
     scale: float
     """What activations and what is alive beside them are multiplied by."""
     overhead: int
-    """Bytes that take the place of what runtimes were estimated to need."""
+    """Bytes that are allocated besides."""
     lines: tuple[CalibrationLine, ...]
 
     @property
@@ -101,20 +103,29 @@ class FittedCalibration:
                         term, nbytes=round(size), formula=formula, source=f"{term.source}; {source}", interval=interval
                     )
                 )
-            elif term.tier != "device" or term.category != "runtime":
+            else:
                 found.append(term)
         if self.overhead:
-            found.append(
-                MemoryTerm("overhead", "runtime", self.overhead, source=source, interval=(self.overhead, self.overhead))
-            )
-        return tuple(found)
+            interval = (self.overhead, self.overhead)
+            found.append(MemoryTerm("overhead", "workspace", self.overhead, source=source, interval=interval))
+        before, after = (sum_terms(some, counter="allocated").nbytes for some in (terms, found))
+        return tuple(_scale_slack(term, after, before) if term.counter == "reserved" else term for term in found)
+
+
+def _scale_slack(term: MemoryTerm, after: int, before: int) -> MemoryTerm:
+    """Return what the allocator keeps beside `after` bytes, if beside `before` bytes it is `term`."""
+    interval = (term.low * after // before, term.high * after // before)
+    return replace(
+        term, nbytes=term.nbytes * after // before, inputs={**term.inputs, "allocated": after}, interval=interval
+    )
 
 
 def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = None) -> tuple[PeakMeasurement, ...]:
     """Parse the measurements of a log: JSON objects, one a line; empty lines and those that begin with # do not count.
 
-    Each has ``peak``, in bytes, and may have ``mesh``, such as ``"pp=2,tp=4"``, and any field of `TrainingWorkload`,
-    such as ``sequence``, ``micro_batch`` and ``recompute``; what a line leaves out is that of `work` and `mesh`.
+    Each has ``peak``, in bytes, and may have ``counter``, which of `COUNTERS` counted them (by default ``allocated``),
+    ``mesh``, such as ``"pp=2,tp=4"``, and any field of `TrainingWorkload`, such as ``sequence``, ``micro_batch`` and
+    ``recompute``; what a line leaves out is that of `work` and `mesh`.
 
     Raises SourceError, naming the line, for what is none of these.
 
@@ -138,6 +149,12 @@ def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mes
     peak = values.pop("peak", None)
     if not _is_positive_integer(peak):
         raise SourceError(f"{where} has peak = {peak!r} where a number of bytes is expected", hint=_HINT)
+    counter = values.pop("counter", "allocated")
+    if counter not in COUNTERS:
+        raise SourceError(
+            f"{where} has counter = {counter!r} where one of {', '.join(COUNTERS)} is expected",
+            hint="allocated is torch.cuda.max_memory_allocated, reserved max_memory_reserved, device nvidia-smi",
+        )
     if "mesh" in values:
         axes = values.pop("mesh")
         if not isinstance(axes, str):
@@ -150,7 +167,7 @@ def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mes
         _check_field(key, value, where)
     if values.get("virtual_stages", 1) > 1:  # as --vp does
         values.setdefault("schedule", "interleaved")
-    return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number)
+    return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number, cast("Counter", counter))
 
 
 _HINT: Final = 'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
@@ -176,7 +193,7 @@ def _check_field(key: str, value: object, where: str) -> None:
     elif key in _TEXTS:
         good, expected = isinstance(value, str), "a string"
     else:
-        known = sorted({"mesh", "peak", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
+        known = sorted({"mesh", "peak", "counter", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
         raise SourceError(f"{where} has an unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
     if not good:
         raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")
@@ -187,9 +204,9 @@ def fit_calibration(
 ) -> FittedCalibration:
     """Return the factor on activations and the overhead that come closest to `measurements`, neither of them negative.
 
-    `estimate` gives the terms of the heaviest rank of a run. What is exact stays as it is: fitted is
-    ``peak = others + scale * activations + overhead``, by least squares of the relative errors, so that small runs
-    count as much as large ones.
+    `estimate` gives the terms of the heaviest rank of a run. Each peak is compared with what its own counter counts.
+    What is exact stays as it is, and so does what a runtime needs: fitted is ``peak = others + scale * activations +
+    overhead``, by least squares of the relative errors, so that small runs count as much as large ones.
 
     Raises UsageError for fewer measurements than coefficients, for runs whose activations are all alike, which cannot
     tell a factor from an overhead, and for peaks by which activations would take nothing.
@@ -207,9 +224,8 @@ def fit_calibration(
             "the measured runs have activations of one size, so their factor cannot be told from a constant overhead",
             hint="measure runs that differ in sequence or micro batch",
         )
-    exact = [
-        sum_terms(terms).nbytes - size - _sum_runtime(terms) for terms, size in zip(guesses, modelled, strict=True)
-    ]
+    whole = [sum_terms(terms, counter=run.counter).nbytes for run, terms in zip(measurements, guesses, strict=True)]
+    exact = [size - part for size, part in zip(whole, modelled, strict=True)]
     rows = [
         (size / run.peak, 1 / run.peak, 1 - rest / run.peak)
         for run, size, rest in zip(measurements, modelled, exact, strict=True)
@@ -218,8 +234,8 @@ def fit_calibration(
     if not scale:
         raise UsageError(_explain_no_fit(measurements, exact), hint=_DIFFERS)
     lines = tuple(
-        CalibrationLine(run, sum_terms(terms).nbytes, round(rest + scale * size + overhead))
-        for run, terms, rest, size in zip(measurements, guesses, exact, modelled, strict=True)
+        CalibrationLine(run, before, round(rest + scale * size + overhead))
+        for run, before, rest, size in zip(measurements, whole, exact, modelled, strict=True)
     )
     return FittedCalibration(scale, round(overhead), lines)
 
@@ -239,10 +255,6 @@ _ALIKE: Final = 0.01
 
 def _sum_modelled(terms: Iterable[MemoryTerm]) -> int:
     return sum(term.nbytes for term in terms if term.tier == "device" and term.category in _MODELLED)
-
-
-def _sum_runtime(terms: Iterable[MemoryTerm]) -> int:
-    return sum_terms(terms, category="runtime").nbytes
 
 
 def _solve_least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

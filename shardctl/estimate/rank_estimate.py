@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.estimate.holding import RankHolding
-    from shardctl.estimate.term import MemorySum, MemoryTerm, Tier
+    from shardctl.estimate.term import Counter, MemorySum, MemoryTerm, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class RankEstimate:
     holding: RankHolding
     terms: tuple[MemoryTerm, ...]
 
-    def total(self, tier: Tier = "device") -> MemorySum:
-        """Return bytes of one rank in one tier, with the interval to be expected."""
-        return sum_terms(self.terms, tier)
+    def total(self, tier: Tier = "device", counter: Counter = "device") -> MemorySum:
+        """Return bytes of one rank in one tier, as `counter` counts them, with the interval to be expected."""
+        return sum_terms(self.terms, tier, counter=counter)
 
 
 @dataclass(frozen=True, slots=True)

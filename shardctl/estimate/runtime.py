@@ -23,6 +23,8 @@ _PEERS: Final = 7
 """Direct peers beyond those of a node go through the network, whose buffers are shared."""
 _GRAPHS: Final = (0, 384 * MIB, 1792 * MIB)
 """Of CUDA graphs of decoding; the least is for engines that run eagerly."""
+SLACK: Final = "allocator slack"
+"""The name of what the allocator keeps beside what is allocated."""
 _SLACK: Final = {True: (0, 5, 20), False: (3, 5, 9)}
 """Hundredths that the allocator reserves beyond what is allocated; by whether the model is served."""
 
@@ -60,6 +62,7 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
         {"context": usual},
         "a process with one small tensor: 484 MiB (NVIDIA/nccl pull 2366) to 723 MiB (discuss.pytorch.org/t/73021)",
         interval=(low, high),
+        counter="device",
     )
     axes = list_communicators(mesh)
     if axes:
@@ -74,6 +77,7 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
             {"axes": " ".join(axes), "communicator": _COMMUNICATOR[1]},
             "NVIDIA/nccl issues 864 and 986: linear in the communicators and their channels",
             interval=(low, high * 2 if more else high),
+            counter="device",
         )
     if mesh.ep > 1:
         peers = min(mesh.ep - 1, _PEERS)
@@ -86,6 +90,7 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
             {"ep": mesh.ep, "peer": _PEER[1]},
             "NVIDIA/nccl issue 1685: 3.3 GB for an all-to-all of eight H100; less by PCIe, or with DeepEP",
             interval=(low, high),
+            counter="device",
         )
     if serving:
         low, usual, high = _GRAPHS
@@ -97,15 +102,17 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
             {"graphs": usual},
             "vLLM's logs of graph capture: 0.21 GiB (pull 11349), 0.36 GiB, 26 MiB for each of 67 sizes (pull 22897)",
             interval=(low, high),
+            counter="device",
         )
     low, usual, high = _SLACK[serving]
     if allocated:
         yield MemoryTerm(
-            "allocator slack",
+            SLACK,
             "runtime",
             allocated * usual // 100,
             "slack * allocated / 100",
             {"slack": usual, "allocated": allocated},
             "reserved over allocated: 1.03 to 1.09 in training",
             interval=(allocated * low // 100, allocated * high // 100),
+            counter="reserved",
         )

@@ -21,6 +21,11 @@ CATEGORIES: Final[tuple[Category, ...]] = (
 )
 Tier = Literal["device", "host", "nvme"]
 """Where the bytes are."""
+Counter = Literal["allocated", "reserved", "device"]
+"""Who counts bytes of a device: `torch.cuda.memory_allocated`; `torch.cuda.memory_reserved`, which counts as well what
+the allocator keeps for later; and the device itself (nvidia-smi), which also has what goes past the allocator."""
+COUNTERS: Final[tuple[Counter, ...]] = ("allocated", "reserved", "device")
+"""Each counts what those before it count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class MemoryTerm:
     interval: tuple[int, int] | None = None
     """The least and the most bytes that are to be expected; None for what is exact."""
     tier: Tier = "device"
+    counter: Counter = "allocated"
+    """The first of `COUNTERS` that counts it."""
 
     @property
     def exact(self) -> bool:
@@ -71,9 +78,20 @@ class MemorySum:
     exact: bool
 
 
-def sum_terms(terms: Iterable[MemoryTerm], tier: Tier = "device", category: Category | None = None) -> MemorySum:
-    """Return the sum of those terms that are in `tier`, of one category or of all."""
-    some = [t for t in terms if t.tier == tier and category in {None, t.category}]
+def sum_terms(
+    terms: Iterable[MemoryTerm],
+    tier: Tier = "device",
+    category: Category | None = None,
+    counter: Counter = "device",
+) -> MemorySum:
+    """Return the sum of those terms that are in `tier` and that `counter` counts, of one category or of all.
+
+    >>> some = MemoryTerm("weights", "weights", 10), MemoryTerm("context", "runtime", 3, counter="device")
+    >>> sum_terms(some, counter="allocated").nbytes, sum_terms(some).nbytes
+    (10, 13)
+    """
+    counted = COUNTERS[: COUNTERS.index(counter) + 1]
+    some = [t for t in terms if t.tier == tier and category in {None, t.category} and t.counter in counted]
     return MemorySum(
         sum(t.nbytes for t in some),
         sum(t.low for t in some),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardctl.estimate.term import sum_terms
+from shardctl.estimate.term import COUNTERS, sum_terms
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.planning.forecast import BUSY
 from shardctl.report.documents import Document, build_document_head, build_mesh_fields
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.comparison import ShardingStrategy
     from shardctl.estimate.cost import MeshCost
     from shardctl.estimate.search import MeshCandidate
-    from shardctl.estimate.term import MemoryTerm, Tier
+    from shardctl.estimate.term import MemorySum, MemoryTerm, Tier
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.plan_result import PlanResult
@@ -91,12 +91,13 @@ def _build_needs(terms: tuple[MemoryTerm, ...]) -> Document:
     """Build what each of some ranks needs, by tier and term by term; of what is on the device always."""
     tiers: tuple[Tier, ...] = ("device", "host", "nvme")
     sums = {tier: sum_terms(terms, tier) for tier in tiers}
-    totals = {
-        tier: {"total_bytes": s.nbytes, "low_bytes": s.low, "high_bytes": s.high, "exact": s.exact}
-        for tier, s in sums.items()
-        if tier == "device" or s.nbytes
-    }
-    return {"totals": totals, "terms": [_build_term(term) for term in terms]}
+    totals = {tier: _build_sum(s) for tier, s in sums.items() if tier == "device" or s.nbytes}
+    counters = {counter: _build_sum(sum_terms(terms, counter=counter)) for counter in COUNTERS}
+    return {"totals": totals, "counters": counters, "terms": [_build_term(term) for term in terms]}
+
+
+def _build_sum(some: MemorySum) -> Document:
+    return {"total_bytes": some.nbytes, "low_bytes": some.low, "high_bytes": some.high, "exact": some.exact}
 
 
 def _build_term(term: MemoryTerm) -> Document:
@@ -104,6 +105,7 @@ def _build_term(term: MemoryTerm) -> Document:
         "name": term.name,
         "category": term.category,
         "tier": term.tier,
+        "counter": term.counter,
         "exact": term.exact,
         "term_bytes": term.nbytes,
         "low_bytes": term.low,
@@ -201,6 +203,7 @@ def _build_calibration(fitted: FittedCalibration) -> Document:
             {
                 "line": one.measurement.line,
                 "mesh": build_mesh_fields(one.measurement.mesh),
+                "counter": one.measurement.counter,
                 "peak_bytes": one.measurement.peak,
                 "before_bytes": one.before,
                 "after_bytes": one.after,

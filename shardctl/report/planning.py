@@ -10,7 +10,8 @@ from rich.console import Group
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.estimate.allowed_degrees import format_degrees
 from shardctl.estimate.devices import GB, TERA
-from shardctl.estimate.workload import ServingWorkload
+from shardctl.estimate.term import COUNTERS
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import BUSY
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
@@ -20,6 +21,7 @@ from shardctl.report.strategies import render_advice, render_calibration, render
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.plan_result import PlanResult, RankPlan, StagePlan
 
@@ -73,6 +75,8 @@ def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> l
     if seen.device is not None and (text := format_room(seen)):
         parts.append(render_line(text))
     parts.append(render_line(format_plan_verdict(planned), _STYLES[seen.estimate.fits]))
+    if isinstance(seen.work, TrainingWorkload):
+        parts.append(render_line(format_counters(seen.estimate.binding)))
     parts += [render_line(text) for text in list_offload_lines(seen)]
     if seen.estimate.partial:
         parts.append(render_line(f"activations are not modelled: {seen.unmodelled}", "dim"))
@@ -120,6 +124,12 @@ def format_plan_verdict(planned: PlanResult) -> str:
         return f"whether it fits is not known: {needs} of {what}"
     sure = "" if estimate.certain else ", though not for certain"
     return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
+
+
+def format_counters(rank: RankEstimate) -> str:
+    """Format what of a rank's device three counters see."""
+    allocated, reserved, whole = (format_memory_size(rank.total(counter=counter).nbytes) for counter in COUNTERS)
+    return f"rank {rank.holding.rank} as counted: {allocated} allocated, {reserved} reserved, {whole} of the device"
 
 
 def list_offload_lines(seen: WorkloadEstimate) -> list[str]:

@@ -64,7 +64,7 @@ def render_calibration(fitted: FittedCalibration) -> list[RenderableType]:
         f"overhead {format_memory_size(fitted.overhead)}; worst error {fitted.worst_before:.1%}, now "
         f"{fitted.worst_after:.1%}"
     )
-    rows = [("line", "mesh", "measured", "before", "", "after", "")]
+    rows = [("line", "mesh", "counter", "measured", "before", "", "after", "")]
     for one in fitted.lines:
         run = one.measurement
         before, after = f"{one.error_before:+.1%}", f"{one.error_after:+.1%}"
@@ -73,6 +73,7 @@ def render_calibration(fitted: FittedCalibration) -> list[RenderableType]:
             (
                 str(run.line),
                 str(run.mesh),
+                run.counter,
                 measured,
                 format_memory_size(one.before),
                 before,
@@ -80,4 +81,4 @@ def render_calibration(fitted: FittedCalibration) -> list[RenderableType]:
                 after,
             )
         )
-    return [render_line(head, "bold"), render_table(rows, right=frozenset({0, 2, 3, 4, 5, 6}), indent=2)]
+    return [render_line(head, "bold"), render_table(rows, right=frozenset({0, 3, 4, 5, 6, 7}), indent=2)]

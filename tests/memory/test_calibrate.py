@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ def terms(run: PeakMeasurement) -> list[MemoryTerm]:
         MemoryTerm("weights", "weights", WEIGHTS),
         MemoryTerm("kept", "activations", size, "n * 1e6", {"n": size / 10**6}, interval=(size // 2, size * 2)),
         MemoryTerm("worst moment", "workspace", size // 4, interval=(size // 8, size // 2)),
-        MemoryTerm("CUDA context", "runtime", GB, interval=(GB // 2, 2 * GB)),
+        MemoryTerm("slack", "runtime", GB // 8, interval=(0, GB // 4), counter="reserved"),
+        MemoryTerm("CUDA context", "runtime", GB, interval=(GB // 2, 2 * GB), counter="device"),
         MemoryTerm("master weights", "optimizer", 99 * GB, tier="host"),
     ]
 
@@ -48,7 +50,7 @@ def test_coefficients_that_made_the_peaks_are_found(scale, overhead):
 
 def test_errors_before_and_after_are_given_by_line():
     fit = fit_calibration([made(1024, 2.0, 0), made(4096, 2.0, 0)], terms)
-    before = [WEIGHTS + 1.25 * n * 10**6 + GB for n in (1024, 4096)]
+    before = [WEIGHTS + 1.25 * n * 10**6 for n in (1024, 4096)]
     assert [line.before for line in fit.lines] == before
     assert [line.error_before for line in fit.lines] == [
         pytest.approx(b / line.measurement.peak - 1) for b, line in zip(before, fit.lines, strict=True)
@@ -60,8 +62,12 @@ def test_the_factor_and_the_overhead_are_put_in_their_terms_places():
     runs = [made(n, 1.5, 3 * GB) for n in (1024, 2048, 4096)]
     fit = fit_calibration(runs, terms)
     applied = fit.apply(terms(runs[1]))
-    assert sum_terms(applied).nbytes == pytest.approx(runs[1].peak, rel=1e-6)
-    assert [t.name for t in applied] == ["weights", "kept", "worst moment", "master weights", "overhead"]
+    assert sum_terms(applied, counter="allocated").nbytes == pytest.approx(runs[1].peak, rel=1e-6)
+    names = ["weights", "kept", "worst moment", "slack", "CUDA context", "master weights", "overhead"]
+    assert [t.name for t in applied] == names
+    grown = runs[1].peak / sum_terms(terms(runs[1]), counter="allocated").nbytes
+    assert applied[3].nbytes == pytest.approx(GB / 8 * grown, rel=1e-6)
+    assert applied[4].nbytes == GB
     assert applied[0].exact
     assert applied[1].formula == "1.5 * (n * 1e6)"
     assert "fitted to 3 measured peaks" in applied[1].source
@@ -72,8 +78,23 @@ def test_the_interval_holds_every_measured_peak():
     runs = [run(n, made(n, 1.2, GB).peak * k) for n, k in zip((1024, 2048, 4096, 8192), noise, strict=True)]
     fit = fit_calibration(runs, terms)
     for one in runs:
-        interval = sum_terms(fit.apply(terms(one)))
+        interval = sum_terms(fit.apply(terms(one)), counter="allocated")
         assert interval.low <= one.peak <= interval.high
+
+
+def test_each_peak_is_compared_with_what_its_own_counter_counts():
+    scale, more = 1.2, {"allocated": 0, "reserved": GB // 8, "device": GB // 8 + GB}
+    runs = [
+        replace(made(n, scale, GB), counter=counter, peak=made(n, scale, GB).peak + more[counter])
+        for n, counter in zip((1024, 2048, 8192), more, strict=True)
+    ]
+    fit = fit_calibration(runs, terms)
+    assert fit.scale == pytest.approx(scale, rel=1e-6)
+    assert fit.overhead == pytest.approx(GB, abs=1000)
+    assert [
+        line.before - sum_terms(terms(run), counter="allocated").nbytes
+        for line, run in zip(fit.lines, runs, strict=True)
+    ] == [*more.values()]
 
 
 def test_neither_coefficient_is_ever_negative():
@@ -154,6 +175,7 @@ def test_a_log_is_read_line_by_line():
         ({"peak": 1, "mesh": 8}, "mesh = 8"),
         ({"peak": 1, "mesh": "xp=2"}, "xp=2"),
         ({"peak": 1, "batch": 8}, "unknown key 'batch'"),
+        ({"peak": 1, "counter": "smi"}, "one of allocated, reserved, device"),
     ],
 )
 def test_a_line_that_is_not_as_it_should_be_is_named(values, message):
