@@ -268,4 +268,6 @@ def _find_unknown_part(layer: ModelLayer) -> str:
         return "it attends to tokens that an indexer chooses"
     if layer.attention is not None and layer.attention.compressed:
         return "it attends to compressed tokens"
+    if layer.halves > 1:
+        return "it has attention twice, with experts across both halves"
     return "it mixes several states of each token" if layer.streams > 1 else ""

@@ -288,7 +288,10 @@ class _ActivationSender:
         """Return sums over tp in one forward pass of a layer."""
         attention = 2 if layer.attention and layer.attention.cross else 1
         experts = layer.experts
-        mlp = bool(layer.mlp) or (experts is not None and (self.alike or self.common or experts.shared > 0))
+        routed = experts is not None and (self.alike or self.common)
+        mlp = bool(layer.mlp) or routed or (experts is not None and experts.shared > 0)
+        if layer.halves > 1:
+            return layer.halves * (attention + mlp) + routed
         return attention + mlp
 
     def over_pp(self) -> Iterator[RankTraffic]:

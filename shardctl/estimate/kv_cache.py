@@ -255,11 +255,12 @@ def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[s
 
 
 def _count_attentions(layers: Sequence[ModelLayer]) -> Counter[LayerAttention]:
-    """Count how many layers there are of each kind of attention that caches."""
+    """Count how many attentions there are of each kind that caches."""
     return Counter(
         layer.attention
         for layer in layers
         if layer.attention is not None and not layer.attention.borrowed and not layer.encoder
+        for _ in range(layer.halves)
     )
 
 

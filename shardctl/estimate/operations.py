@@ -48,6 +48,7 @@ def count_attention_operations(
     return sum(
         2
         * tokens
+        * layer.halves
         * (
             _count_attended_tokens(layer, layer.attention, context, masked=masked)
             * _compute_attention_width(layer.attention)

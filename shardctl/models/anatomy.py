@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -178,6 +179,8 @@ class ModelLayer:
     """Whether what it adds to is fp32 whatever computes (Mamba's `residual_in_fp32`)."""
     streams: int = 1
     """The states of each token between layers, which it mixes (hyper-connections)."""
+    halves: int = 1
+    """How often it has its attention and its MLP, one after the other (LongCat)."""
 
     @property
     def mixes(self) -> bool:
@@ -354,13 +357,19 @@ class _AnatomyReader:
             mlp=named.size(mlp) if mlp else 0,
             gated=bool(widest) and named.matrices(widest) == _WITH_GATE,
             experts=experts,
-            norms=len(whole),
+            norms=sum(self.count_copies(row) for row in whole),
             head_norm=self.norm_kind(within, rows) if within else None,
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
             streams=named.size("streams") // named.size("hidden") if named.has("streams") else 1,
+            halves=max(self.count_copies(row) for row in rows if ".self_attn." in row.name) if named.has("qs") else 1,
         )
+
+    def count_copies(self, row: Row) -> int:
+        """Count the tensors that a row has in one layer, of those that are no experts'."""
+        inner = (self.facts.indices[name] for name in INDEX.findall(row.name)[1:])
+        return prod(len(index.values) for index in inner if not index.axis)
 
     def norm_kind(self, norms: list[Row], rows: list[Row]) -> NormKind:
         """Return the kind of some norms of a layer, which its rows say if there are biases."""

@@ -238,7 +238,7 @@ class _ModelBuilder:
         member = self.members.get((name, number))
         if member is None:
             index = self.facts.indices[name]
-            member = self.members[name, number] = GroupMember(index.axis, number, len(index.values))
+            member = self.members[name, number] = GroupMember(index.axis, index.values.index(number), len(index.values))
         return member
 
     def fusions(self, fused: FusedArray) -> Iterator[TensorFusion]:

@@ -114,7 +114,7 @@ class _AlignmentCheck:
         scope = self.scopes.setdefault(known.spec.where[0], _AlignmentScope())
         if known.spec.member is not None:
             yield from self._one_owner(tensor, known.spec.member.axis, files)
-            scope.owners.setdefault(known.spec.member.index, []).append((tensor, files))
+            scope.owners.setdefault(known.spec.member, []).append((tensor, files))
         elif not known.spec.of_expert and len(known.spec.where) == 1:
             scope.holders[tensor.name] = set(files)
         stretches = self._stretches(tensor.shape, known)

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from shardctl.manifest import Tensor
+    from shardctl.placement import GroupMember
 
 CHECK: Final = "alignment"
-ExpertOwners = dict[int, list[tuple["Tensor", dict[tuple[int, ...], str]]]]
+ExpertOwners = dict["GroupMember", list[tuple["Tensor", dict[tuple[int, ...], str]]]]
 """Of each expert of a layer: its tensors, and who has some of each in which file."""
 
 

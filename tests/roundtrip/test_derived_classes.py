@@ -20,9 +20,8 @@ CLASSES = (
     "AriaTextForCausalLM",
     "CTRLLMHeadModel",
     "BarkCausalModel",
-    "LongcatFlashForCausalLM",
 )
-"""A decoder with biases, numbered experts, experts in a stack, names that few have, experts that compute nothing."""
+"""A decoder with biases, numbered experts, experts in a stack, names that few have."""
 KNOWN = {name for family in load_families() for name in family.classes}
 
 

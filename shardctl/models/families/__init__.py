@@ -50,6 +50,7 @@ FAMILY_FILES: Final = {
     "lfm2": ("lfm2", "lfm2_moe"),
     "llama": ("cwm", "helium", "llama"),
     "llama4": ("llama4", "llama4_text"),
+    "longcat": ("longcat_flash",),
     "mamba": ("falcon_mamba", "mamba", "mamba2"),
     "mimo": ("mimo", "mimo_v2_flash"),
     "minimax": ("minimax_m2",),
