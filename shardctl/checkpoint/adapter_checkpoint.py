@@ -25,12 +25,13 @@ from shardctl.placement import AxisCut, PartitionSpec
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from typing import Any
 
     from shardctl.libraries.peft.modules import AdaptedModule
     from shardctl.libraries.peft.settings import AdapterSettings
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.models import Model, ModelTensor
+    from shardctl.models import KvHeads, Model, ModelTensor
     from shardctl.options import SourceOptions
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
@@ -47,12 +48,25 @@ def open_adapter_checkpoint(
 
     Raises SourceError where the adapter does not fit that model, or its config makes no sense.
     """
-    model, problem = None, None
     base = read_config(source, source_options.config).values if source_options.config is not None else None
+    opened = describe_adapter(source, stored, base, kv_heads=source_options.kv_heads or "error")
+    return replace(opened, record=record, allow_unverified=source_options.allow_unverified)
+
+
+def describe_adapter(
+    source: Source,
+    stored: Manifest,
+    base: Mapping[str, Any] | None,
+    *,
+    kv_heads: KvHeads = "error",
+    config_file: str = ADAPTER_CONFIG,
+) -> OpenedCheckpoint:
+    """Return an adapter as a checkpoint, whose matrices are cut if `base`, the config of its base, is known."""
+    model, problem = None, None
     if base is not None:
         try:
-            described = models.describe_model(base, kv_heads=source_options.kv_heads or "error")
-            model = build_adapter_model(described, stored, read_adapter_settings(source))
+            described = models.describe_model(models.drop_quantisation_config(base), kv_heads=kv_heads)
+            model = build_adapter_model(described, stored, read_adapter_settings(source, config_file))
         except UnsupportedError as error:
             problem = error
     said = model.warnings if model is not None else ()
@@ -63,16 +77,15 @@ def open_adapter_checkpoint(
         model,
         problem,
         None,
-        record,
+        None,
         untabled=None if model is not None else cache(partial(models.build_untabled_model, None, stored)),
-        allow_unverified=source_options.allow_unverified,
         adapter=True,
     )
 
 
-def read_adapter_settings(source: Source) -> AdapterSettings:
+def read_adapter_settings(source: Source, config_file: str = ADAPTER_CONFIG) -> AdapterSettings:
     """Read what `adapter_config.json` says; raises as `parse_settings`."""
-    values = read_json(source, ADAPTER_CONFIG, CONFIG_TEXT)
+    values = read_json(source, config_file, CONFIG_TEXT)
     if not isinstance(values, dict):
         raise SourceError(f"{ADAPTER_CONFIG} is not a JSON object")
     return parse_settings(values, merged=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
 from shardctl.checkpoint.joined_source import BASE, JoinedSource
-from shardctl.checkpoint.splitting import format_modules
+from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.manifest import CheckpointFile, Region
 from shardctl.models.binding import list_missing_warnings

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
+from shardctl.libraries.peft.whole_model import list_live_adapters
 from shardctl.models import find_quantisation_config
 from shardctl.models.layer_names import count_layers
 from shardctl.models.predicting import (
@@ -41,6 +42,7 @@ _TOKENIZER: Final = "tokenizer.json"
 
 def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     """Say what `config.json` and `generation_config.json` claim and headers contradict; reads no weights."""
+    yield from _lint_adapters(checkpoint)
     if checkpoint.config is None or checkpoint.hypothetical:
         return
     config = merge_text_config(checkpoint.config)
@@ -52,6 +54,14 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
             yield from _lint_tie(checkpoint, config)
     yield from _lint_quantisation(checkpoint)
     yield from _lint_generation(checkpoint, config)
+
+
+def _lint_adapters(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    """Say that adapters were saved together with their base, whose names are not a model's then."""
+    live = list_live_adapters(checkpoint.stored.tensors)
+    if live:
+        some = f"the adapter {live[0]}" if len(live) == 1 else f"the adapters {', '.join(live)}"
+        yield f"{some} of PEFT and the base are saved as one model; reshard --only adapter splits an adapter off"
 
 
 def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:

@@ -11,12 +11,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.amounts import format_file_size, format_plural
 from shardctl.box import Box
-from shardctl.errors import UnsupportedError, UsageError, format_first_few
+from shardctl.checkpoint.adapter_splitting import ADAPTER, split_adapter
+from shardctl.checkpoint.left_tensors import keep_tensors
+from shardctl.errors import UnsupportedError, UsageError
 from shardctl.manifest import Region, Tensor
 from shardctl.models.binding import bind_names, find_canonical_name
-from shardctl.models.halves import find_text_half, find_vision_half, group_left_tensors
+from shardctl.models.halves import find_text_half, find_vision_half
 from shardctl.models.name_pattern import PatternList
 from shardctl.models.predicting import list_predicting_names
 
@@ -32,7 +33,6 @@ ONLY: Final = "only"
 """The option of a record that says that its checkpoint is a part of another, and which."""
 _HALVES: Final = ("text", "vision")
 _EXPERT: Final = re.compile(r"(^|\.)experts(\.|$)")
-_SHOWN: Final = 6
 _PICTURES: Final = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
 """Side files that say how pictures are prepared, which a text model has no use for."""
 
@@ -40,12 +40,15 @@ _PICTURES: Final = frozenset({"preprocessor_config.json", "processor_config.json
 def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCheckpoint:
     """Return the part of `checkpoint` that `only` names, under the names and with the config that it has by itself.
 
-    `text` and `vision` are models inside a model that sees or hears. `mtp` (layers that predict further tokens),
-    `experts` and a pattern of names leave names and config as they are. A warning says what is left out. Raises
-    UsageError for a part that nothing belongs to, UnsupportedError for a half that is not known by itself.
+    `text` and `vision` are models inside a model that sees or hears, `adapter` is what was trained beside one (LoRA).
+    `mtp` (layers that predict further tokens), `experts` and a pattern of names leave names and config as they are. A
+    warning says what is left out. Raises UsageError for a part that nothing belongs to, UnsupportedError for a half
+    that is not known by itself.
     """
     if only is None or checkpoint.part == only:
         return checkpoint
+    if _is_adapter(only):
+        return split_adapter(checkpoint, only)
     if only in _HALVES:
         if checkpoint.config is None:
             raise UsageError(f"--only {only} needs a config", hint="name it with --config PATH, or give a pattern")
@@ -56,7 +59,7 @@ def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCh
     kept = _select_names(checkpoint, only)
     if not kept:
         raise UsageError(f"--only {only} matches no tensor", hint="shardctl inspect SRC --tensors lists the names")
-    manifest = _keep_tensors(checkpoint.manifest, kept)
+    manifest = keep_tensors(checkpoint.manifest, kept)
     return replace(checkpoint, manifest=manifest, part=only)
 
 
@@ -70,7 +73,11 @@ def split_as(result: OpenedCheckpoint, source: OpenedCheckpoint) -> OpenedCheckp
 
 def is_whole_model(part: str) -> bool:
     """Return whether a part is a model of its own, and not some tensors of one."""
-    return part in _HALVES
+    return part in _HALVES or _is_adapter(part)
+
+
+def _is_adapter(part: str) -> bool:
+    return part.partition(":")[0] == ADAPTER
 
 
 def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
@@ -84,39 +91,15 @@ def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
     if "." not in only and "*" not in only:
         raise UsageError(
             f"--only {only!r} names no part of a model",
-            hint=f"use {', '.join([*_HALVES, 'mtp', 'experts'])}, or a pattern such as 'model.layers.0.**'",
+            hint=f"use {', '.join([*_HALVES, ADAPTER, 'mtp', 'experts'])}, or a pattern such as 'model.layers.0.**'",
         )
     pattern = PatternList([only])
     return [name for name in names if pattern.first(name) is not None]
 
 
-def _keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
-    """Return the manifest with some of its tensors, and a warning of the others; optimizer states are left behind."""
-    chosen = set(kept)
-    left = [tensor for name, tensor in manifest.tensors.items() if name not in chosen]
-    warnings = manifest.warnings
-    if left:
-        warnings += (f"left out: {format_modules(left, kept)}",)
-    if manifest.training is not None and manifest.training.states:
-        states = manifest.training.states.values()
-        size = format_file_size(sum(state.nbytes for state in states))
-        warnings += (f"left out: the optimizer states ({format_plural(len(states), 'tensor')}, {size})",)
-    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in chosen}
-    return replace(manifest, tensors=tensors, warnings=warnings, training=None)
-
-
-def format_modules(left: Collection[Tensor], kept: Collection[str]) -> str:
-    """Format the modules of tensors beside those that are `kept`, how many each has, and how large they are."""
-    groups = [
-        f"{pattern} ({format_plural(len(found), 'tensor')}, {format_file_size(sum(t.nbytes for t in found))})"
-        for pattern, found in group_left_tensors(left, kept)
-    ]
-    return format_first_few(groups, _SHOWN)
-
-
 def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> OpenedCheckpoint:
     """Return a half under its own names, bound to the table of its own family where one knows it."""
-    whole = _keep_tensors(checkpoint.manifest, half.names)
+    whole = keep_tensors(checkpoint.manifest, half.names)
     fusions = checkpoint.model.fusions if checkpoint.model is not None else {}
     tensors = {}
     for name, tensor in whole.tensors.items():

@@ -93,11 +93,12 @@ class ReshardOptions:
         str | None,
         CommandOption(
             HelpPanel.WRITING,
-            "Split a part off: text or vision, with a config of its own; mtp, experts or a pattern of names.",
+            "Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.",
             metavar="PART",
         ),
     ] = None
-    """`text` and `vision` are models inside one that sees or hears; a pattern is such as `model.visual.**`."""
+    """`text` and `vision` are models inside one that sees or hears, `adapter` is one of PEFT; a pattern is such as
+    `model.visual.**`."""
     merge: Annotated[
         tuple[Path, ...],
         CommandOption(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -81,11 +82,18 @@ ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_PREFIX: Final = "base_model.model."
 """How the names of an adapter's tensors begin."""
+LIVE_MATRIX: Final = re.compile(
+    r"(?P<module>.+)(?P<part>\.lora_([AB]|embedding_[AB]|magnitude_vector))"
+    r"\.(?P<adapter>(?!(weight|bias)$)[^.]+)(?P<rest>\.(weight|bias))?"
+)
+"""A matrix of an adapter in a model in training, where the adapter's name stands in it; saved by itself it does not."""
 
 
 def holds_adapter(names: Collection[str]) -> bool:
-    """Return whether tensors of these names are those of an adapter."""
-    return bool(names) and all(name.startswith(ADAPTER_PREFIX) for name in names)
+    """Return whether tensors of these names are those of an adapter that was saved by itself."""
+    return bool(names) and all(
+        name.startswith(ADAPTER_PREFIX) and LIVE_MATRIX.fullmatch(name) is None for name in names
+    )
 
 
 def find_lone_adapter(source: Source) -> str | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
 _ADDRESS: Final = re.compile(r"(hf|s3|gs|az|https?):/")
@@ -44,6 +45,11 @@ class Adapter:
     """A hash of what `adapter_config.json` says."""
 
 
+def scan_adapter_file(source: Source) -> Manifest:
+    """Read what is in the file of an adapter, which alone is the source; raises as the formats do."""
+    return scan_safetensors(source) if next(iter(source.files())).endswith(SAFETENSORS) else scan_torch_save(source)
+
+
 @contextmanager
 def open_adapter(folder: Path) -> Iterator[Adapter]:
     """Open an adapter for the length of a `with` block; raises SourceError for a directory that is none."""
@@ -61,8 +67,7 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     settings = parse_settings(values)
     source = open_source(folder / file)
     try:
-        scan = scan_safetensors if file.endswith(SAFETENSORS) else scan_torch_save
-        tensors = sort_tensors(scan(source).tensors.values())
+        tensors = sort_tensors(scan_adapter_file(source).tensors.values())
         size = source.files()[file].size
         yield Adapter(folder, settings, tensors, file, source, size, sha256(content).hexdigest())
     finally:
