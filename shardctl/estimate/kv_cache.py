@@ -119,6 +119,17 @@ def _list_terms(
             "tokens, where an engine reserves full pages",
             interval=None if work.context < window else (kept[0], kept[2]),
         )
+    for pictured in sorted({one.pictured for one in found if one.pictured}):
+        some = {one: n for one, n in found.items() if one.pictured == pictured}
+        elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
+        yield MemoryTerm(
+            "keys and values of a picture",
+            "kv cache",
+            elements * work.batch * pictured * cached.bits // 8,
+            f"{_format_elements('full')} * B * s * bytes",
+            {**_collect_head_symbols(some, tp), "B": work.batch, "s": pictured, "bytes": common["bytes"]},
+            "one picture of the most tiles for each sequence, as transformers caches it (MllamaTextCrossAttention)",
+        )
     crossing = {one: n for one, n in found.items() if one.cross}
     if crossing:
         source = count_source_tokens(anatomy, work)

@@ -94,6 +94,8 @@ def _count_weights(part: HeldPart) -> int:
 
 
 def _count_seen_tokens(layer: ModelLayer, attention: LayerAttention, context: float, *, masked: bool) -> float:
+    if attention.kind == "cross":
+        return attention.pictured
     own = context / 2 if masked and not layer.encoder else context
     if attention.window is not None:
         own = min(own, attention.window)

@@ -56,7 +56,8 @@ class LayerIndexer:
 class LayerAttention:
     """The attention of one layer, whose keys and values grow with the tokens."""
 
-    kind: Literal["full", "sliding", "latent"]
+    kind: Literal["full", "sliding", "latent", "cross"]
+    """`cross` attends to a picture, and to no token of the text (Llama 3.2 Vision)."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -89,6 +90,8 @@ class LayerAttention:
     """Tokens of which one vector is made, that queries attend to besides; 0 for none. The indexer scores those."""
     besides: tuple[TokenCache, ...] = ()
     """What it caches besides."""
+    pictured: int = 0
+    """Of `cross`, the vectors of a picture; 0 where the model by itself sees none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +365,7 @@ class _AnatomyReader:
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
-            streams=named.size("streams") // named.size("hidden") if named.has("streams") else 1,
+            streams=_count_streams(named),
             halves=max(self.count_copies(row) for row in rows if ".self_attn." in row.name) if named.has("qs") else 1,
         )
 
@@ -404,6 +407,9 @@ class _AnatomyReader:
             keys = named.size(f"{wide}kv")
         elif named.has("qkv"):
             keys = (named.size("qkv") - width) // 2
+        if any(".cross_attn." in row.name for row in rows):
+            pictured = self.facts.size("picture") if "picture" in self.facts.dims else 0
+            return LayerAttention("cross", width // head, keys // head, head, head, pictured=pictured)
         cross = any(name in row.name for row in rows for name in _CROSS)
         window = None if wide else window
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
@@ -413,6 +419,12 @@ class _AnatomyReader:
             kind, width // head, keys // head, head, value, window, cross=cross, gated=gated, borrowed=borrowed
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
+
+
+def _count_streams(named: RowDims) -> int:
+    if named.has("streams"):
+        return named.size("streams") // named.size("hidden")
+    return named.size("copies") if named.has("copies") else 1
 
 
 def _read_chosen_experts(config: ModelConfig, usual: int | None) -> int:

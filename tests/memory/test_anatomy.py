@@ -64,7 +64,9 @@ _BESIDE = re.compile(r"bias|\.index_[qk]_proj")
 """Tensors that the matrices of a layer do not count: biases, and what chooses the tokens that are attended to."""
 
 
-@pytest.mark.parametrize("name", [n for n in FIXTURES if not n.startswith(("mamba", "falcon_mamba", "gemma4"))])
+@pytest.mark.parametrize(
+    "name", [n for n in FIXTURES if not n.startswith(("mamba", "falcon_mamba", "gemma3n", "gemma4"))]
+)
 def test_layers_have_the_elements_that_their_tensors_have(name):
     """The tensors' shapes are those of transformers' state dicts (tests/models/test_families.py)."""
     config = fixture(name)

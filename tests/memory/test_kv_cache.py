@@ -96,6 +96,10 @@ def cached(model, config):
         given["past_key_values"] = EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
     elif config["model_type"] == "gemma3":
         given["token_type_ids"] = torch.zeros_like(ids)
+    elif config["model_type"] == "mllama":
+        tiles, side = config["vision_config"]["max_num_tiles"], config["vision_config"]["image_size"]
+        given["pixel_values"] = torch.zeros(BATCH, 1, tiles, 3, side, side)
+        given |= {"aspect_ratio_ids": torch.ones_like(ids[:, :1]), "aspect_ratio_mask": torch.ones(BATCH, 1, tiles)}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = model(**given, use_cache=True)

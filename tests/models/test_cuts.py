@@ -34,6 +34,8 @@ UNPLANNED = {
     "mamba",
     "mamba2",
     "mbart",
+    "mllama",
+    "mllama_text_model",
     "mpt",
     "mt5",
     "opt",

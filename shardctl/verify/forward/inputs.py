@@ -40,6 +40,9 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
         given["input_features"] = torch.randn(size, generator=generator)
+    if "cross_attention_states" in names:  # of Llama 3.2 Vision: what is made of a picture
+        size = (BATCH, LENGTH, int(text.hidden_size))
+        given["cross_attention_states"] = torch.randn(size, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         given["decoder_input_ids"] = _draw_token_ids(text, config, generator)
     if not given:
@@ -73,6 +76,8 @@ def list_vision_towers(
             given = {"pixel_values": _draw_pixels(module.config, generator)}
             if "image_sizes" in names:
                 given["image_sizes"] = torch.tensor([given["pixel_values"].shape[-2:]] * BATCH)
+            if "aspect_ratio_ids" in names:
+                given |= _cut_into_tiles(given["pixel_values"], int(module.config.max_num_tiles))
         elif {"hidden_states", "grid_thw"} <= names:
             given = _draw_patches(module.config, generator)
         else:
@@ -89,6 +94,17 @@ def _draw_patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
     size = int(vision.in_channels) * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
     grid = torch.tensor([[1, side, side]] * BATCH)
     return {"hidden_states": torch.randn((BATCH * side * side, size), generator=generator), "grid_thw": grid}
+
+
+def _cut_into_tiles(pixels: Torch, tiles: int) -> dict[str, Torch]:
+    """Make pictures of as many tiles as can be, as Llama 3.2 Vision takes them; each tile is the same."""
+    import torch
+
+    return {
+        "pixel_values": pixels[:, None, None].repeat(1, 1, tiles, 1, 1, 1),
+        "aspect_ratio_ids": torch.ones((BATCH, 1), dtype=torch.long),
+        "aspect_ratio_mask": torch.ones((BATCH, 1, tiles), dtype=torch.long),
+    }
 
 
 def _has_image_token(config: Torch) -> bool:

@@ -1,8 +1,9 @@
 """Gives a part of a model the weights of one rank, and has it meet the other ranks where tensor parallelism does.
 
 Ranks add what linears give whose inputs are cut, what embeddings and heads give whose tokens are cut, and what experts
-give; norms across heads see all heads, and norms over a group of channels that several ranks share see all of it. A
-table that cuts elsewhere, or through a head, makes each rank compute something else than the source.
+give; norms across heads see all heads, and norms over a group of channels that several ranks share see all of it. What
+keeps the largest of all columns of an MLP (Gemma 3n) sees all of them, though engines look at each rank's own. A table
+that cuts elsewhere, or through a head, makes each rank compute something else than the source.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Torch = Any
 ReadSlots = Callable[[Iterable["TensorSlot"], "ModelWeights"], dict["TensorSlot", Torch]]
 """Gives what weights put into some slots."""
 _ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
+_KEEPER: Final = "_gaussian_topk"
+"""What transformers calls the method of an MLP that sets all but the largest results of its gate to zero."""
 _STACK: Final = 3
 
 
@@ -118,11 +121,20 @@ class RankModule:
             for child in original._modules.values():  # noqa: SLF001
                 if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
                     self._after(self.copies[id(child)][1], lambda output: output * first)
+        self._show_all_columns(original, mine)
         for name, child in original._modules.items():  # noqa: SLF001
             if child is not None and _ACROSS_HEADS.fullmatch(name):
                 self._show_all_heads(original, child, self.copies[id(child)][1])
             elif child is not None and name == "norm":
                 self._show_whole_groups(child, self.copies[id(child)][1])
+
+    def _show_all_columns(self, original: Torch, mine: Torch) -> None:
+        """Have an MLP that keeps the largest results of its gate compare those of all ranks."""
+        keep = getattr(original, _KEEPER, None)
+        gate = self.slots.get((id(getattr(original, "gate_proj", None)), "weight"))
+        if keep is not None and 0 in self._cut_dims(gate):
+            adding = self._adding("tp")
+            mine.__dict__[_KEEPER] = lambda results: keep(adding(results))
 
     def _show_whole_groups(self, norm: Torch, mine: Torch) -> None:
         """Have a norm over groups of channels see whole groups, where there are more ranks than groups."""

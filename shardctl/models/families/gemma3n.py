@@ -1,0 +1,117 @@
+"""Describes the text model of Gemma 3n: several streams that layers mix, and an embedding for each layer.
+
+Names and shapes follow transformers 5 (`models/gemma3n/modeling_gemma3n.py`). The last layers take the keys and values
+of earlier ones, and have no projections to them, though files do. The mixtures of Matformer have MLPs of two sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes, build_decoder_facts
+from shardctl.models.experts import add_condition
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_ATTENTION, _ALTUP, _LAUREL = f"{LAYER}.self_attn", f"{LAYER}.altup", f"{LAYER}.laurel"
+_GATED: Final = tuple(row for row in GATED if not row.when)
+_SIZES: Final = 2
+"""Sizes of MLPs that the table has words for."""
+_ROWS: Final = (
+    *EMBEDDING,
+    Row(f"{_ATTENTION}.q_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.q_proj.bias", "q", "qkv_bias"),
+    Row(f"{_ATTENTION}.q_norm.weight", "head"),
+    Row(f"{_ATTENTION}.k_proj.weight", "kv hidden", needed="own_kv"),
+    Row(f"{_ATTENTION}.k_proj.bias", "kv", "qkv_bias", needed="own_kv"),
+    Row(f"{_ATTENTION}.v_proj.weight", "kv hidden", needed="own_kv"),
+    Row(f"{_ATTENTION}.v_proj.bias", "kv", "qkv_bias", needed="own_kv"),
+    Row(f"{_ATTENTION}.k_norm.weight", "head", needed="own_kv"),
+    Row(f"{_ATTENTION}.o_proj.weight", "hidden q"),
+    Row(f"{_ATTENTION}.o_proj.bias", "hidden", "qkv_bias"),
+    *add_condition(_GATED, "!wide"),
+    *add_condition((replace(row, dims=row.dims.replace("ffn", "dffn")) for row in _GATED), "wide"),
+    *NORMS,
+    Row(f"{LAYER}.pre_feedforward_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
+    Row(f"{_ALTUP}.correct_output_scale", "hidden"),
+    Row(f"{_ALTUP}.correction_coefs.weight", "copies copies"),
+    Row(f"{_ALTUP}.prediction_coefs.weight", "mixes copies"),
+    Row(f"{_ALTUP}.modality_router.weight", "copies hidden"),
+    Row(f"{_ALTUP}.router_norm.weight", "hidden"),
+    Row(f"{_LAUREL}.linear_left.weight", "laurel hidden"),
+    Row(f"{_LAUREL}.linear_right.weight", "hidden laurel"),
+    Row(f"{_LAUREL}.post_laurel_norm.weight", "hidden"),
+    Row(f"{LAYER}.per_layer_input_gate.weight", "part hidden"),
+    Row(f"{LAYER}.per_layer_projection.weight", "hidden part"),
+    Row(f"{LAYER}.post_per_layer_input_norm.weight", "hidden"),
+    *LAST_NORM,
+    Row(".embed_tokens_per_layer.weight", "part_vocab all_parts", on="first"),
+    Row(".per_layer_model_projection.weight", "all_parts hidden", on="first"),
+    Row(".per_layer_projection_norm.weight", "part", on="first"),
+    Row(".altup_projections.{copy}.weight", "hidden hidden", on="first"),
+    Row(".altup_unembed_projections.{joined}.weight", "hidden hidden", on="last"),
+    *HEADS,
+)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    sizes = _list_mlp_sizes(config)
+    usual, *others = dict.fromkeys(sizes)
+    bias, layers = config.switch("attention_bias", default=False), len(sizes)
+    alike = replace(config, values={**config.values, "intermediate_size": usual})
+    facts = build_decoder_facts(alike, tied=True, head_dim=256, kv_heads=2, qkv_bias=bias)
+    copies, part = config.size("altup_num_inputs", 4), config.size("hidden_size_per_layer_input", 256)
+    return facts.also(
+        dims={
+            "dffn": LogicalDim(others[0] if others else usual, axis="tp"),
+            "copies": LogicalDim(copies),
+            "mixes": LogicalDim(copies**2),
+            "laurel": LogicalDim(config.size("laurel_rank", 64)),
+            "part": LogicalDim(part),
+            "all_parts": LogicalDim(layers * part),
+            "part_vocab": LogicalDim(config.size("vocab_size_per_layer_input", 262144), axis="tp", even=False),
+        },
+        indices={word: RowIndex(range(copies - 1)) for word in ("copy", "joined")},
+        flags={
+            "own_kv": frozenset(range(max(layers - config.count("num_kv_shared_layers", 15), 0))),
+            "wide": frozenset(n for n, size in enumerate(sizes) if size != usual),
+        },
+    )
+
+
+def _list_mlp_sizes(config: ModelConfig) -> list[int]:
+    """List the intermediate size of each layer; raises UnsupportedError where there are more than two."""
+    layers, sizes = config.size("num_hidden_layers"), config.values.get("intermediate_size")
+    if not isinstance(sizes, list):
+        return [config.size("intermediate_size")] * layers
+    sizes = [replace(config, values={"intermediate_size": size}).size("intermediate_size") for size in sizes]
+    if len(sizes) != layers:
+        raise SourceError(f"config.json has {len(sizes)} numbers as intermediate_size for {layers} layers")
+    if len(set(sizes)) > _SIZES:
+        raise UnsupportedError(f"config.json has an intermediate_size of {len(set(sizes))} different numbers")
+    return sizes
+
+
+GEMMA3N_TEXT: Final = Family(
+    name="gemma3n_text",
+    rows=_ROWS,
+    facts=_build_facts,
+    classes={"Gemma3nForCausalLM": ModelClass("model", "lm"), "Gemma3nTextModel": ModelClass()},
+    prefixes=("model", "model.language_model"),
+    traits=LayerTraits(
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norm="rms32",
+        window=WindowRule(512, "all but every nth", period=5),
+        logit_cap=("final_logit_softcapping", 30.0),
+        unmodelled="mixed streams, sparse activations, norms of values, and embeddings for each layer",
+    ),
+    assumed={**assume_sizes(262400, 2048, 16384, 35, 8), "num_key_value_heads": 2},
+)
