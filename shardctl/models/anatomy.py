@@ -451,7 +451,7 @@ def _add_indexer(attention: LayerAttention, named: RowDims, *, packed: bool = Tr
         return chosen
     width = named.size("index")
     indexer = LayerIndexer(named.size("index_heads"), width)
-    cache = _build_indexer_cache(width, 1)
+    cache = _build_indexer_cache(width, named.size("pool") if named.has("pool") else 1)
     return replace(chosen, indexer=indexer, besides=(cache if packed else replace(cache, packed=0),))
 
 

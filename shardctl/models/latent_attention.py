@@ -34,7 +34,7 @@ LATENT: Final = (
 def build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> FamilyFacts:
     """Build the facts of a decoder with latent attention."""
     bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
-    rope, nope = config.size("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)
+    rope, nope = config.count("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)
     value = config.size("v_head_dim", 128)
     no_lora = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     noun = "attention heads"

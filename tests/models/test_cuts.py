@@ -59,6 +59,7 @@ PARTLY_PLANNED = {
     "deepseek_v4": "its plan is for the routed experts, and leaves attention and the shared ones whole",
     "falcon_h1": "its plan is for the head alone",
     "glm4_moe_lite": "its plan leaves shared experts whole",
+    "glm5_next": "its plan is for latent attention and MLPs, and leaves delta attention whole",
     "gpt_oss": "it has a plan for expert parallelism only",
     "granitemoe": "its plan is for the experts, and leaves attention whole",
     "granitemoehybrid": "the same",

@@ -31,6 +31,7 @@ OTHERWISE_SPELLED = {
     "bailing_hybrid",
     "deepseek_v4",
     "exaone_moe",
+    "glm5_next",
     "hy_v3",
     "kimi_linear",
     "kimi_linear-lora",

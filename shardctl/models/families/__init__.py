@@ -35,6 +35,7 @@ FAMILY_FILES: Final = {
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4", "gemma4_text"),
     "glm": ("glm", "glm4"),
+    "glm5_next": ("glm5_next",),
     "gpt2": ("gpt2",),
     "gpt_bigcode": ("gpt_bigcode",),
     "gpt_neo": ("gpt_neo",),

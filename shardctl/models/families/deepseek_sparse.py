@@ -57,13 +57,13 @@ def _build_glm_facts(config: ModelConfig) -> FamilyFacts:
     facts = build_indexer_facts(
         config.over({"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192}),
         heads=32,
-        indexer=_list_choosing_layers(config),
+        indexer=list_indexer_layers(config),
     )
     return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
 
 
-def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
-    """List the layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them."""
+def list_indexer_layers(config: ModelConfig) -> frozenset[int]:
+    """List the layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them; raises SourceError for others."""
     layers = config.size("num_hidden_layers")
     pattern = config.values.get("index_topk_pattern")
     kinds = config.entries("indexer_types") or (
