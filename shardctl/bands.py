@@ -16,7 +16,7 @@ import numpy as np
 
 from shardctl.affine import decode_affine, encode_affine
 from shardctl.box import Box, BoxIndex
-from shardctl.manifest import ConstantFill, narrow_chunk
+from shardctl.manifest import ConstantFill, compute_dense_strides, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.dtype import DType
-    from shardctl.manifest import Chunk
+    from shardctl.manifest import Chunk, Region
 
 OVER_READ = 2
 """A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
@@ -54,6 +54,9 @@ def split_bands(
     it and the last dim.
     """
     if not prod(shape):
+        return
+    if dtype.nbytes((_round_to_units(prod(shape), dtype),)) <= block:
+        yield Box(tuple(origin), tuple(shape)) if origin is not None else Box.whole(shape)
         return
     extents = (
         _compute_tile_extents(shape, dtype, block, fastest)
@@ -139,10 +142,14 @@ class BandBuffer:
     def read(self, reader: ByteReader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
         """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
         dtype = chunks.chunks[0].dtype
-        whole = view_band(into, dtype, box)
+        whole = _find_whole_region(chunks.chunks[0], box)
+        if whole is not None:
+            reader.read_at(whole.file, whole.offset, into[: dtype.nbytes(box.shape)].data)
+            return box.size
+        band = view_band(into, dtype, box)
         found = 0
         for chunk in chunks.within(box):
-            part = whole[build_unit_slices(chunk.box, dtype, box.origin)]
+            part = band[build_unit_slices(chunk.box, dtype, box.origin)]
             found += chunk.box.size
             if isinstance(chunk.where, ConstantFill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
@@ -163,6 +170,11 @@ class BandBuffer:
         """Write the part of the band `within` (row-major at the start of `data`) that `chunk` wants; returns bytes."""
         if isinstance(chunk.where, ConstantFill):
             return 0
+        whole = _find_whole_region(chunk, within)
+        if whole is not None:
+            nbytes = chunk.dtype.nbytes(within.shape)
+            writer.write_at(whole.file, whole.offset, data[:nbytes].data)
+            return nbytes
         part = view_band(data, chunk.dtype, within)[build_unit_slices(chunk.box, chunk.dtype, within.origin)]
         if chunk.affine:
             part = encode_affine(part, chunk.dtype, chunk.affine, chunk.name)
@@ -175,6 +187,14 @@ class BandBuffer:
                 flat.view(piece.view.dtype).reshape(piece.view.shape)[...] = piece.view
             writer.write_at(chunk.where.file, piece.offset, flat.data)
         return int(part.nbytes)
+
+
+def _find_whole_region(chunk: Chunk, box: Box) -> Region | None:
+    """Return where the bytes of `box` lie as they are wanted, if `chunk` is this box; most tensors need no more."""
+    where = chunk.where
+    if isinstance(where, ConstantFill) or chunk.affine or chunk.box != box:
+        return None
+    return where if where.strides == compute_dense_strides(chunk.dtype, box.shape) else None
 
 
 class ChunkIndex:

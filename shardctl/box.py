@@ -62,6 +62,8 @@ class Box:
         >>> Box((0,), (4,)).intersect(Box((2,), (5,)))
         Box(origin=(2,), shape=(2,))
         """
+        if self == other:
+            return self if self.size else None
         origin, shape = [], []
         for a, n, b, m in zip(self.origin, self.shape, other.origin, other.shape, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -77,6 +79,8 @@ class Box:
         >>> Box((0, 0), (2, 3)).subtract(Box((0, 1), (2, 1)))
         [Box(origin=(0, 0), shape=(2, 1)), Box(origin=(0, 2), shape=(2, 1))]
         """
+        if self == other:
+            return []
         common = self.intersect(other)
         if common is None:
             return [self] if self.size else []
@@ -161,7 +165,7 @@ class BoxIndex:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = tuple(boxes)
-        ndim = len(self.boxes[0].origin) if self.boxes else 0
+        ndim = len(self.boxes[0].origin) if len(self.boxes) > 1 else 0  # one box needs no order
         self._dim = max(range(ndim), key=lambda d: len({b.origin[d] for b in self.boxes}), default=-1)
         d = self._dim
         self._order = sorted(range(len(self.boxes)), key=lambda i: self.boxes[i].origin[d] if d >= 0 else 0)
@@ -198,6 +202,8 @@ def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
     >>> make_disjoint([Box((0,), (4,)), Box((2,), (4,)), Box((0,), (4,))])
     [(0, Box(origin=(0,), shape=(4,))), (1, Box(origin=(4,), shape=(2,)))]
     """
+    if len(boxes) == 1:
+        return [(0, boxes[0])] if boxes[0].size else []
     index = BoxIndex(boxes)
     seen: set[Box] = set()
     parts: list[tuple[int, Box]] = []

@@ -143,7 +143,7 @@ def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) 
     """Compute the digest of a global tensor, 32 hexadecimal digits, from the sums over all its elements."""
     if len(sums.words) != count_element_parts(dtype) * LANES:
         raise ValueError(f"a digest of {dtype} takes {count_element_parts(dtype) * LANES} sums, not {len(sums.words)}")
-    text = f"{dtype} {_format_shape(shape)} {sums}"
+    text = f"{dtype} {_format_shape(tuple(shape))} {sums}"
     return blake2b(text.encode(), digest_size=16, person=b"shardctl1 tensor").hexdigest()
 
 
@@ -158,14 +158,15 @@ def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], st
         encoded = name.encode("utf-8", "surrogatepass")
         if encoded in entries:
             raise ValueError(f"two tensors are named {name!r}")
-        entries[encoded] = f"{digest} {dtype} {_format_shape(shape)} {len(encoded)}:"
+        entries[encoded] = f"{digest} {dtype} {_format_shape(tuple(shape))} {len(encoded)}:"
     state = blake2b(digest_size=16, person=b"shardctl1 ckpt")
     for encoded in sorted(entries):
         state.update(entries[encoded].encode() + encoded + b"\n")
     return f"shardctl1:{state.hexdigest()}"
 
 
-def _format_shape(shape: Sequence[int]) -> str:
+@lru_cache(maxsize=4096)  # a model has few shapes
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 

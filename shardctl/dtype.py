@@ -5,7 +5,7 @@ The names are those of the safetensors format (safetensors 0.8, `safetensors/src
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING, Final
 
@@ -34,15 +34,14 @@ class DType:
     torch: str
     """The attribute of the torch module, such as ``bfloat16``; empty where torch has none."""
 
-    @property
-    def unit_elements(self) -> int:
-        """Elements per unit: 1 unless the type is narrower than a byte."""
-        return 8 // gcd(self.bits, 8)
+    unit_elements: int = field(init=False, repr=False)
+    """Elements per unit: 1 unless the type is narrower than a byte."""
+    unit_bytes: int = field(init=False, repr=False)
+    """Bytes per unit."""
 
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes per unit."""
-        return self.bits * self.unit_elements // 8
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit_elements", 8 // gcd(self.bits, 8))
+        object.__setattr__(self, "unit_bytes", self.bits * self.unit_elements // 8)
 
     def unit_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape in units of a tensor of `shape` elements; the last dim must hold whole units.

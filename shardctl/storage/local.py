@@ -34,15 +34,23 @@ class _LocalFile:
 
     def __init__(self, root: Path, flags: int) -> None:
         self._root = root
+        self._paths: dict[str, Path] = {}
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         self._ordinary = DescriptorPool(flags, before_closing=self._flush if writes else None)
         self._direct = DescriptorPool(flags | getattr(os, "O_DIRECT", 0))
         self._can_direct = sys.platform == "linux"
         self._failed: set[Path] = set()
 
+    def _find_path(self, path: str) -> Path:
+        """Return the path of a file; each is built once, because small tensors are many."""
+        full = self._paths.get(path)
+        if full is None:
+            full = self._paths[path] = self._root / path
+        return full
+
     def read(self, path: str, offset: int, into: memoryview) -> None:
         done = 0
-        with self._ordinary.use(self._root / path) as descriptor:
+        with self._ordinary.use(self._find_path(path)) as descriptor:
             while done < len(into):
                 rest = into[done : done + _WHOLE_CALL]
                 got = self._read_direct(path, descriptor, rest, offset + done)
@@ -60,16 +68,16 @@ class _LocalFile:
             return None
         from shardctl.storage import direct
 
-        with self._refused(), self._direct.use(self._root / path) as descriptor:
+        with self._refused(), self._direct.use(self._find_path(path)) as descriptor:
             return direct.read_direct(descriptor, ordinary, into, offset)
         return None
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
-        with self._ordinary.use(self._root / path) as ordinary:
+        with self._ordinary.use(self._find_path(path)) as ordinary:
             if self._can_direct and len(data) >= _LARGE:
                 from shardctl.storage import direct
 
-                with self._refused(), self._direct.use(self._root / path) as descriptor:
+                with self._refused(), self._direct.use(self._find_path(path)) as descriptor:
                     direct.write_direct(descriptor, ordinary, data, offset)
                     return
             done = 0

@@ -92,6 +92,8 @@ def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
     Only chunks of one array in several files may not: an embedding that is whole in one array, and cut in that of a
     head that is tied to it, is stored twice on purpose, and so is a row that pads its own array.
     """
+    if len(tensor.chunks) == 1:
+        return
     arrays: dict[str, dict[Box, set[str]]] = {}
     for chunk in tensor.chunks:
         file = chunk.where.file if not isinstance(chunk.where, ConstantFill) else ""

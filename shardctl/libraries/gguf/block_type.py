@@ -20,18 +20,12 @@ class BlockType(DType):
     """An element type whose elements are stored in blocks, each with scales of its own."""
 
     elements: int = 1
-    """Elements of a block, along the last dim."""
+    """Elements of a block, along the last dim: a unit."""
     block_bytes: int = 1
 
-    @property
-    def unit_elements(self) -> int:
-        """Elements of a block."""
-        return self.elements
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.block_bytes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit_elements", self.elements)
+        object.__setattr__(self, "unit_bytes", self.block_bytes)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return bytes of a tensor of `shape` elements, whose rows are whole blocks."""
