@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from shardctl.amounts import format_plural
 from shardctl.box import Box, BoxIndex
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Region, Tensor, compute_dense_strides
@@ -50,6 +51,8 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
             if entry.content.padding and not _is_zero(entry, tensor, read):
                 padded.append(name)
     unknown = [name for name in stored.tensors if name not in known]
+    left = [name for name in unknown if schema.left_behind is not None and schema.left_behind.fullmatch(name)]
+    unknown = [name for name in unknown if name not in left]
     if unknown:
         raise UnsupportedError(
             f"{schema.title} has no {format_first_few(unknown)} in {model.architecture or 'this model'}",
@@ -65,7 +68,12 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
         stored,
         tensors=tensors,
         dialect=None,
-        warnings=(*stored.warnings, *_note_changed(tensors.values()), *_note_dropped(padded)),
+        warnings=(
+            *stored.warnings,
+            *_note_changed(tensors.values()),
+            *_note_dropped(padded),
+            *_note_left_behind(left, model),
+        ),
     )
     if stored.training is not None:
         bound = replace(bound, training=_bind_training(schema, model, dialect, stored.training))
@@ -104,6 +112,15 @@ def _note_dropped(padded: list[str]) -> Iterator[str]:
         yield (
             f"the rows of {format_first_few(padded)} after the last token are not zero, but are left "
             "out as padding; if they are tokens, --true-vocab or vocab_size is too small"
+        )
+
+
+def _note_left_behind(left: list[str], model: Model) -> Iterator[str]:
+    """Yield what to say of layers that the model's config does not have."""
+    if left:
+        yield (
+            f"left behind: {format_plural(len(left), 'array')} of layers that predict further tokens, for which "
+            f"{model.architecture or 'the model'} has no place ({format_first_few(left)})"
         )
 
 
@@ -194,6 +211,11 @@ def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored
             for part, chunk in _pull_chunks(entry, tensor):
                 plain = replace(chunk, affine="")  # a gradient is the same, whatever is added to its parameter
                 found.setdefault(part, {}).setdefault(format_state_name(state, part), []).append(plain)
+    by_array = {
+        name: states
+        for name, states in by_array.items()
+        if name in parts or schema.left_behind is None or schema.left_behind.fullmatch(name) is None
+    }
     unknown = [name for name in by_array if name not in parts]
     if unknown:
         raise UnsupportedError(f"{schema.title} has no {format_first_few(unknown)}, which have optimizer states")

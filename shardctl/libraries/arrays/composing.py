@@ -11,7 +11,7 @@ from shardctl.errors import CutError, UnsupportedError, format_first_few
 from shardctl.manifest import Chunk, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
@@ -106,10 +106,12 @@ def build_manifest(
     dialect: LibraryDialect,
     files: Mapping[str, CheckpointFile],
     stored: Iterable[tuple[str, Chunk]],
+    copies: tuple[Collection[str], Sequence[str]] = ((), ()),
 ) -> Manifest:
     """Build the manifest of `files` in which the parts of tensors are `stored`.
 
     Buffers are left out, for they are computed from the config, and layers that predict further tokens, which is said.
+    `copies` are tensors that the library takes from elsewhere, and what is to be said of them.
     Raises UnsupportedError, by name, for any other tensor that is not stored whole, and for one that is stored in
     several types.
     """
@@ -120,7 +122,7 @@ def build_manifest(
     for name, tensor in order.have.tensors.items():
         found, row = tuple(chunks.get(name, ())), order.model.tensors[name].row
         if not found and (row.buffer or row.optional):
-            left += [] if row.buffer else [name]
+            left += [] if row.buffer or name in copies[0] else [name]
             continue
         if _count_stored_elements(tuple(chunk.box for chunk in found)) != tensor.size:
             what = "no place" if not found else "no place for all"
@@ -133,7 +135,8 @@ def build_manifest(
         f"{format_first_few(left)} of layers that predict further tokens are left behind: {schema.title} has "
         f"no place for them{f'; {schema.further}' if schema.further else ''}"
     )
-    return Manifest(layout, tensors, files, order.have.objects, warnings=(said,) * bool(left), dialect=dialect)
+    warnings = (*copies[1], *(said,) * bool(left))
+    return Manifest(layout, tensors, files, order.have.objects, warnings=warnings, dialect=dialect)
 
 
 @lru_cache(maxsize=4096)

@@ -36,6 +36,8 @@ class Schema:
     """
     further: str = ""
     """Why it has no place for layers that predict further tokens, and where they are to be taken from."""
+    left_behind: re.Pattern[str] | None = None
+    """Names of arrays of such layers, which are left behind where the model has no place for them."""
 
     def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
         """Yield the arrays of all ranks, each with its rank.

@@ -194,7 +194,7 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
             "topk_group": said.values.get("moe_router_group_topk") or 1,
             "first_k_dense_replace": _count_dense_layers(said) or 0,
             "routed_scaling_factor": said.values.get("moe_router_topk_scaling_factor") or 1.0,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": said.count("mtp_num_layers", 0),
         }
     if family == "qwen2_moe":
         values["shared_expert_intermediate_size"] = said.size("moe_shared_expert_intermediate_size")

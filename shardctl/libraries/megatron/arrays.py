@@ -8,14 +8,14 @@ stage a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, SourceError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
-from shardctl.libraries.megatron import layers
+from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant, WholeArray
 
 if TYPE_CHECKING:
@@ -97,6 +97,27 @@ def _list_chunk_entries(
             yield _build_vocabulary_entry(
                 f"{prefix}output_layer.weight", layers.get_output_layer(parts), dialect, shared
             )
+        yield from _list_further_entries(parts, dialect, rank, prefix, copied=numbers.start > 0)
+
+
+def _list_further_entries(
+    parts: ModelParts, dialect: LibraryDialect, rank: int, prefix: str, *, copied: bool
+) -> Iterator[SchemaEntry]:
+    """List the arrays of layers that predict further tokens.
+
+    They need the embedding of tokens, which is `copied` to where it is not anyway.
+    """
+    at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
+    shared, within = _RankShare(at["tp"], mesh.degree("tp")), _RankShare(at["etp"], mesh.etp)
+    count = dialect.number(further_layers.COUNT)
+    if count and copied:
+        (name, tokens), *_ = layers.list_embeddings(parts)
+        yield replace(_build_vocabulary_entry(prefix + name, tokens, dialect, shared), optional=True)
+    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
+    held = _find_held_experts(parts.model, mesh, at["ep"])
+    for index in range(count):
+        arrays = further_layers.list_further_arrays(parts, index, variant, held)
+        yield from _list_layer_entries(arrays, f"{prefix}mtp.layers.{index}.", dialect, shared, within)
 
 
 def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:
@@ -159,4 +180,6 @@ def _build_vocabulary_entry(
     return SchemaEntry(name, content, dtype=None if content.pieces else known)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS)
+SCHEMA: Final = Schema(
+    NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS, further_layers.LEFT_BEHIND
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import Schema
-from shardctl.libraries.megatron import layers
+from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import TITLE, LayerVariant
 from shardctl.libraries.megatron.names import find_engine_name
 from shardctl.views import ArrayView
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
-    from shardctl.libraries.arrays.schema import ModelParts
     from shardctl.libraries.megatron.layers import WholeArray
     from shardctl.models import Model
 
@@ -64,7 +63,7 @@ class StackCell:
     counts: tuple[int, ...] = ()
     """The extents of those."""
     layer: int | None = None
-    """Whose it is; None before the first and behind the last."""
+    """Whose it is; None before the first and behind the last, where layers that predict are, too."""
     expert: int | None = None
     optional: bool = False
     """Whether a checkpoint may lack it, because the tensors are in another array, too."""
@@ -94,10 +93,16 @@ def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
     yield _build_vocabulary_cell(name, tokens, padded)
     for name, content in others:
         yield StackCell(name, (content,))
+    by_number = dialect.switch(LAYERS)
     for number in range(model.layers):
-        yield from _list_layer_cells(parts, number, dialect)
+        wholes = list(layers.list_layer_arrays(parts, number, LayerVariant()))
+        prefix = f"decoder.layers.{number}." if by_number else "decoder.layers."
+        yield from _list_layer_cells(wholes, prefix, number, () if by_number else ((number, model.layers),), dialect)
     for whole in layers.list_last_norm(parts):
         yield StackCell(whole.name, whole.pieces)
+    for index in range(dialect.number(further_layers.COUNT)):
+        wholes = list(further_layers.list_further_arrays(parts, index, LayerVariant()))
+        yield from _list_layer_cells(wholes, f"mtp.layers.{index}.", None, (), dialect)
     if not layers.is_tied(model):
         yield _build_vocabulary_cell("output_layer.weight", layers.get_output_layer(parts), padded)
 
@@ -111,17 +116,22 @@ def _build_vocabulary_cell(name: str, tokens: CompositeArray, padded: int) -> St
     return StackCell(name, (tokens.padded(padded) if padded else tokens,), 0)
 
 
-def _list_layer_cells(parts: ModelParts, number: int, dialect: LibraryDialect) -> Iterator[StackCell]:
-    wholes = list(layers.list_layer_arrays(parts, number, LayerVariant()))
+def _list_layer_cells(
+    wholes: list[WholeArray],
+    prefix: str,
+    number: int | None,
+    stacked: tuple[tuple[int, int], ...],
+    dialect: LibraryDialect,
+) -> Iterator[StackCell]:
+    """List the cells of a layer, at an index of some extent in each dim of the stack; `number` says on which stage."""
     experts = 1 + max((whole.expert for whole in wholes if whole.expert is not None), default=-1)
     latent = any("linear_kv_up_proj" in whole.name for whole in wholes)
-    by_number = dialect.switch(LAYERS)
-    prefix = f"decoder.layers.{number}." if by_number else "decoder.layers."
-    stacked = () if by_number else ((number, parts.model.layers),)
     for whole in wholes:
         if whole.expert is None:
-            names = _list_array_names(whole.name, experts=bool(experts), latent=latent, spelt=dialect.switch(SPELT))
-            for name in names:
+            inner = further_layers.INNER if whole.name.startswith(further_layers.INNER) else ""
+            local = whole.name.removeprefix(inner)
+            names = _list_array_names(local, experts=bool(experts), latent=latent, spelt=dialect.switch(SPELT))
+            for name in (f"{inner}{each}" for each in names):
                 optional = len(names) > 1 and not dialect.switch(SPELT)
                 yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
             continue
@@ -133,7 +143,7 @@ def _list_layer_cells(parts: ModelParts, number: int, dialect: LibraryDialect) -
 def _list_array_cells(
     name: str,
     whole: WholeArray,
-    layer: int,
+    layer: int | None,
     stacked: tuple[tuple[int, int], ...],
     dialect: LibraryDialect,
     *,
@@ -202,4 +212,6 @@ def stack_cells(same: list[StackCell]) -> CompositeArray:
     return CompositeArray((*first.counts, *first.content.shape), pieces)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS)
+SCHEMA: Final = Schema(
+    NAME, TITLE, layers.check_model, _list_entries, layers.FURTHER_LAYERS, further_layers.LEFT_BEHIND
+)

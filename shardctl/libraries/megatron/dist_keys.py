@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
 from shardctl.libraries.megatron.dist_arrays import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
+from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import ZERO_CENTRED
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred:
         EXPERTS: _has_match(_OF_EXPERT, shapes),
         HALVES: _has_match(_HALF, shapes),
         ZERO_CENTRED: centred,
+        COUNT: count_stored_layers(shapes),
     }
     embedding = shapes.get(_EMBEDDING)
     if embedding:

@@ -32,6 +32,7 @@ from shardctl.libraries.megatron.dist_arrays import (
     check_stack,
     list_cells,
 )
+from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layers import TITLE, count_experts, get_embedding_name
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD
@@ -43,6 +44,7 @@ from shardctl.pieces import split_layers_evenly
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.dialect import Fact
     from shardctl.dtype import DType
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
@@ -69,24 +71,34 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    from shardctl.libraries.megatron.embedding_copies import note_copies  # which needs NumPy
+
     SCHEMA.check(order.model)
     mesh = order.mesh
     padded = round_up_to_multiple(
         order.model.tensors[get_embedding_name(order.model)].shape[0], DIVISIBLE * mesh.degree("tp")
     )
-    facts = {LAYERS: _has_unlike_layers(order), EXPERTS: False, HALVES: False, VOCABULARY: padded, SPELT: True}
+    facts: dict[str, Fact] = {
+        LAYERS: _has_unlike_layers(order),
+        EXPERTS: False,
+        HALVES: False,
+        VOCABULARY: padded,
+        SPELT: True,
+    }
+    further = count_complete_layers(order)
+    facts[COUNT] = further
     stages = order.stages or split_layers_evenly(order.model.layers, mesh.degree("pp"))
     dialect = LibraryDialect(NAME, mesh, stages=stages, facts=facts)
     writer = _CellWriter(order, dialect)
     writer.write()
     files = writer.files.finished(None)
     for path, content in (
-        (f"{FOLDER}common.pt", _build_common_state(order, padded, writer.dtypes)),
+        (f"{FOLDER}common.pt", _build_common_state(order, padded, further, writer.dtypes)),
         (TRACKER, b"release"),
         (f"{FOLDER}metadata.json", json.dumps(_BACKEND).encode()),
     ):
         files[path] = CheckpointFile(path, len(content), ((0, content),))
-    return build_manifest(NAME, order, SCHEMA, dialect, files, writer.stored)
+    return build_manifest(NAME, order, SCHEMA, dialect, files, writer.stored, note_copies(order, further))
 
 
 def _has_unlike_layers(order: PackRequest) -> bool:
@@ -202,11 +214,12 @@ def _list_extra_states(cell: StackCell) -> Iterator[str]:
         yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{EXTRA_STATE}/shard_{place}"
 
 
-def _build_common_state(order: PackRequest, padded: int, dtypes: Mapping[str, DType]) -> bytes:
+def _build_common_state(order: PackRequest, padded: int, further: int, dtypes: Mapping[str, DType]) -> bytes:
     """Build the content of `common.pt`."""
     more: dict[str, Value] = {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": DIVISIBLE,
+        "mtp_num_layers": further or None,
         "rank": 0,
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,

@@ -14,8 +14,9 @@ from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
 from shardctl.libraries.megatron.directory import choose_iteration, has_ranks, list_rank_folders
+from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
-from shardctl.libraries.megatron.names import EXTRA_STATE, FURTHER
+from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.megatron.rank_file import read_rank_file
 from shardctl.libraries.megatron.ranks import build_least_mesh
 from shardctl.libraries.reader import Format
@@ -84,7 +85,6 @@ def scan_megatron(source: Source) -> Manifest:
             *left,
             *_note_other_iterations(found),
             *_note_swapped_ranks(files, ranks, mesh),
-            *_note_further_layers(files),
         ),
         training=TrainingState(
             writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_list_notes(source, found, files))
@@ -190,6 +190,7 @@ def _collect_facts(
         megatron.ROWS: _ROWS[first.version],
         megatron.LATENTS_CUT: cut,
         megatron.GROUPED: grouped,
+        COUNT: count_stored_layers(name for each in files.values() for name in each.views),
         ZERO_CENTRED: has_zero_centred_norms(first.arguments),
     }
 
@@ -227,12 +228,6 @@ def _note_swapped_ranks(files: Mapping[str, MegatronRankFile], ranks: Mapping[in
         value, index = said[name], mesh.coordinate(rank)["tp"]
         if isinstance(value, int) and value % mesh.degree("tp") != index:
             yield f"{files[name].path} was written by rank {value}, not by one of tp{index}: were folders exchanged?"
-
-
-def _note_further_layers(files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
-    count = sum(file.others.get(FURTHER, 0) for file in files.values())
-    if count:
-        yield f"{count} arrays {FURTHER}* of layers that predict further tokens are left behind, as by transformers"
 
 
 def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, MegatronRankFile]) -> Iterator[str]:

@@ -20,8 +20,9 @@ from shardctl.libraries.megatron import layers
 from shardctl.libraries.megatron.args_writing import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
+from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layers import TITLE
-from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name
+from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name, find_newer_name
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
@@ -43,9 +44,10 @@ _CHOICES: Final = {
     "layers": ("transformer-engine", "local"),
     "experts": ("sequential", "grouped"),
     "padding": ("zeros", "last-row"),
+    "core": ("0.17", "0.16"),
 }
 _NUMBERS: Final = ("virtual", "multiple")
-_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|output_layer)\.(weight|bias)")
+_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|eh_proj|output_layer)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class MegatronOptions:
     """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
     chunks: int = 1
     """Chunks of layers on each stage, of a virtual pipeline."""
+    older: bool = False
+    """Whether core is 0.16 or older, which has another name for the module inside layers that predict; else 0.17."""
     multiple: int = DIVISIBLE
     """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
 
@@ -68,7 +72,7 @@ class MegatronOptions:
         """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
         >>> MegatronOptions.parse("layers=local,multiple=16")
-        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
+        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, multiple=16)
         """
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
@@ -86,6 +90,7 @@ class MegatronOptions:
             given.get("experts") == "grouped",
             given.get("padding") == "last-row",
             int(given.get("virtual", 1)),
+            given.get("core") == "0.16",
             int(given.get("multiple", DIVISIBLE)),
         )
 
@@ -95,6 +100,8 @@ def pack_megatron(order: PackRequest) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    from shardctl.libraries.megatron.embedding_copies import note_copies  # which needs NumPy
+
     SCHEMA.check(order.model)
     wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
     mesh = _build_mesh(order)
@@ -103,6 +110,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
     tp, pp = mesh.degree("tp"), mesh.degree("pp")
     embedding = layers.get_embedding_name(order.model)
     padded = _compute_padded_rows(order.model.tensors[embedding].shape[0], tp, wanted)
+    further = count_complete_layers(order)
     dialect = LibraryDialect(
         megatron.NAME,
         mesh,
@@ -115,6 +123,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
             megatron.LATENTS_CUT: wanted.local,
             megatron.GROUPED: wanted.grouped and wanted.local,
             megatron.DTYPE: order.dtypes[embedding].name,
+            COUNT: further,
         },
     )
     arguments = _build_arguments(order, wanted, dialect)
@@ -124,7 +133,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
         path = f"{FOLDER}{names[rank]}/{FILE}"
         files[path] = _build_file(path, arrays, _ArrayNamer(order, wanted), arguments, wanted, stored)
     files[TRACKER] = CheckpointFile(TRACKER, len(b"release"), ((0, b"release"),))
-    return build_manifest(NAME, order, SCHEMA, dialect, files, stored)
+    return build_manifest(NAME, order, SCHEMA, dialect, files, stored, note_copies(order, further))
 
 
 def _build_mesh(order: PackRequest) -> Mesh:
@@ -215,6 +224,7 @@ def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: Libra
         "decoder_first_pipeline_num_layers": first,
         "decoder_last_pipeline_num_layers": last,
         "pipeline_model_parallel_layout": None,
+        "mtp_num_layers": dialect.number(COUNT) or None,
         "transformer_impl": "local" if wanted.local else "transformer_engine",
         "moe_grouped_gemm": wanted.grouped,
         "moe_use_legacy_grouped_gemm": wanted.grouped and wanted.local,
@@ -240,6 +250,8 @@ class _ArrayNamer:
             if not self._wanted.local:
                 experts = layer in routed
                 name = find_engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
+            if not self._wanted.older:
+                name = find_newer_name(name)
             yield chunk or "model", name, array
 
 

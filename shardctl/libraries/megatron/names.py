@@ -12,8 +12,9 @@ from typing import Final
 
 EXTRA_STATE: Final = "_extra_state"
 """How the names end under which layers keep what is no weight: nothing, or Transformer Engine's scales of 8 bits."""
-FURTHER: Final = "mtp."
-"""How the names of layers begin that predict further tokens (`multi_token_prediction.py`)."""
+_FURTHER: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
+"""Names in layers that predict further tokens, as of core 0.17; before, and in `torch_dist`, the module has another."""
+_OLDER: Final = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
 _FUSED: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -52,6 +53,8 @@ def find_local_name(name: str) -> str:
     'decoder.layers.0.pre_mlp_layernorm.weight'
     >>> find_local_name("decoder.layers.1.mlp.experts.linear_fc2.weight3")
     'decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight'
+    >>> find_local_name("mtp.layers.0.mtp_model_layer.mlp.router.weight")
+    'mtp.layers.0.transformer_layer.mlp.router.weight'
     >>> find_local_name("language_model.encoder.layers.0.attention.dense.bias")
     'decoder.layers.0.self_attention.linear_proj.bias'
     """
@@ -59,6 +62,7 @@ def find_local_name(name: str) -> str:
         for old, new in _BEFORE_CORE:
             name = name.replace(old, new)
         return name
+    name = _FURTHER.sub(r"\1transformer_layer.\2", name)
     for fused, alone in _FUSED:
         if fused in name:
             return name.replace(fused, alone)
@@ -85,3 +89,12 @@ def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = 
         if f".{alone}" in name and not kept:
             return name.replace(alone, fused)
     return name
+
+
+def find_newer_name(name: str) -> str:
+    """Find the name that core 0.17 and later have for an array of the module inside a layer that predicts.
+
+    >>> find_newer_name("mtp.layers.0.transformer_layer.mlp.router.weight")
+    'mtp.layers.0.mtp_model_layer.mlp.router.weight'
+    """
+    return _OLDER.sub(r"\1mtp_model_layer.\2", name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.libraries.megatron.arrays import format_chunk_prefix
-from shardctl.libraries.megatron.names import EXTRA_STATE, FURTHER, find_local_name, is_before_core
+from shardctl.libraries.megatron.names import EXTRA_STATE, find_local_name, is_before_core
 from shardctl.libraries.megatron.namespace import parse_namespace
 from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
@@ -78,9 +78,6 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
             if own.endswith(EXTRA_STATE):
                 others[EXTRA_STATE] = others.get(EXTRA_STATE, 0) + 1
                 scales = scales or node is not None
-                continue
-            if own.startswith(FURTHER):
-                others[FURTHER] = others.get(FURTHER, 0) + 1
                 continue
             name, old = find_local_name(own), old or is_before_core(own)
             view = None if _COMPUTED.fullmatch(name) else as_tensor(node, f"{path}: tensor {own!r}")

@@ -111,7 +111,8 @@ def check_model(model: Model) -> None:
 
 
 _FURTHER: Final = (
-    "its loader refuses names that the model's class has not (sharded_state_loader.py): a drafter is a model of its "
-    "own, which vLLM makes of the original files if draft_load_config says so"
+    "vLLM loads them as a drafter, a model of its own, from a directory that shardctl reshard SRC DRAFTER --only mtp "
+    '--to hf writes: --speculative-config \'{"method": "mtp", "model": "DRAFTER", "num_speculative_tokens": 1, '
+    '"draft_load_config": {"load_format": "safetensors"}}\''
 )
 SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _FURTHER)

@@ -1,0 +1,81 @@
+"""Describes layers that predict further tokens: DeepSeek's, numbered behind the last, as Megatron-LM's `mtp.layers`.
+
+Names are those of Megatron-LM core (`transformer/multi_token_prediction.py`), whose layer uses the model's own
+embedding and head: copies of them, as DeepSeek-V3's files have, have no place. Such layers are on the last stage.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.megatron.layers import WholeArray, list_layer_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from shardctl.libraries.arrays.schema import ModelParts
+    from shardctl.libraries.megatron.layers import LayerVariant
+    from shardctl.libraries.writer import PackRequest
+    from shardctl.models import Model
+
+COUNT: Final = "further_layers"
+"""The fact that says how many such layers the files hold."""
+INNER: Final = "transformer_layer."
+"""What stands before the names of the layer proper; core 0.17 and later call the module `mtp_model_layer`."""
+LEFT_BEHIND: Final = re.compile(r"(?:.*/)?mtp\..+")
+"""Names of arrays that are left behind where the model has no such layers."""
+_LAYER: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
+_JOINING: Final = (("enorm", None), ("hnorm", None), ("eh_proj", 0))
+"""What joins a token's hidden state and the next token, and the dim along which it is divided."""
+COPIES: Final = (
+    ("embed_tokens.weight", "model.embed_tokens.weight"),
+    ("shared_head.head.weight", "lm_head.weight"),
+)
+"""What DeepSeek's layer has of the model's own."""
+
+
+def count_stored_layers(names: Iterable[str]) -> int:
+    """Count the layers of which there are arrays of these names.
+
+    >>> count_stored_layers(["mtp.layers.0.enorm.weight", "decoder.layers.7.pre_mlp_layernorm.weight"])
+    1
+    """
+    return len({found[1] for name in names if (found := _LAYER.fullmatch(name)) is not None})
+
+
+def count_complete_layers(order: PackRequest) -> int:
+    """Count those that a request has whole, copies of the embedding and the head aside; others are left behind."""
+    count, names = 0, order.have.tensors.keys()
+    while wanted := set(_list_layer_names(order.model, count)):
+        if not wanted <= names:
+            break
+        count += 1
+    return count
+
+
+def list_further_arrays(
+    parts: ModelParts, index: int, variant: LayerVariant, held: range | None = None
+) -> Iterator[WholeArray]:
+    """List the arrays of such a layer; of its routed experts only those that are `held`, if that is given.
+
+    None, if the model has no such layer.
+    """
+    have = f"model.layers.{parts.model.layers + index}"
+    if f"{have}.enorm.weight" not in parts:
+        return
+    for name, dim in _JOINING:
+        yield WholeArray(f"{name}.weight", (parts[f"{have}.{name}.weight"],), dim)
+    for whole in list_layer_arrays(parts, parts.model.layers + index, variant, held):
+        yield replace(whole, name=INNER + whole.name)
+    yield WholeArray("final_layernorm.weight", (parts[f"{have}.shared_head.norm.weight"],))
+
+
+def _list_layer_names(model: Model, index: int) -> list[str]:
+    """List the tensors of a layer, copies aside; none if the model has no such layer as Megatron-LM's."""
+    prefix = f"model.layers.{model.layers + index}."
+    if f"{prefix}enorm.weight" not in model.tensors:
+        return []
+    copies = {prefix + own for own, _ in COPIES}
+    return [name for name in model.tensors if name.startswith(prefix) and name not in copies]
