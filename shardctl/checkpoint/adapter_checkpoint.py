@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.checkpoint.config_files import read_config
+from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
@@ -44,13 +45,28 @@ _EXPERTS: Final = "the matrices of all experts of a layer stay whole on every ra
 def open_adapter_checkpoint(
     source: Source, stored: Manifest, record: CheckpointRecord | None, source_options: SourceOptions
 ) -> OpenedCheckpoint:
-    """Open an adapter, whose base is the model that `--config` names; without one, only names say where tensors are.
+    """Open an adapter, whose base is the model that `--config` names, or the directory that the adapter's config names.
 
-    Raises SourceError where the adapter does not fit that model, or its config makes no sense.
+    Without one, only names say where tensors are. Raises SourceError where the adapter does not fit that model, or its
+    config makes no sense.
     """
-    base = read_config(source, source_options.config).values if source_options.config is not None else None
+    place = source_options.config or _find_base(source)
+    base = read_config(source, place).values if place is not None else None
+    if source_options.config is None and place is not None:
+        said = f"its base is taken to be {place}, which {ADAPTER_CONFIG} names; --config PATH names another"
+        stored = replace(stored, warnings=(*stored.warnings, said))
     opened = describe_adapter(source, stored, base, kv_heads=source_options.kv_heads or "error")
     return replace(opened, record=record, allow_unverified=source_options.allow_unverified)
+
+
+def _find_base(source: Source) -> Path | None:
+    """Find the directory of the base, if it is on this machine where it was when the adapter was trained."""
+    values = read_json(source, ADAPTER_CONFIG, CONFIG_TEXT)
+    named = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    if not isinstance(named, str) or not named:
+        return None
+    place = Path(named)
+    return place if (place / CONFIG).is_file() else None
 
 
 def describe_adapter(
@@ -80,6 +96,7 @@ def describe_adapter(
         None,
         untabled=None if model is not None else cache(partial(models.build_untabled_model, None, stored)),
         adapter=True,
+        base_config=base,
     )
 
 

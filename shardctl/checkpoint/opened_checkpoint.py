@@ -65,6 +65,8 @@ class OpenedCheckpoint:
     """From which checkpoint it was completed, and with what, if it was."""
     adapter: bool = False
     """Whether it is an adapter (such as LoRA) by itself, and no model."""
+    base_config: Mapping[str, Any] | None = None
+    """Of an adapter: the config of its base, if anybody says which that is."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardctl.conversion.conversion_plan import choose_dtypes, filter_tensors
 from shardctl.dtype import FLOATS
-from shardctl.errors import UnsupportedError
+from shardctl.errors import UnsupportedError, UsageError
 from shardctl.estimate.inventory import TensorInventory, build_inventory
 from shardctl.estimate.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
 from shardctl.manifest import Tensor
-from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters
+from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.counting import is_quantised, list_meant_parameters
 from shardctl.placement import PartitionSpec
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.models.anatomy import ModelAnatomy
     from shardctl.options import ReshardOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedBase:
+    """A model as estimates see it beside its adapter: it keeps its weights and is not trained."""
+
+    architecture: str
+    """Empty if nobody knows which model it is."""
+    adapter: TensorInventory
+    """The tensors of the adapter alone."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is counted."""
+        return bool(self.architecture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +57,23 @@ class EstimatedModel:
     """Of activations; safetensors' name."""
     dequantised: bool = False
     """Whether weights stand for codes that are stored, as training would have them."""
+    base: AdaptedBase | None = None
+    """Of an adapter: what it changes. `inventory` and `anatomy` are then those of both, `parameters` its own."""
     quantised: QuantisedLayout | None = None
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
 
     def if_quantised(self, name: str | None) -> EstimatedModel:
         """Return the same model as if its linear weights were in the type `name`; itself for None.
 
-        Raises UsageError for an unknown type, and for a model that is quantised already.
+        Raises UsageError for an unknown type, an adapter, and for a model that is quantised already.
         """
         if name is None:
             return self
+        if self.base is not None:
+            raise UsageError(
+                f"--dtype {name} applies to models, not to adapters",
+                hint="name the config of a quantised base with --config PATH",
+            )
         return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantised_layout(name))
 
 
@@ -75,8 +97,32 @@ def build_estimated_model(
         inventory = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = count_parameters(model, checkpoint.config, have.tensors)
     made_of, why = _find_anatomy(checkpoint)
-    return EstimatedModel(
-        inventory, elements, made_of, why, _choose_activation_dtype(checkpoint, reshard_options, inventory)
+    active = _choose_activation_dtype(checkpoint, reshard_options, inventory)
+    about = EstimatedModel(inventory, elements, made_of, why, active)
+    return _add_base(about, checkpoint) if checkpoint.adapter else about
+
+
+def _add_base(about: EstimatedModel, checkpoint: OpenedCheckpoint) -> EstimatedModel:
+    """Return an adapter with its base, whose weights are there and not trained; without, where none is known."""
+    config, adapter = checkpoint.base_config, about.inventory
+    if config is None or checkpoint.model is None:
+        return replace(about, unmodelled="the config of its base is not known", base=AdaptedBase("", adapter))
+    model = describe_model(config, kv_heads="replicate")
+    tensors = [Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()]
+    names = {tensor.name for tensor in tensors}
+    base = build_inventory(tensors, {t.name: t.spec for t in model.own()}, model.layers, buffers=names)
+    declared = ModelConfig(config).declared()
+    try:
+        made_of, why = build_anatomy(model.text or config), ""
+    except UnsupportedError as error:
+        made_of, why = None, error.message
+    return replace(
+        about,
+        inventory=replace(base, kinds=(*base.kinds, *adapter.kinds)),
+        anatomy=made_of,
+        unmodelled=why,
+        dtype=declared.name if declared is not None else about.dtype,
+        base=AdaptedBase(model.architecture, adapter),
     )
 
 

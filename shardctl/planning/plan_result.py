@@ -12,6 +12,7 @@ from shardctl.conversion.conversion_plan import choose_layout, choose_stages, fi
 from shardctl.estimate.search import WeightTotals
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.mesh import Mesh
+from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
 from shardctl.planning.advice import PlanAdvice, advise_plan
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
 from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
@@ -110,6 +111,8 @@ class PlanResult:
     conversion: ConversionCost | None
     """None where there is nothing to convert: a model of which there is only a config."""
     warnings: tuple[str, ...]
+    adapter: AdapterPlan | None = None
+    """Of an adapter: what is counted of its base, and what is not."""
 
     @property
     def fits(self) -> bool:
@@ -192,25 +195,24 @@ def _build_result(
     conversion: ConversionCost | None,
 ) -> PlanResult:
     forecast = estimate_workload(about, mesh, stages, plan_options)
+    alone = hold_adapter(about, mesh, stages)
+    holdings = alone if alone is not None else tuple(rank.holding for rank in forecast.estimate.ranks)
     counted: dict[int, tuple[int, int]] = {}
-    for rank in forecast.estimate.ranks:  # many share one tuple of parts
-        if id(rank.holding.parts) not in counted:
-            held = rank.holding
+    for held in holdings:  # many share one tuple of parts
+        if id(held.parts) not in counted:
             counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
     files = _RankFiles(work)
-    ranks = tuple(
-        _build_rank_plan(rank.holding, files.sizes(rank.holding.rank), *counted[id(rank.holding.parts)])
-        for rank in forecast.estimate.ranks
-    )
-    weights = about.inventory.nbytes
+    ranks = tuple(_build_rank_plan(held, files.sizes(held.rank), *counted[id(held.parts)]) for held in holdings)
+    own = about.base.adapter if about.base is not None else about.inventory
+    weights = own.nbytes
     return PlanResult(
         path=path,
         layout=work.layout if work is not None else "",
         architecture=checkpoint.model.architecture if checkpoint.model else "",
         parameters=about.parameters,
         weight_bytes=weights,
-        weight_types=_list_weight_types(about.inventory),
-        quantised_degrees=find_quantised_degrees(None if about.dequantised else checkpoint.model, about.inventory),
+        weight_types=_list_weight_types(own),
+        quantised_degrees=find_quantised_degrees(None if about.dequantised else checkpoint.model, own),
         mesh=mesh,
         stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
         ranks=ranks,
@@ -220,6 +222,7 @@ def _build_result(
         counsel=advise_plan(about, mesh, forecast),
         conversion=conversion,
         warnings=checkpoint.manifest.warnings,
+        adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
     )
 
 

@@ -18,6 +18,7 @@ from shardctl.report.planning import (
     format_plan_verdict,
     format_room,
     format_workload,
+    list_adapter_lines,
     list_offload_lines,
 )
 from shardctl.report.search_table import build_candidate_row
@@ -116,9 +117,11 @@ def _collect_facts(planned: PlanResult) -> dict[str, Any]:
 
 def _list_remarks(planned: PlanResult) -> list[str]:
     seen = planned.forecast
+    about = list_adapter_lines(planned)
     if seen.work is None:
-        return [f"Memory besides weights is not modelled: {seen.unmodelled}"]
+        return [*about, f"Memory besides weights is not modelled: {seen.unmodelled}"]
     return [
+        *about,
         *list_offload_lines(seen),
         *([f"Activations are not modelled: {seen.unmodelled}"] if seen.estimate.partial else ()),
     ]

@@ -83,6 +83,7 @@ def build_plan_fields(result: PlanResult) -> Document:
             for one in result.counsel.types
         ],
         "conversion": asdict(result.conversion) if result.conversion else None,
+        "adapter": asdict(result.adapter) if result.adapter else None,
         "warnings": list(result.warnings),
     }
 

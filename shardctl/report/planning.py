@@ -45,6 +45,7 @@ def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | Non
         )
     if detail in {"rank", "tensor"}:
         parts.append(_render_ranks(planned))
+    parts += [render_line(text) for text in list_adapter_lines(planned)]
     parts += _render_needs(planned, detail, columns)
     parts += render_advice(planned.counsel)
     if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
@@ -81,6 +82,19 @@ def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> l
     if seen.estimate.partial:
         parts.append(render_line(f"activations are not modelled: {seen.unmodelled}", "dim"))
     return parts
+
+
+def list_adapter_lines(planned: PlanResult) -> list[str]:
+    """List what is counted of an adapter's base, and what is not."""
+    found = planned.adapter
+    if found is None:
+        return []
+    counted = []
+    if found.base_bytes is not None and found.base_rank_bytes is not None:
+        each = f", {format_memory_size(found.base_rank_bytes)} of them on a rank" if planned.mesh.world > 1 else ""
+        kept = f"base: {found.base}, {format_memory_size(found.base_bytes)} of weights that are not trained{each}"
+        counted.append(kept)
+    return [*counted, *(f"not counted: {each}" for each in found.uncounted)]
 
 
 _STYLES: Final = {True: "bold green", False: "bold red", None: ""}

@@ -143,7 +143,7 @@ def test_plan_as_json(say, source):
         "weight_types",
         "quantised_degrees",
         *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "offload", "strategies"),
-        *("calibration", "search", "advice", "types", "conversion", "warnings"),
+        *("calibration", "search", "advice", "types", "conversion", "adapter", "warnings"),
     ]
     assert document["mesh"] == {
         "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 2},

@@ -1,0 +1,70 @@
+"""Says what a plan of an adapter counts beside its own weights, and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardctl.amounts import format_memory_size
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+
+if TYPE_CHECKING:
+    from shardctl.estimate.holding import RankHolding
+    from shardctl.mesh import Mesh
+    from shardctl.planning.estimated_model import EstimatedModel
+    from shardctl.planning.forecast import WorkloadEstimate
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """An adapter beside its base."""
+
+    base: str
+    """The architecture of its base; empty if that is not known, and then not counted."""
+    base_bytes: int | None
+    """Of the weights of the base, each once; None if that is not known."""
+    base_rank_bytes: int | None
+    """Those of the rank that has most."""
+    slot_bytes: int
+    """What the rank that has most of it holds of the adapter."""
+    uncounted: tuple[str, ...]
+    """What is needed besides and not counted."""
+
+
+def hold_adapter(about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...]) -> tuple[RankHolding, ...] | None:
+    """Return what the ranks hold of an adapter alone; None of a model."""
+    return list_holdings(about.base.adapter, mesh, stages) if about.base is not None else None
+
+
+def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankHolding, ...]) -> AdapterPlan | None:
+    """Say what is counted of an adapter's base; None of a model. `own` are what ranks hold of the adapter."""
+    if about.base is None:
+        return None
+    both = [rank.holding.nbytes for rank in seen.estimate.ranks]
+    slot = max(holding.nbytes for holding in own)
+    known = about.base.known
+    return AdapterPlan(
+        base=about.base.architecture,
+        base_bytes=about.inventory.nbytes - about.base.adapter.nbytes if known else None,
+        base_rank_bytes=max(a - b.nbytes for a, b in zip(both, own, strict=True)) if known else None,
+        slot_bytes=slot,
+        uncounted=tuple(_list_uncounted(seen, slot, known=known)),
+    )
+
+
+def _list_uncounted(seen: WorkloadEstimate, slot: int, *, known: bool) -> list[str]:
+    found = []
+    if not known:
+        found.append("the base, because no config says which model it is (--config PATH of the base)")
+    if isinstance(seen.work, TrainingWorkload):
+        found.append("what the adapter keeps of a forward pass: its narrow products, and copies by lora_dropout")
+    else:
+        size = format_memory_size(slot)
+        found.append(
+            f"further adapters: an engine needs {size} a rank for each that it holds at once, and more where its slots "
+            "are for higher ranks (vLLM: --max-loras, --max-lora-rank)"
+        )
+    if isinstance(seen.work, ServingWorkload):
+        found.append("buffers of the engine's kernels for adapters")
+    return found
