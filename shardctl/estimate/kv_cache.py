@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
+from shardctl.estimate.paged_groups import CachedLayer, list_grouped_terms
 from shardctl.estimate.term import MemoryTerm
 
 if TYPE_CHECKING:
@@ -75,11 +76,34 @@ def list_cache_terms(
     """
     if not anatomy.generates:
         return ()
-    return tuple(
-        _list_terms(
-            anatomy, holding.layers, mesh, work, _get_cache_element(anatomy, work.kv_dtype or dtype), _get_dtype(dtype)
-        )
-    )
+    cached, active = _get_cache_element(anatomy, work.kv_dtype or dtype), _get_dtype(dtype)
+    if work.budget is not None and work.budget.engine == "vllm":
+        layers = _list_cached_layers(anatomy, mesh, cached, active)
+        if layers is not None:
+            return tuple(list_grouped_terms(layers, holding.layers, work, batches=mesh.degree("pp") + 1))
+    return tuple(_list_terms(anatomy, holding.layers, mesh, work, cached, active))
+
+
+def _list_cached_layers(
+    anatomy: ModelAnatomy, mesh: Mesh, cached: CacheElement, active: DType
+) -> list[list[CachedLayer]] | None:
+    """List what each layer caches, where vLLM groups layers that differ; None where all attention is full or latent."""
+    tp = mesh.degree("tp")
+    attentions = [layer.attention for layer in anatomy.layers if layer.attention is not None]
+    plain = not any(one.latent or one.besides or one.cross for one in attentions)
+    if not plain or not any(layer.state or (layer.attention and layer.attention.window) for layer in anatomy.layers):
+        return None
+    found = []
+    for layer in anatomy.layers:
+        some = []
+        if layer.attention is not None and not layer.attention.borrowed and not layer.encoder:
+            width = count_elements_per_token(layer.attention, tp) * cached.bits / 8
+            some.append(CachedLayer(width, layer.attention.window))
+        if layer.state is not None:
+            nbytes = _compute_layer_state_bytes(layer.state, active, tp, smallest=True)
+            some.append(CachedLayer(Fraction(0), state=nbytes))
+        found.append(some)
+    return found
 
 
 def _list_terms(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
 
 MIB: Final = 1 << 20
+CONTEXT: Final = "CUDA context"
+COMMUNICATORS: Final = "NCCL communicators"
+SLACK: Final = "allocator slack"
 _CONTEXT: Final = (416 * MIB, 576 * MIB, 1024 * MIB)
 """The least, the usual and the most bytes of a context with the kernels that PyTorch loads."""
 _COMMUNICATOR: Final = (64 * MIB, 256 * MIB, 512 * MIB)
@@ -55,7 +58,7 @@ def list_communicators(mesh: Mesh) -> tuple[str, ...]:
 def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int) -> Iterator[MemoryTerm]:
     low, usual, high = _CONTEXT
     yield MemoryTerm(
-        "CUDA context",
+        CONTEXT,
         "runtime",
         usual,
         "context",
@@ -70,7 +73,7 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
         # A second set for the same ranks: Megatron's embedding and model-parallel groups, DeepSpeed's world group.
         more = profile in {"megatron", "deepspeed"}
         yield MemoryTerm(
-            "NCCL communicators",
+            COMMUNICATORS,
             "runtime",
             usual,
             "axes * communicator",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
+from shardctl.estimate.engine_budget import build_reserve_term
 from shardctl.estimate.kv_cache import count_source_tokens, count_units_per_rank, list_cache_terms
 from shardctl.estimate.runtime import list_runtime_terms
 from shardctl.estimate.term import MemoryTerm, sum_terms
@@ -124,11 +125,16 @@ def _list_other_terms(
     """List all but the weights."""
     if dtype not in BY_NAME:
         raise UsageError(f"there is no element type {dtype!r}", hint=f"the types are {', '.join(BY_NAME)}")
-    yield from list_cache_terms(anatomy, holding, mesh, work, dtype=dtype)
     bits = BY_NAME[dtype].bits
     passing = [*_list_gathered_terms(holding, mesh), *_list_forward_terms(anatomy, holding, mesh, work, bits)]
-    yield from passing
-    yield from list_runtime_terms(mesh, serving=True, allocated=sum(term.nbytes for term in passing))
+    found = (
+        *list_cache_terms(anatomy, holding, mesh, work, dtype=dtype),
+        *passing,
+        *list_runtime_terms(mesh, serving=True, allocated=sum(term.nbytes for term in passing)),
+    )
+    yield from found
+    if work.budget is not None:
+        yield build_reserve_term(work.budget, found)
 
 
 def _list_gathered_terms(holding: RankHolding, mesh: Mesh) -> Iterator[MemoryTerm]:

@@ -13,6 +13,22 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Offload = Literal["none", "cpu", "nvme"]
 
 
+Engine = Literal["vllm", "sglang"]
+USUAL_UTILIZATION: Final = 0.92
+"""vLLM 0.32's `gpu_memory_utilization` if nobody says; SGLang chooses `mem_fraction_static` by device and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBudget:
+    """How much of a device an engine uses."""
+
+    engine: Engine
+    utilization: float
+    """vLLM's `gpu_memory_utilization`, SGLang's `mem_fraction_static`."""
+    usable: int
+    """Bytes of the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServingWorkload:
     """Generation with a key/value cache."""
@@ -35,6 +51,9 @@ class ServingWorkload:
     rows: int | None = None
     """Sequences for which the sampler makes room, which are the most at once (vLLM's `max_num_seqs`); by default
     `batch`."""
+    budget: EngineBudget | None = None
+    """The engine, and how much of a device it uses; None where all of it may be used, by an engine that frees pages as
+    soon as it may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from shardctl.errors import UsageError
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
@@ -31,6 +32,17 @@ def find_device(text: str) -> "DeviceSpec":
 
     size = None if find_named_device(text) else _SIZE.match(text)
     return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)
+
+
+def parse_part(text: str) -> float:
+    """Parse a part of a whole, such as ``0.9``; raises UsageError for what is none."""
+    try:
+        part = float(text)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise UsageError(f"{text!r} is no part of a device", hint="write a number above 0 and up to 1, such as 0.9")
+    return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +125,25 @@ class PlanOptions:
             "Default: --batch.",
             metavar="N",
             least=1,
+        ),
+    ] = None
+    server: Annotated[
+        Literal["vllm", "sglang"] | None,
+        CommandOption(
+            HelpPanel.SERVING,
+            "Engine whose way to count --utilization and to page caches is estimated. Default: vllm with "
+            "--utilization, else none.",
+        ),
+    ] = None
+    utilization: Annotated[
+        float | None,
+        CommandOption(
+            HelpPanel.SERVING,
+            "Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang: mem_fraction_static). "
+            "Default: 0.92 with --server vllm, else all of it.",
+            metavar="PART",
+            parser=parse_part,
+            accepts=str,
         ),
     ] = None
     device: Annotated[

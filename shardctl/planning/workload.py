@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
-from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.estimate.workload import USUAL_UTILIZATION, EngineBudget, ServingWorkload, TrainingWorkload
 from shardctl.options import PlanOptions
 from shardctl.options.declaration import HelpPanel, find_flag, given_options
 
@@ -108,8 +108,25 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, mesh: Mesh, toke
         source=options.encoder_len,
         decode_cp=options.decode_cp or 1,
         rows=options.max_seqs,
+        budget=_build_budget(options),
     )
     return replace(work, batched_tokens=_choose_value(options.batched_tokens, work.batched_tokens))
+
+
+def _build_budget(options: PlanOptions) -> EngineBudget | None:
+    """Build what the engine may use; raises UsageError where nobody knows how much that is."""
+    if options.server is None and options.utilization is None:
+        return None
+    if options.device is None:
+        flag = "--server" if options.utilization is None else "--utilization"
+        raise UsageError(f"{flag} needs a device of which it is a part", hint="name it, such as --gpu h100-80g")
+    engine = options.server or "vllm"
+    if options.utilization is None and engine == "sglang":
+        raise UsageError(
+            "SGLang chooses mem_fraction_static by device and model if nobody says it",
+            hint="give it, such as --utilization 0.88; its log says which it chose",
+        )
+    return EngineBudget(engine, options.utilization or USUAL_UTILIZATION, options.device.usable_bytes)
 
 
 def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:

@@ -97,6 +97,8 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--batched-tokens",
         "--max-seqs",
         "--dcp",
+        "--server",
+        "--utilization",
     }
     training = options("plan") - options("reshard") - own
     assert own <= options("plan")
