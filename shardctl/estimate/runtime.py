@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 CONTEXT: Final = "CUDA context"
 COMMUNICATORS: Final = "NCCL communicators"
-SLACK: Final = "allocator slack"
 _CONTEXT: Final = (416 * MIB, 576 * MIB, 1024 * MIB)
 """The least, the usual and the most bytes of a context with the kernels that PyTorch loads."""
 _COMMUNICATOR: Final = (64 * MIB, 256 * MIB, 512 * MIB)
