@@ -114,7 +114,7 @@ class _RankActivations:
         virtual = work.virtual_stages
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)
-        self.flags = list_model_flags(anatomy, work, parts=self.parts)
+        self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts)
 
     def terms(self) -> Iterator[MemoryTerm]:
         """Yield the terms, in the order of the groups."""

@@ -18,7 +18,9 @@ UNKNOWNS: Final = 2
 """Coefficients that are fitted, and so the least measurements that can be fitted to."""
 _MODELLED: Final = frozenset({"activations", "workspace"})
 _WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages"})
-_SWITCHES: Final = frozenset({"sequence_parallel", "flash", "offload_parameters"})
+_SWITCHES: Final = frozenset(
+    {"sequence_parallel", "flash", "offload_parameters", "dropout", "fused_gradients", "fused_loss", "exchanged_heads"}
+)
 _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "profile": PROFILES,
     "recompute": get_args(Recompute),

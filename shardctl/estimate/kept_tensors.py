@@ -34,6 +34,10 @@ Flag = Literal[
     "drop scores",
     "cap scores",
     "cap logits",
+    "fused loss",
+    "eager loss",
+    "sent",
+    "exchanges",
     "norm behind",
     "wide",
     "gathers",
@@ -49,9 +53,10 @@ Flag = Literal[
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
-whether there is a norm behind the MLP; whether what flows between layers is wider than what computes; whether
-sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that of shared
-experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; how a recurrent layer
+whether the loss is computed in place of the logits; whether tokens are sent to experts of other ranks; whether cp
+ranks exchange heads; whether there is a norm behind the MLP; whether what flows between layers is wider than what
+computes; whether sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that
+of shared experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; how a recurrent layer
 computes its states."""
 
 

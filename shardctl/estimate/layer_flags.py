@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.kept_tensors import Flag
     from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.mesh import Mesh
     from shardctl.models.anatomy import ModelAnatomy, ModelLayer
     from shardctl.models.layer_traits import NormKind
 
@@ -28,13 +29,15 @@ _NORMS: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
 
-def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, *, parts: int) -> frozenset[Flag]:
+def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, *, parts: int) -> frozenset[Flag]:
     """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided."""
     style = anatomy.style
     flags: set[Flag] = {style.norm, "fused" if work.flash else "scores"}
-    if style.dropout:
+    flags.add("fused loss" if work.fused_loss else "eager loss")
+    always = work.profile == "megatron"  # its arguments have dropout, whatever the model's config says
+    if work.dropout and (always or style.dropout):
         flags.add("drop")
-    if style.attention_dropout:
+    if work.dropout and (always or style.attention_dropout):
         flags.add("drop scores")
     if style.capped_scores:
         flags.add("cap scores")
@@ -44,6 +47,10 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, *, parts: in
         flags.add("wide")
     if parts > 1:
         flags.add("gathers")
+    if mesh.ep > 1:
+        flags.add("sent")
+    if mesh.degree("cp") > 1 and work.exchanged_heads:
+        flags.add("exchanges")
     return frozenset(flags)
 
 

@@ -202,9 +202,12 @@ _MEGATRON: Final = RuntimeProfile(
         ),
         "recurrent": MEGATRON_RECURRENT,
         "attention": (
-            *_ATTENTION,
+            *(kept for kept in _ATTENTION if kept.size not in {"latent_products", "values"}),
+            # Of the products of compressed keys and values, keys with their rotary part and values are copied.
+            KeptTensor("values", "values", None, ("fused",)),
             KeptTensor("keys", "keys", None, ("full", "scores")),
-            KeptTensor("values", "values", None, ("full", "scores")),
+            KeptTensor("values", "values", None, ("scores",)),
+            KeptTensor("attention's result, before its heads are exchanged", "contexts", None, ("fused", "exchanges")),
             KeptTensor("queries and keys that are normed", "head_norms"),
             KeptTensor("compressed queries and keys", "latent_norms", 4, sequence=True),
             KeptTensor("softmax", "scores", None, ("scores",), core=True),
@@ -223,7 +226,6 @@ _MEGATRON: Final = RuntimeProfile(
             KeptTensor("gate of the experts", "routed", None, ("gated",)),
             KeptTensor("up of the experts", "routed"),
             KeptTensor("input of the experts' projection down", "routed"),
-            KeptTensor("results of the experts, before their weights", "routed_hidden"),
         ),
         "dropout": (KeptTensor("dropout masks", "drops", 1, ("drop",), sequence=True),),
     },
@@ -249,19 +251,39 @@ _MEGATRON: Final = RuntimeProfile(
             ),
         ),
         PeakMoment(
+            # Variables of `MoELayer.forward` and `experts_compute` (megatron-core 0.14) refer to all of these.
+            "forward pass of experts",
+            (
+                KeptTensor("results of the experts, and those in the order of the tokens", "routed_hidden", 4),
+                KeptTensor("tokens before they are sent, and before they are sorted", "routed_hidden", 4, ("sent",)),
+                KeptTensor("results of the experts and of shared ones", "hidden", 4, sequence=True),
+            ),
+        ),
+        PeakMoment(
             "backward pass of attention's scores", (KeptTensor("gradients of scores", "scores", 4, ("scores",)),)
         ),
         *MEGATRON_MOMENTS,
     ),
-    head=(KeptTensor("fp32 softmax of the logits", "logits", 4),),
-    loss=PeakMoment("backward pass of the loss", (KeptTensor("gradient of the logits", "logits"),)),
+    head=(
+        KeptTensor("fp32 softmax of the logits", "logits", 4, ("eager loss",)),
+        KeptTensor("logits, which their gradient replaces", "logits", None, ("fused loss",)),
+    ),
+    loss=PeakMoment(
+        "backward pass of the loss",
+        (
+            KeptTensor("gradient of the logits", "logits", None, ("eager loss",)),
+            KeptTensor("gradient of the head's input", "hidden", None, ("fused loss",)),
+            KeptTensor("the same, reduced", "hidden", None, ("fused loss", "gathers"), sequence=True),
+        ),
+    ),
     norm=PeakMoment(
         "backward pass of the last norm", (KeptTensor("what is normed and gradients", "hidden", 6, sequence=True),)
     ),
     embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
     sequence_parallel=True,
     spread=(0.9, 1.15),
-    source="Korthikanti et al. 2022, sec. 4, re-summed for gates, shared key heads and experts",
+    source="Korthikanti et al. 2022, sec. 4, re-summed for gates, shared key heads, experts and latents after "
+    "megatron-core 0.14's modules with Transformer Engine 2.11",
     recurrence=MEGATRON,
 )
 

@@ -46,6 +46,8 @@ class SearchSpace:
     stored: bool = False
     """Whether ranks keep the weights as they are stored, as in serving: then meshes that have no room for them are
     ruled out before they are estimated. In training weights may be narrower, shared by dp too, or on the host."""
+    even: bool = False
+    """Whether stages have equally many layers where they can, as Megatron-LM's have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class MeshCandidate:
 
     mesh: Mesh
     stages: tuple[int, ...]
-    """Layers per pipeline stage, balanced by the bytes of their weights."""
+    """Layers per pipeline stage, balanced by the bytes of their weights, or even."""
     estimate: MeshEstimate
     cost: MeshCost | None = None
 
@@ -147,7 +149,7 @@ def search_meshes(
     impossible = list(_list_refusals(devices, law, space))
     tight: list[MeshRejection] = []
     estimated = 0
-    bulk = WeightTotals(law.inventory)
+    bulk = WeightTotals(law.inventory, space.even)
     for mesh in list_meshes(devices, law, space):
         try:
             stages = bulk.stages(mesh)
@@ -234,7 +236,7 @@ def find_first_fit(
 
     Tried first where weights are divided most, and by tp, which is quick.
     """
-    bulk, quick = WeightTotals(law.inventory), quick or QuickChecks()
+    bulk, quick = WeightTotals(law.inventory, space.even), quick or QuickChecks()
     for mesh in sorted(list_meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
             break
@@ -304,6 +306,8 @@ class WeightTotals:
     """The weights of a model by where they can be, added up once for all meshes."""
 
     inventory: TensorInventory
+    even: bool = False
+    """Whether stages have equally many layers where they can, as Megatron-LM's have."""
 
     @cached_property
     def _costs(self) -> tuple[list[int], int, int]:
@@ -334,7 +338,9 @@ class WeightTotals:
         """Return layers per stage, so that the stage with the most bytes of weights has as few as it can."""
         pp = mesh.degree("pp")
         if pp not in self._staged:
-            self._staged[pp] = balance_stages(*self._costs, pp)
+            layers = self.inventory.layers
+            even = self.even and layers and layers % pp == 0
+            self._staged[pp] = (layers // pp,) * pp if even else balance_stages(*self._costs, pp)
         return self._staged[pp]
 
     def least(self, mesh: Mesh) -> int:

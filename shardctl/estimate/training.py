@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import UsageError
 from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.fused_gradients import list_lasting_buffers
 from shardctl.estimate.runtime import list_runtime_terms
 from shardctl.estimate.states import list_state_terms
 from shardctl.estimate.term import MemorySum, MemoryTerm, sum_terms
@@ -34,12 +35,22 @@ def list_training_terms(
     """
     _check_chunks(work, stages)
     held = estimate_activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
+    lasting = (
+        tuple(list_lasting_buffers(anatomy, holding, mesh, work, stages=stages))
+        if anatomy is not None and work.profile == "megatron"
+        else ()
+    )
     freed = sum_terms(held)
     kept = tuple(
         _subtract_freed(term, freed) if term.name == STEP else term for term in list_state_terms(holding, mesh, work)
     )
-    allocated = sum_terms((*kept, *held)).nbytes
-    found = (*kept, *held, *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
+    allocated = sum_terms((*kept, *lasting, *held)).nbytes
+    found = (
+        *kept,
+        *lasting,
+        *held,
+        *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated),
+    )
     return tuple(term for term in found if term.high)
 
 

@@ -81,6 +81,14 @@ class TrainingWorkload:
     """Whether norms and dropouts are divided over tp too (Korthikanti et al. 2022); without tp it changes nothing."""
     flash: bool = True
     """Whether attention never holds its scores (FlashAttention, sdpa's fused kernels)."""
+    dropout: bool = True
+    """Whether there is dropout where the config, or Megatron-LM's default of 0.1, has it."""
+    fused_gradients: bool = True
+    """Whether Megatron-LM's kernels add weight gradients to their sums (gradient accumulation fusion)."""
+    fused_loss: bool = False
+    """Whether Megatron-LM's loss is computed in place of the logits (`--cross-entropy-fusion-impl te`)."""
+    exchanged_heads: bool = False
+    """Whether Megatron-LM's cp ranks exchange heads (`--cp-comm-type a2a`) instead of keys and values in a ring."""
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     """Model chunks per stage, for `interleaved`."""

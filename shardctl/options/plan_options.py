@@ -234,6 +234,34 @@ class PlanOptions:
             "Attention kernel: eager keeps the scores, fused (FlashAttention, sdpa) does not. Default: fused.",
         ),
     ] = None
+    no_dropout: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING, "Train without dropout, which is the config's, or 0.1 with the profile megatron."
+        ),
+    ] = False
+    no_gradient_fusion: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: sum weight gradients outside of their kernels.",
+            flag="--no-grad-accum-fusion",
+        ),
+    ] = False
+    fused_loss: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING, "Profile megatron: cross entropy in place of the logits (Transformer Engine's)."
+        ),
+    ] = False
+    exchanged_heads: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: cp ranks exchange heads (cp_comm_type a2a), not keys and values in a ring.",
+            flag="--cp-a2a",
+        ),
+    ] = False
     calibration: Annotated[
         "Path | FittedCalibration | None",
         CommandOption(

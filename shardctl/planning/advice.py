@@ -46,7 +46,8 @@ def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> Pl
     def attempt(ask: EstimateRequest) -> MeshEstimate:
         if ask.dtype not in subjects:
             other = about.if_quantised(ask.dtype)
-            subjects[ask.dtype] = other, HeaviestRanks(other.inventory), WeightTotals(other.inventory)
+            even = isinstance(work, TrainingWorkload) and work.profile == "megatron"
+            subjects[ask.dtype] = other, HeaviestRanks(other.inventory), WeightTotals(other.inventory, even)
         other, heaviest, bulk = subjects[ask.dtype]
         stages = bulk.stages(ask.mesh)
         try:

@@ -179,10 +179,11 @@ def calibrate_from_log(
         text = read_file(log, CONFIG_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{log} cannot be read: {error}") from error
-    heaviest, bulk = HeaviestRanks(about.inventory), WeightTotals(about.inventory)
+    heaviest = HeaviestRanks(about.inventory)
+    totals = {even: WeightTotals(about.inventory, even) for even in (False, True)}
 
     def terms(run: PeakMeasurement) -> tuple[MemoryTerm, ...]:
-        stages = bulk.stages(run.mesh)
+        stages = totals[run.work.profile == "megatron"].stages(run.mesh)
         return estimate_needs(about, heaviest.hold(run.mesh, stages), run.mesh, stages, run.work).binding.terms
 
     found = parse_measurements(text, work, mesh)

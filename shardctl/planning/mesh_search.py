@@ -91,7 +91,8 @@ class MeshExplorer:
         """Return what is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
         if not isinstance(self.work, TrainingWorkload):
             return SearchSpace(SERVING, self.device.per_node, stored=True)
-        return SearchSpace(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
+        axes = TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING
+        return SearchSpace(axes, self.device.per_node, even=self.work.profile == "megatron")
 
     def work_on(self, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
         """Return what a mesh does: in training, meshes of as many ranks take as many sequences a step."""

@@ -133,6 +133,13 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
     """Build the work of training; what was not asked for is as `TrainingWorkload` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
     usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
+    for name in ("no_gradient_fusion", "fused_loss", "exchanged_heads"):
+        if getattr(options, name) and options.profile != "megatron":
+            profile = options.profile or usual.profile
+            raise UsageError(
+                f"{find_flag(PlanOptions, name)} is of Megatron-LM, and the profile is {profile}",
+                hint="add --profile megatron, or leave it out",
+            )
     stages = _choose_value(options.virtual_stages, usual.virtual_stages)
     schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
     if stages > 1 and schedule != "interleaved":
@@ -154,6 +161,10 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
         sequence_parallel=not options.no_sequence_parallel,
         flash=options.attention != "eager",
+        dropout=not options.no_dropout,
+        fused_gradients=not options.no_gradient_fusion,
+        fused_loss=options.fused_loss,
+        exchanged_heads=options.exchanged_heads,
     )
 
 

@@ -64,6 +64,7 @@ def plan(
         )
         if explored is not None and reshard_options.mesh is None:
             reshard_options, plan_options = _apply_best_mesh(reshard_options, plan_options, explored)
+        reshard_options = _choose_even_stages(checkpoint, reshard_options, plan_options)
         if about is not None:
             if plan_options.out is not None:
                 raise UsageError(f"there is nothing to convert for {plan_options.out}", hint=_NOTHING)
@@ -88,6 +89,17 @@ def _refuse_division(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
             f"{checkpoint.source.name} is a GGUF file, and how its engines divide one over devices is not known",
             hint="leave the mesh out, or plan the checkpoint that the file was made from",
         )
+
+
+def _choose_even_stages(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions
+) -> ReshardOptions:
+    """Megatron-LM gives stages equally many layers, where all others are balanced by bytes."""
+    model, stages = checkpoint.model, (reshard_options.mesh or Mesh.of()).degree("pp")
+    even = plan_options.profile == "megatron" and reshard_options.stages is None and stages > 1
+    if not even or model is None or not model.layers or model.layers % stages:
+        return reshard_options
+    return replace(reshard_options, stages=",".join([str(model.layers // stages)] * stages))
 
 
 def _choose_kv_heads(

@@ -116,6 +116,10 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--no-sequence-parallel",
         "--attention",
         "--calibrate",
+        "--no-dropout",
+        "--no-grad-accum-fusion",
+        "--fused-loss",
+        "--cp-a2a",
     }
 
 

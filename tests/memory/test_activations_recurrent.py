@@ -152,6 +152,7 @@ def megatron(one, **options: object):
     made_of, mesh = build_anatomy(one["config"]), Mesh.of(tp=one["tp"], pp=2)
     layers = len(made_of.layers)
     holding = RankHolding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    options = {"dropout": False, **options}  # as it was measured
     work = TrainingWorkload(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
     return estimate_activations(made_of, holding, mesh, work, stages=(layers, 1))
 

@@ -1,0 +1,43 @@
+"""Plans beside peaks that others measured: as close as the page says, and inside the intervals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import estimates
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return estimates
+
+
+@pytest.fixture(scope="module")
+def rows(estimates):
+    return estimates.compare_rows()
+
+
+def test_the_page_has_what_the_program_says(estimates, rows):
+    again = "python docs/benchmarks/estimates.py --write"
+    assert estimates.PAGE.read_text() == estimates.format_page(rows), f"look at the difference of {again}"
+
+
+def test_nine_of_ten_measured_peaks_are_inside_their_intervals(rows):
+    known = [row for row in rows if not row.missing]
+    assert len(known) > 50
+    assert sum(row.inside for row in known) / len(known) > 0.9
+
+
+def test_megatrons_peaks_are_within_a_hundredth(rows):
+    errors = [abs(row.error) for row in rows if row.source == "SimuMax B200" and row.counter == "allocated"]
+    assert len(errors) > 20
+    assert sum(errors) / len(errors) < 0.002
+    assert max(errors) < 0.01
