@@ -29,6 +29,7 @@ LEFT_BEHIND: Final = re.compile(r"(?:.*/)?mtp\..+")
 _LAYER: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
 _JOINING: Final = (("enorm", None), ("hnorm", None), ("eh_proj", 0))
 """What joins a token's hidden state and the next token, and the dim along which it is divided."""
+_ENDS: Final = {*(f"{name}.weight" for name, _ in _JOINING), "shared_head.norm.weight"}
 COPIES: Final = (
     ("embed_tokens.weight", "model.embed_tokens.weight"),
     ("shared_head.head.weight", "lm_head.weight"),
@@ -46,10 +47,16 @@ def count_stored_layers(names: Iterable[str]) -> int:
 
 
 def count_complete_layers(order: PackRequest) -> int:
-    """Count those that a request has whole, copies of the embedding and the head aside; others are left behind."""
-    count, names = 0, order.have.tensors.keys()
-    while wanted := set(_list_layer_names(order.model, count)):
-        if not wanted <= names:
+    """Count those that a request has whole, copies of the embedding and the head aside; others are left behind.
+
+    Megatron-LM builds them as the last layer is: one with experts behind a dense layer has no place.
+    """
+    model, names, count = order.model, order.have.tensors.keys(), 0
+    last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in model.tensors}
+    while wanted := _list_layer_names(model, count):
+        prefix = f"model.layers.{model.layers + count}."
+        inner = {name.removeprefix(prefix) for name in wanted} - _ENDS
+        if not names >= set(wanted) or inner != last - {""}:
             break
         count += 1
     return count

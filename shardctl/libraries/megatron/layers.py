@@ -107,7 +107,7 @@ class LayerVariant:
     """Whether the projections down to latents are divided, as by local layers; Transformer Engine's are whole."""
 
 
-FURTHER_LAYERS: Final = "they are not whole; --only mtp --to hf writes them by themselves"
+FURTHER_LAYERS: Final = "its own are whole, and as the last layer; --only mtp --to hf writes others by themselves"
 """Why layers that predict further tokens are left behind."""
 
 
