@@ -400,7 +400,7 @@ class _AnatomyReader:
         head = named.size(f"{wide}head") if named.known(f"{wide}head") else named.unit("q")
         width = named.size(f"{wide}q")
         keys = width
-        borrowed = bool(self.facts.flags.get("own_kv")) and not named.has(f"{wide}kv")
+        borrowed = "own_kv" in self.facts.flags and not named.has(f"{wide}kv")
         if named.has("window_kv"):
             keys, borrowed = named.size("window_kv"), False
         elif borrowed or named.has(f"{wide}kv"):

@@ -27,7 +27,7 @@ _OUTER: Final = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_to
 """Keys that a text model without them has from the config around it."""
 _FLAT: Final = re.compile(r"(vision|audio|image|video)_")
 """How keys begin that are not the text model's, where its own stand beside them."""
-_VISION: Final = re.compile(r"(visual|vision(_tower|_model|_encoder)?)")
+_VISION: Final = re.compile(r"(visual|img_processor|vision(_tower|_model|_encoder)?)")
 """How the module of a vision model is called, inside the base model or outside."""
 
 
@@ -73,7 +73,7 @@ def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
     modules: dict[str, None] = {}
     for name in stored.tensors:
         words = name.split(".")
-        depth = next((n for n, word in enumerate(words[:3], 1) if _VISION.fullmatch(word)), None)
+        depth = next((n for n, word in enumerate(words[:4], 1) if _VISION.fullmatch(word)), None)
         if depth is not None:
             modules[".".join(words[:depth]) + "."] = None
     inner = config.get("vision_config")

@@ -16,6 +16,7 @@ from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.family import ModelClass
+from shardctl.models.inner_adapters import add_inner_adapters, list_inner_adapters
 from shardctl.models.inner_kinds import assume_inner_values, list_flat_families, name_plain_kind
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
@@ -97,7 +98,9 @@ class TextHalf:
         *,
         share_kv: bool,
     ) -> None:
-        self.family, self.config, self.stored, self.share_kv = family, config, stored, share_kv
+        self.config, self.stored, self.share_kv = config, stored, share_kv
+        self.adapters = list_inner_adapters(config, stored)
+        self.family = add_inner_adapters(family, self.adapters, stored)
         outer = {key: config[key] for key in _INHERITED if config.get(key) is not None}
         self.architecture, self.member = next(iter(family.classes.items()))
         self.values = {**outer, **assume_inner_values(inner), "architectures": [self.architecture]}

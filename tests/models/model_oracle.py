@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
-BUILT = [family for family in load_families() if hasattr(transformers, next(iter(family.classes)))]
-"""The families whose classes transformers has; of the others, `test_hub_classes.py` says who the judge is."""
+UNBUILDABLE = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Families whose classes transformers 5.23 has, and cannot build: a check of its own refuses every config of theirs."""
+BUILT = [
+    family
+    for family in load_families()
+    if hasattr(transformers, next(iter(family.classes))) and family.name not in UNBUILDABLE
+]
+"""The families whose classes transformers builds; of the others, `test_hub_classes.py` says who the judge is."""
 FAMILY = {family.name: family for family in load_families()}
 
 

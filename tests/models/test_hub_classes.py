@@ -126,3 +126,17 @@ def test_mimo_is_qwen2_and_predicts_as_vllms_modules_do():
     assert {t.name: t.shape for t in model.tensors.values() if t.optional and "mtp" in t.name} == {
         f"model.mtp_layers.0.{name}": shape for name, shape in expected.items()
     }
+
+
+@pytest.mark.parametrize("name", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_gemma4s_assistants_have_the_tensors_of_transformers_class(name, monkeypatch):
+    """transformers 5.23 refuses every such config, as no layer makes the keys and values that all of them take."""
+    kind = getattr(transformers, hub_config(name)["architectures"][0])
+    modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
+    monkeypatch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", modes)
+    with torch.device("meta"):
+        real = kind(kind.config_class.from_dict(hub_config(name)))
+    model = describe_model(hub_config(name))
+    assert model.state() == state(real)
+    assert {tie: t.name for t in model.own() for tie in t.ties} == real.all_tied_weights_keys
+    assert all(layer.attention.borrowed for layer in build_anatomy(hub_config(name)).layers)

@@ -7,12 +7,13 @@ them, though files may. In layers that see every token, values may be what the k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_condition, add_expert_facts, build_expert_rows, build_fused_experts
-from shardctl.models.families.gemma4_towers import GEMMA4_AUDIO, GEMMA4_VISION
+from shardctl.models.families.gemma4_towers import GEMMA4_AUDIO, GEMMA4_PATCHES, GEMMA4_SOUNDS, GEMMA4_VISION
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.towers import build_tower_classes, build_tower_family
@@ -99,7 +100,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "dffn": LogicalDim(2 * facts.size("ffn"), axis="tp"),
             "part": LogicalDim(part),
             "all_parts": LogicalDim(layers * part),
-            "part_vocab": LogicalDim(config.size("vocab_size_per_layer_input", 262144), axis="tp", even=False),
+            "part_vocab": LogicalDim(config.count("vocab_size_per_layer_input", 262144), axis="tp", even=False),
         },
         flags={
             "full": full,
@@ -144,6 +145,13 @@ def _read_full_heads(config: ModelConfig, full: frozenset[int], groups: int, *, 
     return found.pop()
 
 
+_TRAITS: Final = LayerTraits(
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    norm="rms32",
+    window=WindowRule(512, "all but every nth", period=_PERIOD),
+    logit_cap=("final_logit_softcapping", 0.0),
+    unmodelled="norms of values, embeddings for each layer, and MLPs beside experts",
+)
 GEMMA4_TEXT: Final = Family(
     name="gemma4_text",
     rows=_TEXT,
@@ -151,16 +159,26 @@ GEMMA4_TEXT: Final = Family(
     classes={"Gemma4ForCausalLM": ModelClass("model", "lm"), "Gemma4TextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
     fused=build_fused_experts(""),
-    traits=LayerTraits(
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
-        norm="rms32",
-        window=WindowRule(512, "all but every nth", period=_PERIOD),
-        logit_cap=("final_logit_softcapping", 0.0),
-        unmodelled="norms of values, embeddings for each layer, and MLPs beside experts",
-    ),
+    traits=_TRAITS,
     aliases={"top_k_experts": "num_experts_per_tok"},
     assumed={**assume_sizes(262144, 2304, 9216, 30, 8), "num_key_value_heads": 4},
 )
+
+
+GEMMA4_UNIFIED_TEXT: Final = replace(
+    GEMMA4_TEXT,
+    name="gemma4_unified_text",
+    classes={"Gemma4UnifiedForCausalLM": ModelClass("model", "lm"), "Gemma4UnifiedTextModel": ModelClass()},
+    traits=replace(
+        _TRAITS,
+        window=WindowRule(1024, "all but every nth", period=_PERIOD),
+        unmodelled="norms of values",
+    ),
+    fused=(),
+    aliases={},
+    assumed={**GEMMA4_TEXT.assumed, "hidden_size_per_layer_input": 0},
+)
+"""That of the model that sees and hears without towers."""
 
 
 GEMMA4: Final = build_tower_family(
@@ -173,4 +191,77 @@ GEMMA4: Final = build_tower_family(
         Row(".embed_vision.embedding_projection.weight", "hidden vision_output", "vision_tower", on="first"),
         Row(".embed_audio.embedding_projection.weight", "hidden audio_output", "audio_tower", on="first"),
     ),
+)
+
+GEMMA4_UNIFIED: Final = build_tower_family(
+    "gemma4_unified",
+    build_tower_classes("Gemma4Unified"),
+    GEMMA4_UNIFIED_TEXT,
+    (),
+    after=(
+        GEMMA4_PATCHES,
+        GEMMA4_SOUNDS,
+        Row(
+            ".embed_vision.multimodal_embedder.embedding_projection.weight",
+            "hidden vision_output",
+            "vision_tower",
+            on="first",
+        ),
+        Row(".embed_audio.embedding_projection.weight", "hidden audio_output", "audio_tower", on="first"),
+    ),
+    legacy={
+        "vision_embedder": "embed_vision",
+        "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
+    },
+)
+
+
+def _build_assistant_facts(config: ModelConfig) -> FamilyFacts:
+    facts = GEMMA4_TEXT.facts(_complete_assistant(config))
+    backbone = config.size("backbone_hidden_size", 1536)
+    return facts.also(
+        dims={
+            "backbone": LogicalDim(backbone),
+            "joined": LogicalDim(2 * backbone),
+            "centroids": LogicalDim(config.size("num_centroids", 2048)),
+            "tokens": LogicalDim(facts.size("vocab")),
+        },
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "own_kv": frozenset(),
+            "ordered": config.switch("use_ordered_embeddings", default=False),
+        },
+    )
+
+
+def _complete_assistant(config: ModelConfig) -> ModelConfig:
+    """Complete the config of the layers: they have none of what its class forbids."""
+    return GEMMA4_TEXT.complete_config(config.part("text_config")).over({"hidden_size_per_layer_input": 0})
+
+
+def _read_assistant(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+    return _TRAITS, _complete_assistant(config)
+
+
+GEMMA4_ASSISTANT: Final = Family(
+    name="gemma4_assistant",
+    rows=(
+        *_TEXT,
+        Row("pre_projection.weight", "hidden joined", on="first"),
+        Row("post_projection.weight", "backbone hidden", on="last"),
+        Row("masked_embedding.token_ordering", "tokens", "ordered", "last", dtype="I64"),
+        Row("masked_embedding.centroids.weight", "centroids hidden", "ordered", "last"),
+    ),
+    facts=_build_assistant_facts,
+    classes={"Gemma4AssistantForCausalLM": ModelClass("model", "lm")},
+    prefixes=("model",),
+    text=_read_assistant,
+    assumed={"text_config": {}},
+)
+"""That which guesses tokens for Gemma 4: layers that all take its keys and values, between two projections."""
+GEMMA4_UNIFIED_ASSISTANT: Final = replace(
+    GEMMA4_ASSISTANT,
+    name="gemma4_unified_assistant",
+    classes={"Gemma4UnifiedAssistantForCausalLM": ModelClass("model", "lm")},
+    assumed={"text_config": {}, "backbone_hidden_size": 3840},
 )

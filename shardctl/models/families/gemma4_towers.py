@@ -1,4 +1,4 @@
-"""Describes what Gemma 4 sees and hears with: a vision transformer and a conformer.
+"""Describes what Gemma 4 sees and hears with: a vision transformer and a conformer, or, unified, a projection of each.
 
 Names and shapes follow transformers 5 (`models/gemma4/modeling_gemma4.py`). Linear layers may keep the bounds that
 their inputs and outputs are clipped to.
@@ -122,5 +122,33 @@ def _build_audio_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
+_PATCHES: Final = (
+    Row(".pos_embedding", "positions 2 hidden"),
+    *(Row(f".patch_ln1.{part}", "pixels") for part in ("weight", "bias")),
+    Row(".patch_dense.weight", "hidden pixels"),
+    Row(".patch_dense.bias", "hidden"),
+    *(Row(f".{norm}.{part}", "hidden") for norm in ("patch_ln2", "pos_norm") for part in ("weight", "bias")),
+)
+
+
+def _build_patch_facts(config: ModelConfig) -> FamilyFacts:
+    side = config.size("patch_size", 16) * config.size("pooling_kernel_size", 3)
+    return FamilyFacts(
+        dims={
+            "hidden": LogicalDim(config.size("mm_embed_dim", 3840)),
+            "output": LogicalDim(config.size("output_proj_dims", 3840)),
+            "positions": LogicalDim(config.size("mm_posemb_size", 1120)),
+            "pixels": LogicalDim(3 * side**2),
+        },
+        indices={},
+    )
+
+
+def _build_sound_facts(config: ModelConfig) -> FamilyFacts:
+    return FamilyFacts(dims={"output": LogicalDim(config.size("audio_embed_dim", 640))}, indices={})
+
+
+GEMMA4_PATCHES: Final = ModelTower("vision_config", "embed_vision", _PATCHES, _build_patch_facts, optional=True)
+GEMMA4_SOUNDS: Final = ModelTower("audio_config", "embed_audio", (), _build_sound_facts, optional=True)
 GEMMA4_VISION: Final = ModelTower("vision_config", "vision_tower", _VISION, _build_vision_facts, optional=True)
 GEMMA4_AUDIO: Final = ModelTower("audio_config", "audio_tower", _AUDIO, _build_audio_facts, optional=True)

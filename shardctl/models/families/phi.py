@@ -89,4 +89,5 @@ PHI3: Final = Family(
         activation=("hidden_act", "silu"), norm="rms", dropout=("resid_pdrop", 0.0), window=WindowRule(None)
     ),
     assumed=assume_sizes(32064, 3072, 8192, 32, 32),
+    outer_classes=("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"),
 )
