@@ -222,8 +222,9 @@ class _ModelBuilder:
         )
 
     def tie(self, name: str, plan: _RowPlan, where: tuple[Where, int]) -> None:
-        """Make `name` one more name of the tensor it is tied to."""
-        first = self.aliases[name] = self.full(plan.row.tie)
+        """Make `name` one more name of the tensor it is tied to, or of the one that this is tied to."""
+        first = self.full(plan.row.tie)
+        first = self.aliases[name] = self.aliases.get(first, first)
         if not plan.mine:
             return
         tensor = self.tensors[first]

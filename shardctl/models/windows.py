@@ -63,6 +63,8 @@ class WindowRule:
     """What the config calls it."""
     period_key: str = ""
     """What the config calls the period, if it can say so."""
+    sides: int = 1
+    """The sides of a query that the number in the config counts together: of two, a decoder sees one (ModernBERT)."""
 
 
 def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> tuple[int | None, ...]:
@@ -93,9 +95,10 @@ def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
     """Return the window; a config that says null has none."""
     if rule.switched and not config.switch("use_sliding_window", default=False):
         return None
-    if rule.size is None:
-        return config.size(rule.key) if config.values.get(rule.key) is not None else None
-    return None if rule.key in config.values and config.values[rule.key] is None else config.size(rule.key, rule.size)
+    silent = rule.size is None or rule.key in config.values
+    if silent and config.values.get(rule.key) is None:
+        return None
+    return config.size(rule.key, rule.size) // rule.sides
 
 
 def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:

@@ -28,6 +28,7 @@ BATCH, TOKENS = 2, 11
 WINDOW = 5
 SHORT = {"sliding_window": WINDOW, "attention_chunk_size": WINDOW}
 SWITCH = {"use_sliding_window": True, "max_window_layers": 1}
+ENCODED = {"t5", "longt5", "mt5", "umt5", "bart", "marian", "mbart", "m2m_100", "pegasus"}
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -89,7 +90,7 @@ def cached(model, config):
     if config["model_type"] == "whisper":
         features = torch.zeros(BATCH, config["num_mel_bins"], 2 * config["max_source_positions"])
         given = {"input_features": features, "decoder_input_ids": ids}
-    elif config["model_type"] in {"t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "pegasus"}:
+    elif config["model_type"] in ENCODED:
         given["decoder_input_ids"] = ids
     elif config["model_type"] == "gpt2" and config.get("add_cross_attention"):
         given["encoder_hidden_states"] = torch.zeros(BATCH, TOKENS, config["n_embd"])

@@ -58,8 +58,13 @@ def stored(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: str = "F32") ->
 
 
 def state(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the state dict."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    """Names and shapes of the state dict, but for positions that Marian computes and does not save."""
+    computed = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ == "MarianSinusoidalPositionalEmbedding"
+    }
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in computed}
 
 
 def dtype_of(model: Any) -> Any:

@@ -136,7 +136,7 @@ def check_norms_and_activations(config):
         name = {"gated-gelu": "gelu_new"}.get(found.style.activation, found.style.activation)
         same = {"gelu": {torch.nn.GELU}}.get(name, set())  # MPT's
         assert kinds <= {type(ACT2FN[name]), *same} if name in ACT2FN else not kinds
-    biased = any("relative_attention_bias" in name for modules in built for name in modules)
+    biased = any(name.endswith("relative_attention_bias") for name, _ in on_meta(config).named_modules())
     assert found.style.position_biases == biased
 
 
@@ -178,12 +178,14 @@ def text_part(family):
     return traits, config.text_config if family.text else config
 
 
-ELSEWHERE = re.compile(r"layerdrop|classif|qa_dropout|summary|embd?_pdrop|embed(ding)?_dropout|activation_dropout")
+ELSEWHERE = re.compile(
+    r"layerdrop|classif|pooler|qa_dropout|summary|embd?_pdrop|embed(ding)?_dropout|activation_dropout"
+)
 """Dropout of heads and embeddings, and of whole layers; that within an MLP is 0 wherever a config is silent."""
 
 
-NO_WINDOW = {"qwen3_vl_moe": {"sliding_window"}}
-"""Keys that a class sets to None whatever a config says."""
+NO_WINDOW = {"qwen3_vl_moe": {"sliding_window"}, "modernbert-decoder": {"sliding_window"}}
+"""Keys that a class sets itself whatever a config says: to None, or from another."""
 
 
 @pytest.mark.parametrize("family", BUILT, ids=lambda family: family.name)
@@ -197,7 +199,9 @@ def test_a_silent_config_means_what_its_class_assumes(family):
     dropouts = {key for key in assumed.to_dict() if "drop" in key and not ELSEWHERE.search(key)}
     assert dropouts <= spoken
     assert getattr(assumed, "num_experts_per_tok", None) == traits.experts_per_token
-    windowed = {"sliding_window", "attention_chunk_size"} & set(assumed.to_dict()) - NO_WINDOW.get(family.name, set())
+    windowed = {"sliding_window", "attention_chunk_size", "local_attention"} & set(assumed.to_dict()) - NO_WINDOW.get(
+        family.name, set()
+    )
     assert windowed == ({traits.window.key} if traits.window else set())
     caps = {"attn_logit_softcapping", "final_logit_softcapping"} & set(assumed.to_dict())
     assert caps == {traits.score_cap[0], traits.logit_cap[0]} - {""}

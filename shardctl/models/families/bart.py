@@ -1,4 +1,4 @@
-"""Describes BART, mBART, Pegasus, M2M-100 and Whisper: an encoder and a decoder of the same kind of blocks.
+"""Describes BART, mBART, Marian, Pegasus, M2M-100 and Whisper: an encoder and a decoder of the same kind of blocks.
 
 Names and shapes follow transformers 5 (`models/bart/modeling_bart.py`, and those of mBART and Whisper). The layers of
 a pipeline are the encoder's and then the decoder's. BART's embedding is on the first stage, on that of the first
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.families.bert import build_norm_rows
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
@@ -21,17 +22,13 @@ def _build_linear_rows(name: str, dims: str, *, bias: bool = True) -> tuple[Row,
     return rows if bias else rows[:1]
 
 
-def _build_norm_rows(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
-    return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
-
-
 def _build_attention_rows(layer: str, name: str, q: str, *, k_bias: bool) -> tuple[Row, ...]:
     return (
         *_build_linear_rows(f"{layer}.{name}.k_proj", f"{q} hidden", bias=k_bias),
         *_build_linear_rows(f"{layer}.{name}.v_proj", f"{q} hidden"),
         *_build_linear_rows(f"{layer}.{name}.q_proj", f"{q} hidden"),
         *_build_linear_rows(f"{layer}.{name}.out_proj", f"hidden {q}"),
-        *_build_norm_rows(f"{layer}.{name}_layer_norm"),
+        *build_norm_rows(f"{layer}.{name}_layer_norm"),
     )
 
 
@@ -39,7 +36,7 @@ def _build_mlp_rows(layer: str, ffn: str) -> tuple[Row, ...]:
     return (
         *_build_linear_rows(f"{layer}.fc1", f"{ffn} hidden"),
         *_build_linear_rows(f"{layer}.fc2", f"hidden {ffn}"),
-        *_build_norm_rows(f"{layer}.final_layer_norm"),
+        *build_norm_rows(f"{layer}.final_layer_norm"),
     )
 
 
@@ -67,13 +64,13 @@ _BART: Final = (
     Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED),
     Row(".encoder.embed_positions.weight", "positions hidden", on="first"),
     *_build_encoder_rows(k_bias=True),
-    *_build_norm_rows(".encoder.layernorm_embedding", "first"),
-    *_build_norm_rows(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
+    *build_norm_rows(".encoder.layernorm_embedding", "first"),
+    *build_norm_rows(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
     Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start", tie=_SHARED),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
     *_build_decoder_rows(k_bias=True),
-    *_build_norm_rows(".decoder.layernorm_embedding", "decoder_start"),
-    *_build_norm_rows(".decoder.layer_norm", "last", "norms_at_ends"),
+    *build_norm_rows(".decoder.layernorm_embedding", "decoder_start"),
+    *build_norm_rows(".decoder.layer_norm", "last", "norms_at_ends"),
     Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
     Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
     Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
@@ -88,6 +85,19 @@ _PEGASUS: Final = tuple(
 )
 _M2M: Final = tuple(row for row in _PEGASUS if "embed_positions" not in row.name and row.name.startswith((".", "lm")))
 """Its positions are computed, as are Pegasus's, which are stored."""
+_TARGET: Final = ".decoder.embed_tokens.weight"
+_MARIAN: Final = (
+    Row("final_logits_bias", "1 target", "bias_of_logits", on="last"),
+    Row(_SHARED, "vocab hidden", "one_vocabulary", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED, tied="all_tied"),
+    Row(".encoder.embed_positions.weight", "positions hidden", on="first", optional=True),
+    *_build_encoder_rows(k_bias=True),
+    Row(_TARGET, "target hidden", on="decoder_start", tie=_SHARED, tied="all_tied"),
+    Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start", optional=True),
+    *_build_decoder_rows(k_bias=True),
+    Row("lm_head.weight", "target hidden", "lm", on="last", tie=_TARGET),
+)
+"""Its positions are computed, and transformers saves none; early checkpoints have them."""
 _WHISPER: Final = (
     Row(".encoder.conv1.weight", "hidden mels 3", on="first"),
     Row(".encoder.conv1.bias", "hidden", on="first"),
@@ -95,11 +105,11 @@ _WHISPER: Final = (
     Row(".encoder.conv2.bias", "hidden", on="first"),
     Row(".encoder.embed_positions.weight", "moments hidden", on="first"),
     *_build_encoder_rows(k_bias=False),
-    *_build_norm_rows(".encoder.layer_norm", "encoder_end"),
+    *build_norm_rows(".encoder.layer_norm", "encoder_end"),
     Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start"),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
     *_build_decoder_rows(k_bias=False),
-    *_build_norm_rows(".decoder.layer_norm", "last"),
+    *build_norm_rows(".decoder.layer_norm", "last"),
     Row("proj_out.weight", "vocab hidden", "lm", on="last", tie=".decoder.embed_tokens.weight"),
 )
 _OFFSET: Final = 2
@@ -137,6 +147,18 @@ def _build_bart_facts(config: ModelConfig) -> FamilyFacts:
 def _build_mbart_facts(config: ModelConfig) -> FamilyFacts:
     facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
     return facts.also(flags={"norms_at_ends": True})
+
+
+def _build_marian_facts(config: ModelConfig) -> FamilyFacts:
+    """Build the facts of two languages, which may have a vocabulary each; then only the head is tied."""
+    facts = _build_facts(config, config.size("max_position_embeddings", 1024))
+    one = config.switch("share_encoder_decoder_embeddings", default=True)
+    words = config.size("vocab_size")
+    target = words if one else config.count("decoder_vocab_size", 0) or words
+    return facts.also(
+        dims={"target": LogicalDim(target, axis="tp", even=False)},
+        flags={"one_vocabulary": one, "all_tied": one and bool(facts.flags["tied"])},
+    )
 
 
 def _build_pegasus_facts(config: ModelConfig) -> FamilyFacts:
@@ -229,6 +251,19 @@ PEGASUS: Final = Family(
     traits=_TRAITS,
     aliases=_NAMES,
     assumed=_ASSUMED,
+)
+MARIAN: Final = Family(
+    name="marian",
+    rows=_MARIAN,
+    facts=_build_marian_facts,
+    classes={
+        "MarianMTModel": ModelClass("model", "lm bias_of_logits?"),
+        "MarianModel": ModelClass(),
+    },
+    prefixes=("model",),
+    traits=_TRAITS,
+    aliases=_NAMES,
+    assumed={**_ASSUMED, "vocab_size": 58101},
 )
 M2M_100: Final = Family(
     name="m2m_100",

@@ -14,36 +14,47 @@ from shardctl.models.layer_traits import LayerTraits
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
 
-ENCODER: Final = (
-    Row(".encoder.layer.{layer}.attention.self.query.weight", "q hidden"),
-    Row(".encoder.layer.{layer}.attention.self.query.bias", "q"),
-    Row(".encoder.layer.{layer}.attention.self.key.weight", "q hidden"),
-    Row(".encoder.layer.{layer}.attention.self.key.bias", "q"),
-    Row(".encoder.layer.{layer}.attention.self.value.weight", "q hidden"),
-    Row(".encoder.layer.{layer}.attention.self.value.bias", "q"),
-    Row(".encoder.layer.{layer}.attention.output.dense.weight", "hidden q"),
-    Row(".encoder.layer.{layer}.attention.output.dense.bias", "hidden"),
-    Row(".encoder.layer.{layer}.attention.output.LayerNorm.weight", "hidden"),
-    Row(".encoder.layer.{layer}.attention.output.LayerNorm.bias", "hidden"),
-    Row(".encoder.layer.{layer}.intermediate.dense.weight", "ffn hidden"),
-    Row(".encoder.layer.{layer}.intermediate.dense.bias", "ffn"),
-    Row(".encoder.layer.{layer}.output.dense.weight", "hidden ffn"),
-    Row(".encoder.layer.{layer}.output.dense.bias", "hidden"),
-    Row(".encoder.layer.{layer}.output.LayerNorm.weight", "hidden"),
-    Row(".encoder.layer.{layer}.output.LayerNorm.bias", "hidden"),
+BLOCK: Final = ".encoder.layer.{layer}"
+BLOCK_ATTENTION: Final = (
+    Row(f"{BLOCK}.attention.self.query.weight", "q hidden"),
+    Row(f"{BLOCK}.attention.self.query.bias", "q"),
+    Row(f"{BLOCK}.attention.self.key.weight", "q hidden"),
+    Row(f"{BLOCK}.attention.self.key.bias", "q"),
+    Row(f"{BLOCK}.attention.self.value.weight", "q hidden"),
+    Row(f"{BLOCK}.attention.self.value.bias", "q"),
+    Row(f"{BLOCK}.attention.output.dense.weight", "hidden q"),
+    Row(f"{BLOCK}.attention.output.dense.bias", "hidden"),
+)
+BLOCK_INPUT: Final = (
+    Row(f"{BLOCK}.intermediate.dense.weight", "ffn hidden"),
+    Row(f"{BLOCK}.intermediate.dense.bias", "ffn"),
+)
+BLOCK_OUTPUT: Final = (
+    Row(f"{BLOCK}.output.dense.weight", "hidden ffn"),
+    Row(f"{BLOCK}.output.dense.bias", "hidden"),
+)
+POOLER: Final = (
     Row(".pooler.dense.weight", "hidden hidden", when="pooler", on="last"),
     Row(".pooler.dense.bias", "hidden", when="pooler", on="last"),
 )
+
+
+def build_norm_rows(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
+    """Build a norm's weight and bias, of the hidden size."""
+    return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
+
+
+ENCODER: Final = (
+    *BLOCK_ATTENTION,
+    *build_norm_rows(f"{BLOCK}.attention.output.LayerNorm"),
+    *BLOCK_INPUT,
+    *BLOCK_OUTPUT,
+    *build_norm_rows(f"{BLOCK}.output.LayerNorm"),
+    *POOLER,
+)
 """The blocks and the pooler; the embeddings before and the heads after them differ between the families."""
 
-_BERT: Final = (
-    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
-    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
-    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
-    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
-    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
-    *ENCODER,
+WORD_HEADS: Final = (
     Row("cls.predictions.bias", "vocab", when="mlm", on="last"),
     Row("cls.predictions.transform.dense.weight", "hidden hidden", when="mlm", on="last"),
     Row("cls.predictions.transform.dense.bias", "hidden", when="mlm", on="last"),
@@ -59,6 +70,17 @@ _BERT: Final = (
     Row("cls.predictions.decoder.bias", "vocab", when="mlm", on="last", tie="cls.predictions.bias"),
     Row("cls.seq_relationship.weight", "2 hidden", when="nsp", on="last"),
     Row("cls.seq_relationship.bias", "2", when="nsp", on="last"),
+)
+"""What predicts words, and whether one sentence follows another."""
+_BERT: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
+    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
+    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
+    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
+    *ENCODER,
+    *WORD_HEADS,
     Row("classifier.weight", "labels hidden", when="classifier", on="last"),
     Row("classifier.bias", "labels", when="classifier", on="last"),
     Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
@@ -74,7 +96,7 @@ def build_encoder_facts(config: ModelConfig) -> FamilyFacts:
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(config.size("max_position_embeddings", 512)),
-            "types": LogicalDim(config.size("type_vocab_size", 2)),
+            "types": LogicalDim(config.count("type_vocab_size", 2)),
             "hidden": LogicalDim(hidden),
             "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
             "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),

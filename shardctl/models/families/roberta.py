@@ -12,14 +12,7 @@ from shardctl.models.family import Family, ModelClass, Row
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ROBERTA: Final = (
-    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
-    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
-    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
-    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
-    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
-    *ENCODER,
+ROBERTA_HEADS: Final = (
     Row("lm_head.bias", "vocab", when="mlm", on="last"),
     Row("lm_head.dense.weight", "hidden hidden", when="mlm", on="last"),
     Row("lm_head.dense.bias", "hidden", when="mlm", on="last"),
@@ -36,25 +29,40 @@ _ROBERTA: Final = (
     Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
     Row("qa_outputs.bias", "2", when="question", on="last"),
 )
+"""What the classes have after the base model."""
+_ROBERTA: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
+    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
+    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
+    *ENCODER,
+    *ROBERTA_HEADS,
+)
 
 
-def _build_classes(stem: str) -> Mapping[str, ModelClass]:
-    return {
+def build_roberta_classes(stem: str, prefix: str = "roberta", *, causal: bool = True) -> Mapping[str, ModelClass]:
+    """Build the classes with these heads, whose base model is called `prefix`; `causal` says if one generates."""
+    classes = {
         f"{stem}Model": ModelClass("", "pooler?"),
-        f"{stem}ForMaskedLM": ModelClass("roberta", "mlm"),
-        f"{stem}ForCausalLM": ModelClass("roberta", "mlm"),
-        f"{stem}ForSequenceClassification": ModelClass("roberta", "sentence"),
-        f"{stem}ForMultipleChoice": ModelClass("roberta", "pooler classifier", labels=1),
-        f"{stem}ForTokenClassification": ModelClass("roberta", "classifier"),
-        f"{stem}ForQuestionAnswering": ModelClass("roberta", "question"),
+        f"{stem}ForMaskedLM": ModelClass(prefix, "mlm"),
+        f"{stem}ForCausalLM": ModelClass(prefix, "mlm"),
+        f"{stem}ForSequenceClassification": ModelClass(prefix, "sentence"),
+        f"{stem}ForMultipleChoice": ModelClass(prefix, "pooler classifier", labels=1),
+        f"{stem}ForTokenClassification": ModelClass(prefix, "classifier"),
+        f"{stem}ForQuestionAnswering": ModelClass(prefix, "question"),
     }
+    if not causal:
+        del classes[f"{stem}ForCausalLM"]
+    return classes
 
 
 ROBERTA: Final = Family(
     name="roberta",
     rows=_ROBERTA,
     facts=build_encoder_facts,
-    classes=_build_classes("Roberta"),
+    classes=build_roberta_classes("Roberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
     assumed=assume_sizes(50265, 768, 3072, 12, 12),
@@ -63,9 +71,9 @@ XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
     rows=_ROBERTA,
     facts=build_encoder_facts,
-    classes=_build_classes("XLMRoberta"),
+    classes=build_roberta_classes("XLMRoberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
     assumed=assume_sizes(30522, 768, 3072, 12, 12),
 )
-CAMEMBERT: Final = replace(XLM_ROBERTA, name="camembert", classes=_build_classes("Camembert"))
+CAMEMBERT: Final = replace(XLM_ROBERTA, name="camembert", classes=build_roberta_classes("Camembert"))

@@ -1,9 +1,9 @@
-"""Describes T5, its 1.1 kin, mT5 and UMT5: an encoder and a decoder around one embedding.
+"""Describes T5, its 1.1 kin, mT5, UMT5 and LongT5: an encoder and a decoder around one embedding.
 
 Names and shapes follow transformers 5 (`models/t5/modeling_t5.py`). Its pipeline layers are the encoder's blocks and
 then the decoder's. The embedding is on the first stage, on that of the first decoder block, and, as the head of a
 tied model, on the last. The relative positions are those of the first block, which hands them on; in UMT5 each has its
-own.
+own. LongT5's encoder attends to what is near, and perhaps to a summary of each block of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import SourceError
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
@@ -86,6 +87,38 @@ _T5: Final = (
 uses."""
 
 
+def _build_long_rows(row: Row) -> tuple[Row, ...]:
+    """Build what LongT5's encoder has in place of a row of T5, by what it attends to."""
+    ours = f"{_ENCODER}.0.SelfAttention"
+    if not row.name.startswith(ours):
+        return (replace(row, tied="always"),) if row.tie == _SHARED else (row,)
+    return tuple(
+        replace(
+            row, name=row.name.replace(".SelfAttention", f".{kind}SelfAttention"), when=f"{row.when} {when}".strip()
+        )
+        for kind, when in (("Local", "!summary"), ("TransientGlobal", "summary"))
+    )
+
+
+_SUMMARY: Final = f"{_ENCODER}.0.TransientGlobalSelfAttention"
+_LONG: Final = tuple(
+    each
+    for row in _T5
+    if not {"sentence", "classifier", "question"} & {*row.when.split()} and not row.buffer
+    for each in (
+        *_build_long_rows(row),
+        *(
+            (
+                Row(f"{_SUMMARY}.global_relative_attention_bias.weight", "buckets heads", "summary first_block"),
+                Row(f"{_SUMMARY}.global_input_layer_norm.weight", "hidden", "summary"),
+            )
+            if row.name.startswith(_ENCODER) and "relative_attention_bias" in row.name
+            else ()
+        ),
+    )
+)
+
+
 def _build_facts(config: ModelConfig) -> FamilyFacts:
     heads, head = config.size("num_heads"), config.size("d_kv")
     encoder = config.size("num_layers")
@@ -114,6 +147,14 @@ def _build_gated_facts(config: ModelConfig, *, own_positions: bool) -> FamilyFac
     """Build the facts of mT5's kin, whose MLPs have a gate where a config is silent."""
     facts = _build_facts(config.over({"feed_forward_proj": "gated-gelu"}))
     return facts.also(flags={"first_block": True}) if own_positions else facts
+
+
+def _build_long_facts(config: ModelConfig) -> FamilyFacts:
+    """Build the facts of LongT5, whose checkpoints have one embedding for all, whatever the config says."""
+    kind = config.text("encoder_attention_type", "local")
+    if kind not in {"local", "transient-global"}:
+        raise SourceError(f"config.json has encoder_attention_type = {kind!r} where local or transient-global is known")
+    return _build_facts(config).also(flags={"tied": True, "summary": kind != "local"})
 
 
 def _build_classes(stem: str) -> Mapping[str, ModelClass]:
@@ -161,4 +202,15 @@ MT5: Final = replace(
 )
 UMT5: Final = replace(
     _GATED, name="umt5", facts=partial(_build_gated_facts, own_positions=True), classes=_build_classes("UMT5")
+)
+LONG_T5: Final = replace(
+    T5,
+    name="longt5",
+    rows=_LONG,
+    facts=_build_long_facts,
+    classes={
+        name: one for name, one in _build_classes("LongT5").items() if name.endswith(("Generation", "5Model", "rModel"))
+    },
+    renamed={},
+    traits=replace(_TRAITS, unmodelled="attention to what is near and to summaries of blocks"),
 )

@@ -117,7 +117,7 @@ def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
 
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise UnsupportedError(f"{type(config).__name__} has no vocab_size, so that no tokens can be made up")
-    vocabulary = int(text.vocab_size)
+    vocabulary = min(int(text.vocab_size), int(getattr(config, "decoder_vocab_size", None) or text.vocab_size))
     special = set(
         _list_integers(
             getattr(each, name, None) for each in (text, config) for name in dir(each) if _is_special_token(name)

@@ -1,0 +1,148 @@
+"""Describes DeBERTa-v2 and -v3: BERT's blocks, whose attention also scores words against relative positions.
+
+Names and shapes follow transformers 5 (`models/deberta_v2/modeling_deberta_v2.py`). The embedding of relative positions
+is used in every layer, and handed on by the first stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import assume_sizes
+from shardctl.models.families.bert import (
+    BLOCK,
+    BLOCK_INPUT,
+    BLOCK_OUTPUT,
+    ENCODER_TRAITS,
+    POOLER,
+    build_encoder_facts,
+    build_norm_rows,
+)
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_WORDS: Final = ".embeddings.word_embeddings.weight"
+_ATTENTION: Final = f"{BLOCK}.attention.self"
+_HEAD: Final = "lm_predictions.lm_head"
+_DEBERTA: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(_WORDS, "vocab embedding", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions embedding", "absolute", on="first"),
+    Row(".embeddings.token_type_embeddings.weight", "types embedding", "typed", on="first"),
+    Row(".embeddings.embed_proj.weight", "hidden embedding", "narrow", on="first"),
+    *build_norm_rows(".embeddings.LayerNorm", "first"),
+    Row(f"{_ATTENTION}.query_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.query_proj.bias", "q"),
+    Row(f"{_ATTENTION}.key_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.key_proj.bias", "q"),
+    Row(f"{_ATTENTION}.value_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.value_proj.bias", "q"),
+    Row(f"{_ATTENTION}.pos_key_proj.weight", "q hidden", "own_keys"),
+    Row(f"{_ATTENTION}.pos_key_proj.bias", "q", "own_keys"),
+    Row(f"{_ATTENTION}.pos_query_proj.weight", "q hidden", "own_queries"),
+    Row(f"{_ATTENTION}.pos_query_proj.bias", "q", "own_queries"),
+    Row(f"{BLOCK}.attention.output.dense.weight", "hidden q"),
+    Row(f"{BLOCK}.attention.output.dense.bias", "hidden"),
+    *build_norm_rows(f"{BLOCK}.attention.output.LayerNorm"),
+    *BLOCK_INPUT,
+    *BLOCK_OUTPUT,
+    *build_norm_rows(f"{BLOCK}.output.LayerNorm"),
+    Row(".encoder.rel_embeddings.weight", "distances hidden", "relative", on="first"),
+    *build_norm_rows(".encoder.LayerNorm", "first", "normed_distances"),
+    Row(".encoder.conv.conv.weight", "hidden conv_group conv_window", "conv", on="first"),
+    Row(".encoder.conv.conv.bias", "hidden", "conv", on="first"),
+    *build_norm_rows(".encoder.conv.LayerNorm", "first", "conv"),
+    Row("cls.predictions.bias", "vocab", "mlm legacy", on="last"),
+    Row("cls.predictions.transform.dense.weight", "embedding hidden", "mlm legacy", on="last"),
+    Row("cls.predictions.transform.dense.bias", "embedding", "mlm legacy", on="last"),
+    Row("cls.predictions.transform.LayerNorm.weight", "embedding", "mlm legacy", on="last"),
+    Row("cls.predictions.transform.LayerNorm.bias", "embedding", "mlm legacy", on="last"),
+    Row("cls.predictions.decoder.weight", "vocab embedding", "mlm legacy", on="last", tie=_WORDS),
+    Row("cls.predictions.decoder.bias", "vocab", "mlm legacy", on="last", tie="cls.predictions.bias"),
+    Row(f"{_HEAD}.bias", "words", "mlm !legacy", on="last"),
+    Row(f"{_HEAD}.dense.weight", "hidden hidden", "mlm !legacy", on="last"),
+    Row(f"{_HEAD}.dense.bias", "hidden", "mlm !legacy", on="last"),
+    *build_norm_rows(f"{_HEAD}.LayerNorm", "last", "mlm !legacy"),
+    *(replace(row, name=row.name.lstrip(".")) for row in POOLER),
+    Row("classifier.weight", "labels hidden", "classifier", on="last"),
+    Row("classifier.bias", "labels", "classifier", on="last"),
+    Row("qa_outputs.weight", "labels hidden", "question", on="last"),
+    Row("qa_outputs.bias", "labels", "question", on="last"),
+)
+"""A convolution follows the first layer. The present head has no matrix for words, but computes with the embedding of
+the first stage: its bias is whole on every rank."""
+
+
+def _count_distances(config: ModelConfig) -> int:
+    """Count the rows of the embedding of relative positions: those of each direction, or buckets of them."""
+    for key in ("position_buckets", "max_relative_positions"):
+        value = config.values.get(key)
+        if isinstance(value, int) and value > 0:
+            return 2 * config.size(key)
+    return 2 * config.size("max_position_embeddings", 512)
+
+
+def _list_scores(config: ModelConfig) -> frozenset[str]:
+    """List what attention scores besides words against words: `c2p`, `p2c`; raises SourceError for another type."""
+    said = config.values.get("pos_att_type") or ()
+    if isinstance(said, str):
+        said = [word.strip() for word in said.lower().split("|")]
+    if not isinstance(said, list | tuple) or not all(isinstance(word, str) for word in said):
+        raise SourceError(f"{config.file} has pos_att_type = {said!r} where names of scores are expected")
+    return frozenset(said)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    head = config.size("attention_head_size", config.divided("hidden_size", "num_attention_heads"))
+    width = config.size("embedding_size", hidden)
+    types, window = config.count("type_vocab_size", 0), config.count("conv_kernel_size", 0)
+    relative, scores = config.switch("relative_attention", default=False), _list_scores(config)
+    facts, legacy = build_encoder_facts(config.over({"type_vocab_size": 0})), config.switch("legacy", default=True)
+    own = relative and not config.switch("share_att_key", default=False)
+    return facts.also(
+        dims={
+            "q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
+            "words": LogicalDim(facts.size("vocab")),
+            "embedding": LogicalDim(width),
+            "types": LogicalDim(types),
+            "distances": LogicalDim(_count_distances(config)),
+            "conv_group": LogicalDim(hidden // config.size("conv_groups", 1)),
+            "conv_window": LogicalDim(window),
+        },
+        flags={
+            "tied": legacy and bool(facts.flags["tied"]),
+            "absolute": config.switch("position_biased_input", default=True),
+            "typed": types > 0,
+            "narrow": width != hidden,
+            "relative": relative,
+            "own_keys": own and "c2p" in scores,
+            "own_queries": own and "p2c" in scores,
+            "normed_distances": "layer_norm" in config.text("norm_rel_ebd", "none").lower().split("|"),
+            "conv": window > 0,
+            "legacy": legacy,
+        },
+    )
+
+
+DEBERTA_V2: Final = Family(
+    name="deberta-v2",
+    rows=_DEBERTA,
+    facts=_build_facts,
+    classes={
+        "DebertaV2Model": ModelClass(),
+        "DebertaV2ForMaskedLM": ModelClass("deberta", "mlm"),
+        "DebertaV2ForSequenceClassification": ModelClass("deberta", "pooler classifier"),
+        "DebertaV2ForMultipleChoice": ModelClass("deberta", "pooler classifier", labels=1),
+        "DebertaV2ForTokenClassification": ModelClass("deberta", "classifier"),
+        "DebertaV2ForQuestionAnswering": ModelClass("deberta", "question"),
+    },
+    prefixes=("deberta",),
+    traits=replace(ENCODER_TRAITS, unmodelled="scores of relative positions"),
+    assumed=assume_sizes(128100, 1536, 6144, 24, 24),
+)
