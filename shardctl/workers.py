@@ -40,16 +40,34 @@ def raise_if_stopped(stop: StopRequest) -> None:
 
 
 class ProgressWatcher(Protocol):
-    """Is told how work goes on."""
+    """Is told how work goes on; called from several threads, and must not raise."""
 
-    def advance(self, nbytes: int) -> None:
-        """Note that so many bytes more are done; called from several threads, and must not raise."""
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        """Begin a phase of this many bytes in this many files; 0 where that is not known."""
+
+    def work_on(self, place: str) -> None:
+        """Note the file, or the part of a model, that is worked on."""
+
+    def advance(self, nbytes: int, *, kept: bool = False) -> None:
+        """Note that so many bytes more are done; `kept` if an earlier run had done them."""
+
+    def file_done(self, path: str) -> None:
+        """Note that a file is complete and on stable storage."""
 
 
 class NullWatcher:
     """Watches nothing."""
 
-    def advance(self, nbytes: int) -> None:
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        """Ignore."""
+
+    def work_on(self, place: str) -> None:
+        """Ignore."""
+
+    def advance(self, nbytes: int, *, kept: bool = False) -> None:
+        """Ignore."""
+
+    def file_done(self, path: str) -> None:
         """Ignore."""
 
 

@@ -37,7 +37,11 @@ def run_content_level(
     tensors = list(checkpoint.whole.tensors.values())
     tracker = build_crc_tracker(checkpoint)
     found = content.measure_content(
-        sorted(tensors, key=first_byte), CrcReader(checkpoint.source.read_at, tracker), effort, values=True
+        sorted(tensors, key=first_byte),
+        CrcReader(checkpoint.source.read_at, tracker),
+        effort,
+        values=True,
+        phase="content",
     )
     digests = {t.name: compute_tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
     for tensor in tensors:

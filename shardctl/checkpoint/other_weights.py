@@ -66,8 +66,8 @@ def _list_differing(
     alike = [(mine, other) for mine, other in pairs if mine.name not in found]
     wider = [(other, mine) for mine, other in alike if mine.dtype.bits > other.dtype.bits]
     rest = [(mine, other) for mine, other in alike if mine.dtype.bits <= other.dtype.bits]
-    found |= {each.tensor for each in compare_tensors(rest, checkpoint.source, source, effort)}
-    found |= {each.tensor for each in compare_tensors(wider, source, checkpoint.source, effort)}
+    found |= {each.tensor for each in compare_tensors(rest, checkpoint.source, source, effort, "other files")}
+    found |= {each.tensor for each in compare_tensors(wider, source, checkpoint.source, effort, "other files")}
     return [mine.name for mine, _ in pairs if mine.name in found]
 
 

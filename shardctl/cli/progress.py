@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
-from shardctl.amounts import format_memory_size
+from shardctl.amounts import format_file_size, format_memory_size
 from shardctl.cli import streams
 from shardctl.report.documents import build_progress_document
 from shardctl.report.meter import TransferMeter
@@ -16,8 +16,7 @@ from shardctl.report.meter import TransferMeter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.execute.progress import CopyProgress
-    from shardctl.workers import ExecutionOptions
+    from shardctl.workers import ExecutionOptions, ProgressWatcher
 
 _TICK: Final = 0.5
 """Seconds between samples of the rate, and between looks at whether something is due."""
@@ -43,8 +42,11 @@ class _ProgressWatch:
         self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
         self._thread.start()
 
-    def begin(self, total_bytes: int, files: int) -> None:
-        self._meter.begin(total_bytes, files)
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        self._meter.begin(total_bytes, files, phase)
+
+    def work_on(self, place: str) -> None:
+        self._meter.place = place
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
         self._meter.advance(nbytes, kept=kept)
@@ -71,6 +73,8 @@ class _LogLines:
 
     def show(self) -> None:
         self.meter.sample()
+        if self.meter.is_resumed():
+            streams.print_message(self.meter.format_resumption(self._verb))
         if self.meter.is_line_due():
             streams.print_message(self.meter.format_line(self._verb, measure_held_memory()))
 
@@ -123,8 +127,11 @@ class _TerminalBar:
         self._bar.start()
 
     def show(self) -> None:
-        files = f"{self.meter.files_done:,}/{self.meter.files:,} files  " if self.meter.files else ""
-        self.meter.sample(files + format_memory_size(measure_held_memory()))
+        meter = self.meter
+        files = f"{meter.files_done:,}/{meter.files:,} files" if meter.files else ""
+        kept = f"{format_file_size(meter.kept_bytes)} were there" if meter.kept_bytes else ""
+        parts = (meter.phase, files, kept, format_memory_size(measure_held_memory()), meter.place)
+        meter.sample("  ".join(filter(None, parts)))
 
     def close(self) -> None:
         self._bar.stop()
@@ -135,7 +142,7 @@ def _choose_terminal_view(verb: str) -> _ProgressView:
 
 
 @contextmanager
-def watch_progress(verb: str, *, json: bool = False) -> Iterator[CopyProgress]:
+def watch_progress(verb: str, *, json: bool = False) -> Iterator[ProgressWatcher]:
     """Give someone to tell how a task goes on."""
     watch = _ProgressWatch(_JsonRecords() if json else _choose_terminal_view(verb))
     try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.share_transfer import Versions
-    from shardctl.execute.progress import CopyProgress
+    from shardctl.workers import ProgressWatcher
 
 
 def send_share(
@@ -39,7 +39,7 @@ def send_share(
     versions: Versions,
     *,
     resume: bool,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
 ) -> tuple[WorkerPart, bool, set[WorkerId]]:
     """Write the objects of one worker; returns its part, whether an earlier run had made it, and who is done.
 

@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from shardctl.conversion.pending_record import PendingRecord
     from shardctl.conversion.share_transfer import Versions
     from shardctl.execute.part import WorkerPart
-    from shardctl.execute.progress import CopyProgress
     from shardctl.execute.worker import WorkerId
     from shardctl.manifest import OpaqueObject
     from shardctl.options import DestinationOptions
     from shardctl.record import CheckpointRecord
+    from shardctl.workers import ProgressWatcher
 
 _SHARE: Final = 2
 """A group takes at most one in so many of the free bytes of the scratch directory, unless one file takes more."""
 
 
 def convert_into_bucket(
-    work: PlannedConversion, destination: str, options: DestinationOptions, progress: CopyProgress
+    work: PlannedConversion, destination: str, options: DestinationOptions, progress: ProgressWatcher
 ) -> tuple[CheckpointRecord, Sequence[WorkerPart] | None, tuple[str, ...]]:
     """Write the result of a conversion below `destination`; returns its record, what was done, and warnings.
 
@@ -194,7 +194,7 @@ class ShareSender:
         versions: Versions,
         scratch: Path,
         uploads: BucketUploads,
-        progress: CopyProgress,
+        progress: ProgressWatcher,
         stop: StopRequest,
         sha256: bool,  # noqa: FBT001 - all are named by the one caller
     ) -> None:
@@ -258,15 +258,18 @@ def _list_read_files(share: WorkerShare) -> set[str]:
 class _CombinedProgress:
     """Tells one story of several moves."""
 
-    def __init__(self, progress: CopyProgress) -> None:
+    def __init__(self, progress: ProgressWatcher) -> None:
         self._progress = progress
 
     def open(self, total_bytes: int, files: int) -> None:
         """Begin the story."""
         self._progress.begin(total_bytes, files)
 
-    def begin(self, total_bytes: int, files: int) -> None:
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Do nothing: it has begun."""
+
+    def work_on(self, place: str) -> None:
+        self._progress.work_on(place)
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
         self._progress.advance(nbytes, kept=kept)

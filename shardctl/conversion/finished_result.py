@@ -25,16 +25,16 @@ from shardctl.workers import ExecutionOptions, StopRequest
 
 if TYPE_CHECKING:
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.execute.progress import CopyProgress
     from shardctl.execute.worker import WorkerId
     from shardctl.options import DestinationOptions
+    from shardctl.workers import ProgressWatcher
 
 
 def find_finished_result(
     work: PlannedConversion,
     destination: str | Path,
     options: DestinationOptions,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
     stop: StopRequest,
     *,
     worker: WorkerId | None = None,
@@ -55,9 +55,8 @@ def find_finished_result(
     sides = [side for side in work.carried if side.content is None]
     if worker is not None:
         tensors, sides = tensors[worker.number :: worker.count], sides[worker.number :: worker.count]
-    progress.begin(sum(tensor.nbytes for tensor in tensors), 0)
     effort = ExecutionOptions(work.budget.threads, progress, stop, work.budget.block)
-    found = measure_content(tensors, source, effort, values=False)
+    found = measure_content(tensors, source, effort, values=False, phase="already done, reading the source again")
     changed = [
         tensor.name
         for tensor in tensors

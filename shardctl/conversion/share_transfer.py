@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.execute.progress import CopyProgress
     from shardctl.manifest import OpaqueObject
     from shardctl.record import HashedSpans
     from shardctl.shares import WorkerShare
     from shardctl.storage import WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
-    from shardctl.workers import StopRequest
+    from shardctl.workers import ProgressWatcher, StopRequest
 
 Versions = dict[str, list[int | str]]
 """Size and version of each source file that matters."""
@@ -59,7 +58,7 @@ def move_share(
     versions: Versions,
     discard: Callable[[], None],
     sha256: bool,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
     stop: StopRequest,
 ) -> WorkerPart:
     """Write the files of a share, and side files, below `tree`; on return they are on stable storage.
@@ -108,7 +107,7 @@ def _copy_share(
     target: LocalTarget,
     journal: BandJournal,
     tracker: CrcTracker,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
     stop: StopRequest,
 ) -> CopyOutcome:
     source, portions = work.checkpoint.source, share.portions

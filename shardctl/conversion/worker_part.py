@@ -17,7 +17,6 @@ from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.part import WorkerPart, encode_part
-from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.options import DestinationOptions
@@ -25,7 +24,7 @@ from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.version import __version__
-from shardctl.workers import ExecutionOptions, StopRequest, raise_if_stopped
+from shardctl.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -69,7 +68,7 @@ def contribute(
     worker: WorkerId,
     source_options: SourceOptions | None = None,
     destination_options: DestinationOptions | None = None,
-    progress: CopyProgress | None = None,
+    progress: ProgressWatcher | None = None,
     plan: PlanFile | None = None,
     run: str = "",
 ) -> ContributeResult:
@@ -83,7 +82,7 @@ def contribute(
     """
     options = destination_options or DestinationOptions()
     require_no_proof(options)
-    progress = progress or SilentProgress()
+    progress = progress or NullWatcher()
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         try:
             return _contribute_part(work, destination, worker, options, progress, run)
@@ -104,7 +103,7 @@ def _contribute_part(
     destination: str | Path,
     worker: WorkerId,
     options: DestinationOptions,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
     run: str,
 ) -> ContributeResult:
     identity, versions = work.identity(), list_source_versions(work)
@@ -186,7 +185,7 @@ class _WorkerRun:
     worker: WorkerId
     header: dict[str, Any]
 
-    def run(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> ContributeResult:
+    def run(self, versions: Versions, *, resume: bool, progress: ProgressWatcher) -> ContributeResult:
         found = self.crew.part(self.worker, self.header) if resume else None
         part = found[0] if found else self._made(versions, resume=resume, progress=progress)
         workers = (WorkerId(number, self.worker.count) for number in range(self.worker.count))
@@ -195,7 +194,7 @@ class _WorkerRun:
             self.work, self.staging.destination, self.worker, part, done, before=found is not None
         )
 
-    def _made(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> WorkerPart:
+    def _made(self, versions: Versions, *, resume: bool, progress: ProgressWatcher) -> WorkerPart:
         work, mine = self.work, self._share()
         path = self.crew.journal(self.worker)
         header: dict[str, Any] = {**self.header, "source": versions}

@@ -36,12 +36,11 @@ from shardctl.box import Box
 from shardctl.cast import cast_elements
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.execute.journal import JournalEntry
-from shardctl.execute.progress import SilentProgress
 from shardctl.execute.provenance import Provenance
-from shardctl.manifest import ConstantFill
+from shardctl.manifest import ConstantFill, first_byte
 from shardctl.shares import WorkerPortion
 from shardctl.storage.crc_tracker import CrcReader
-from shardctl.workers import StopRequest, run_in_threads
+from shardctl.workers import NullWatcher, StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,9 +51,9 @@ if TYPE_CHECKING:
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import BandJournal, Key
-    from shardctl.execute.progress import CopyProgress
     from shardctl.storage import Source, WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
+    from shardctl.workers import ProgressWatcher
 
 SYNC_BYTES: Final = 1 << 30
 """How many written bytes may be lost to a kill: after so many, files are synced and the journal grows."""
@@ -93,7 +92,7 @@ def execute_plan(
     tracker: CrcTracker | None = None,
     portions: Mapping[str, tuple[WorkerPortion, ...]] | None = None,
     journal: BandJournal | None = None,
-    progress: CopyProgress | None = None,
+    progress: ProgressWatcher | None = None,
     stop: StopRequest | None = None,
     allow_unverified: bool = False,
 ) -> CopyOutcome:
@@ -106,7 +105,7 @@ def execute_plan(
     """
     provenance = Provenance(source, journal, allow_unverified=allow_unverified)
     run = _CopyRun(
-        plan, source, target, journal, progress or SilentProgress(), budget, portions or {}, tracker, provenance
+        plan, source, target, journal, progress or NullWatcher(), budget, portions or {}, tracker, provenance
     )
     run.prepare()
     stop = StopRequest() if stop is None else stop
@@ -141,7 +140,7 @@ class _CopyRun:
         source: Source,
         target: WriteTarget,
         journal: BandJournal | None,
-        progress: CopyProgress,
+        progress: ProgressWatcher,
         budget: HostMemoryBudget,
         portions: Mapping[str, tuple[WorkerPortion, ...]],
         tracker: CrcTracker | None,
@@ -199,6 +198,7 @@ class _CopyRun:
         reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
         def handle(task: _BandTask) -> None:
+            self._progress.work_on(first_byte(task.copy.source)[0])
             entry = self._journal.find(task.key) if self._journal else None
             believed = entry is not None and self._provenance.believes(task.reads, task.box)
             if entry and believed and hands.intact(task, self._target, entry.written):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.load import LoadedTensors
     from shardctl.verify.loaded import Array, LoadedBox, LoadedDigests, Parts
-    from shardctl.workers import ExecutionOptions
+    from shardctl.workers import ExecutionOptions, ProgressWatcher
 
 
 _BATCH: Final = 256 << 20
@@ -89,10 +89,14 @@ def _load_ranks(
     from shardctl.verify.loaded import LoadedDigests, collect_arrays, find_array_parts
 
     every, planned, summed = collect_arrays(checkpoint.stored), compute_planned_bytes(checkpoint), LoadedDigests()
+    ranks = list(_list_rank_arrays(checkpoint, every))
+    nbytes = sum(every[key].dtype.nbytes(every[key].box.shape) for _, held in ranks for key in held)
+    effort.watcher.begin(2 * nbytes, phase="load")  # what is loaded is compared
     parts = find_array_parts(checkpoint.manifest, every)
     run = _LoadRun(checkpoint, other, every, parts, summed, _BATCH if devices.bounded else None, effort)
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
-    for rank, held in _list_rank_arrays(checkpoint, every):
+    for rank, held in ranks:
+        effort.watcher.work_on(_name_holder(checkpoint, rank))
         places = devices.list_for(rank)
         for device, following in zip(places, [*places[1:], None], strict=True):
             told = LoadedRank(rank, _format_rank_label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
@@ -278,12 +282,17 @@ def _name_holder(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
 
 
 def run_forward_level(
-    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, verify_options: VerifyOptions, *, strict: bool
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    verify_options: VerifyOptions,
+    watcher: ProgressWatcher,
+    *,
+    strict: bool,
 ) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
-        _run_forward(level, checkpoint, other, verify_options)
+        _run_forward(level, checkpoint, other, verify_options, watcher)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     except MachineError as error:
@@ -294,7 +303,11 @@ def run_forward_level(
 
 
 def _run_forward(
-    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, verify_options: VerifyOptions
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    verify_options: VerifyOptions,
+    watcher: ProgressWatcher,
 ) -> None:
     from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint
 
@@ -321,7 +334,7 @@ def _run_forward(
         config=checkpoint.config if changed else None,
         config_changes=changed,
     )
-    result = _compare_on_devices(level, candidate, original, verify_options)
+    result = _compare_on_devices(level, candidate, original, verify_options, watcher)
     level.forward = result
     if result.status != "skipped":
         level.notes += _note_limits(checkpoint, other, ranks)
@@ -339,6 +352,7 @@ def _compare_on_devices(
     candidate: CandidateCheckpoint,
     original: OriginalCheckpoint,
     verify_options: VerifyOptions,
+    watcher: ProgressWatcher,
 ) -> ForwardResult:
     """Compare where that was asked for; where a device lacks memory or fails, on another that may be used.
 
@@ -358,6 +372,7 @@ def _compare_on_devices(
         tokens=verify_options.tokens,
         second_opinion=verify_options.second_opinion,
         processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
+        watcher=watcher,
     )
     attempts = [replace(options, device=place, places=(place,)) for place in devices.list_for(0)]
     if runs_in_processes(candidate, options):

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.options import SourceOptions
     from shardctl.verify.level import LevelResult
+    from shardctl.workers import ProgressWatcher
 
 
-def prove_result(work: PlannedConversion, directory: Path, source_options: SourceOptions) -> LevelResult:
+def prove_result(
+    work: PlannedConversion, directory: Path, source_options: SourceOptions, watcher: ProgressWatcher
+) -> LevelResult:
     """Run what is in `directory` beside the source of `work`; `source_options` are those of the source.
 
     Raises Mismatch if the two compute something else, UnsupportedError if they cannot be run here, and
@@ -26,7 +29,7 @@ def prove_result(work: PlannedConversion, directory: Path, source_options: Sourc
     """
     rules = replace(source_options, config=None, container=None, weights=None, true_vocab=None, kv_heads="replicate")
     with open_checkpoint(directory, rules) as result:
-        level = run_forward_level(result, work.checkpoint, VerifyOptions(), strict=source_options.strict)
+        level = run_forward_level(result, work.checkpoint, VerifyOptions(), watcher, strict=source_options.strict)
     if level.trouble is not None and level.status == "unfinished":
         raise level.trouble
     if level.status == "skipped":

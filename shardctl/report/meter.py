@@ -24,6 +24,10 @@ _QUIET: Final = 30.0
 """Seconds after which a line is due in any case: a two-hour job that says nothing looks dead."""
 _STEP: Final = 20
 """A line is due for every one of this many equal parts (5 %)."""
+_MOVE: Final = 5.0
+"""Seconds after which a new place is due where nobody knows how much there is to do."""
+_FIRST_ESTIMATE: Final = 2.0
+"""Seconds over which the rate is measured before the time left is worked out from it."""
 _BREATH: Final = 1.0
 """Seconds between two lines at least."""
 
@@ -49,23 +53,34 @@ class TransferMeter:
         """Bytes in place, those of earlier runs included."""
         self.kept_bytes = 0
         """Bytes of earlier runs."""
+        self.phase = ""
+        """What is being done, such as `content`; empty where the verb says it all."""
+        self.place = ""
+        """The file, or the part of a model, that is worked on."""
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = progress or Progress(disable=True, get_time=clock)
         self._progress.speed_estimate_period = _WINDOW
         self._task_id = self._progress.add_task("reading headers", total=None)
         self._sampled_bytes = 0
+        self._sampled_since: float | None = None
+        self._resumption_said = False
         self._said_at = clock()
         self._said_bytes = 0
+        self._said_place = ""
 
     @property
     def _task(self) -> Task:
         return self._progress.tasks[self._task_id]
 
-    def begin(self, total_bytes: int, files: int) -> None:
-        """Note the size of the task."""
-        self.total_bytes, self.files = total_bytes, files
-        self._progress.update(self._task_id, total=total_bytes or None, description="")
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        """Begin a phase of this size, 0 if it is not known; the rate is that of the phase."""
+        with self._lock:
+            self.total_bytes, self.files, self.phase, self.place = total_bytes, files, phase, ""
+            self.done_bytes = self.kept_bytes = self.files_done = 0
+            self._sampled_bytes = self._said_bytes = 0
+            self._sampled_since, self._said_place = None, ""
+            self._progress.reset(self._task_id, total=total_bytes or None, description=phase)
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
         """Count bytes that are in place; `kept` if an earlier run had written them."""
@@ -85,11 +100,12 @@ class TransferMeter:
         before this run's first byte.
         """
         with self._lock:
-            done, fresh = self.done_bytes, self.done_bytes - self.kept_bytes
-        if fresh:
-            self._progress.advance(self._task_id, fresh - self._sampled_bytes)
-            self._sampled_bytes = fresh
-        self._task.completed = done
+            fresh = self.done_bytes - self.kept_bytes
+            if fresh:
+                self._progress.advance(self._task_id, fresh - self._sampled_bytes)
+                self._sampled_bytes = fresh
+                self._sampled_since = self._clock() if self._sampled_since is None else self._sampled_since
+            self._task.completed = self.done_bytes
         if description is not None:
             self._progress.update(self._task_id, description=description)
 
@@ -100,34 +116,56 @@ class TransferMeter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at the present rate; None if that cannot be said."""
-        if not self.total_bytes or not self.rate:
+        """Seconds that the rest takes at the present rate; None if that cannot be said, or not yet."""
+        if not self.total_bytes or not self.rate or self._sampled_since is None:
+            return None
+        if self._clock() - self._sampled_since < _FIRST_ESTIMATE:
             return None
         return max(self.total_bytes - self.done_bytes, 0) / self.rate
 
     def is_line_due(self) -> bool:
-        """Return whether it is time for a line: 5 % or 30 s after the last; if so, it counts as said."""
+        """Return whether it is time for a line; if so, it counts as said.
+
+        It is 5 % or 30 s after the last, or 5 s where only the place changes.
+        """
         since = self._clock() - self._said_at
         news = self.done_bytes - self._said_bytes
         stepped = self.total_bytes and news * _STEP >= self.total_bytes and since >= _BREATH
-        if not stepped and since < _QUIET:
+        moved = not self.total_bytes and self.place != self._said_place and since >= _MOVE
+        if not stepped and not moved and since < _QUIET:
             return False
-        self._said_at, self._said_bytes = self._clock(), self.done_bytes
+        self._said_at, self._said_bytes, self._said_place = self._clock(), self.done_bytes, self.place
         return True
+
+    def is_resumed(self) -> bool:
+        """Return, once, whether this run goes on after an earlier one whose bytes were all found."""
+        if self._resumption_said or not self.kept_bytes or self.done_bytes == self.kept_bytes:
+            return False
+        self._resumption_said = True
+        return True
+
+    def format_resumption(self, verb: str) -> str:
+        """Format how much of the work an earlier run did, in one plain line."""
+        return (
+            f"{verb}: resuming, {format_file_size(self.kept_bytes)} of {format_file_size(self.total_bytes)} are there\n"
+        )
 
     def format_line(self, verb: str, held: int) -> str:
         """Format all of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""
-        parts = [format_file_size(self.done_bytes)]
+        parts = [self.phase] if self.phase else []
         if self.total_bytes:
-            parts[0] += (
-                f" of {format_file_size(self.total_bytes)} ({format_percent(self.done_bytes, self.total_bytes)})"
-            )
+            share = format_percent(self.done_bytes, self.total_bytes)
+            parts.append(f"{format_file_size(self.done_bytes)} of {format_file_size(self.total_bytes)} ({share})")
+        elif self.done_bytes or not self.phase:
+            parts.append(format_file_size(self.done_bytes))
         if self.rate:
             parts.append(f"{format_file_size(self.rate)}/s")
         if self.seconds_left is not None:
             parts.append(f"{format_duration(self.seconds_left)} left")
         if self.files:
             parts.append(f"{self.files_done:,} of {self.files:,} files")
+        if self.place:
+            parts.append(self.place)
         if held:
             parts.append(f"{format_memory_size(held)} held")
         return f"{verb}: {', '.join(parts)}\n"

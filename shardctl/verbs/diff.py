@@ -113,7 +113,8 @@ def diff(
         in_file_order(pairs, first, second)
         readers = checked_reader(first), checked_reader(second)
         differences = compare_tensors(pairs, *readers, effort)
-        differences += compare_tensors([(other, mine) for mine, other in narrower], *readers[::-1], effort)
+        turned = [(other, mine) for mine, other in narrower]
+        differences += compare_tensors(turned, *readers[::-1], effort, "wider types")
         first.prove()
         second.prove()
         compared = [*pairs, *narrower]

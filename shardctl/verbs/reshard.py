@@ -14,14 +14,13 @@ from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.errors import OccupiedDestinationError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
-from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
-from shardctl.workers import StopRequest
+from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ def reshard(
     *,
     source_options: SourceOptions | None = None,
     destination_options: DestinationOptions | None = None,
-    progress: CopyProgress | None = None,
+    progress: ProgressWatcher | None = None,
     plan: PlanFile | None = None,
 ) -> ReshardResult:
     """Convert the checkpoint at `path` into a new directory `destination`.
@@ -78,9 +77,9 @@ def reshard(
     untouched, and the same call finishes the job. If the destination already holds exactly this result, nothing is
     written; only the source is read, to know that it is as it was.
     """
-    progress, options = progress or SilentProgress(), destination_options or DestinationOptions()
+    progress, options = progress or NullWatcher(), destination_options or DestinationOptions()
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
-        proof = _ResultProof(work, source_options or SourceOptions()) if options.prove else None
+        proof = _ResultProof(work, source_options or SourceOptions(), progress) if options.prove else None
         try:
             if is_bucket(destination):
                 return _convert_into_bucket(work, destination, options, progress)
@@ -98,7 +97,7 @@ def reshard(
 
 
 def _convert_into_bucket(
-    work: PlannedConversion, destination: str, options: DestinationOptions, progress: CopyProgress
+    work: PlannedConversion, destination: str, options: DestinationOptions, progress: ProgressWatcher
 ) -> ReshardResult:
     from shardctl.conversion.bucket_output import convert_into_bucket
 
@@ -113,7 +112,7 @@ def _run_conversion(
     staging: StagingArea,
     proof: _ResultProof | None,
     options: DestinationOptions,
-    progress: CopyProgress,
+    progress: ProgressWatcher,
 ) -> ReshardResult:
     identity, sha256 = work.identity(), options.sha256
     versions = list_source_versions(work)
@@ -155,13 +154,14 @@ class _ResultProof:
 
     work: PlannedConversion
     source_options: SourceOptions
+    progress: ProgressWatcher
     level: LevelResult | None = None
 
     def run(self, directory: Path) -> None:
         """Run what is in a directory; raises as `prove_result`."""
         from shardctl.loading.proof import prove_result
 
-        self.level = prove_result(self.work, directory, self.source_options)
+        self.level = prove_result(self.work, directory, self.source_options, self.progress)
 
 
 def _build_result(

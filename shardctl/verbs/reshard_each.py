@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from shardctl.execute.progress import CopyProgress
     from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.verbs.reshard import ReshardResult
+    from shardctl.workers import ProgressWatcher
 
 _NUMBER: Final = re.compile(r"(\d+)")
 
@@ -65,7 +65,7 @@ def reshard_each(
     source_options: SourceOptions | None = None,
     destination_options: DestinationOptions | None = None,
     fail_fast: bool = False,
-    watch: Callable[[], AbstractContextManager[CopyProgress]] | None = None,
+    watch: Callable[[], AbstractContextManager[ProgressWatcher]] | None = None,
     tell: Callable[[EachOutcome], None] | None = None,
 ) -> ReshardEachResult:
     """Convert each checkpoint that `pattern` matches into the directory of its name inside `destination`.

@@ -23,13 +23,12 @@ from shardctl.conversion.worker_part import contribute, require_no_proof
 from shardctl.errors import Interrupted, ShardctlError, TransientError, UsageError
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.finish import FinishResult, finish
-from shardctl.workers import StopRequest, choose_thread_count, raise_if_stopped
+from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest, choose_thread_count, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,7 +67,7 @@ def reshard_on_ray(
     *,
     source_options: SourceOptions | None = None,
     destination_options: DestinationOptions | None = None,
-    progress: CopyProgress | None = None,
+    progress: ProgressWatcher | None = None,
     plan: PlanFile | None = None,
 ) -> FinishResult:
     """Convert on the cluster of `RAY_ADDRESS`, or on this machine's processors; every node sees the destination.
@@ -80,7 +79,7 @@ def reshard_on_ray(
     destination_options = destination_options or DestinationOptions()
     require_no_proof(destination_options)
     ray = _import_ray()
-    progress = progress or SilentProgress()
+    progress = progress or NullWatcher()
     reshard_options = reshard_options or (plan.reshard_options if plan else ReshardOptions())
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         location = work.checkpoint.source.location
@@ -132,7 +131,7 @@ def _choose_task_count(ray: Any, files: int, reshard_options: ReshardOptions) ->
     return max(min(files, _ROUNDS * places), 1)
 
 
-def _run_tasks(ray: Any, order: _TaskOrder, count: int, progress: CopyProgress) -> None:  # noqa: ANN401 - a module
+def _run_tasks(ray: Any, order: _TaskOrder, count: int, progress: ProgressWatcher) -> None:  # noqa: ANN401 - a module
     """Run every worker; on an error or a signal the others are asked to stop, and keep what they have."""
     board = ray.remote(num_cpus=0)(_ProgressBoard).remote()
     processors = min(order.reshard_options.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
@@ -174,7 +173,7 @@ def _raise_reported(said: tuple[str, ...] | None) -> None:
         raise (TransientError if error is Interrupted else error)(message, hint=hint or None)
 
 
-def _report_progress(ray: Any, board: Any, progress: CopyProgress, shown: int) -> int:  # noqa: ANN401 - a module, an actor
+def _report_progress(ray: Any, board: Any, progress: ProgressWatcher, shown: int) -> int:  # noqa: ANN401 - a module, an actor
     """Tell what all tasks have done since the last time; what one does again is not counted twice."""
     answer: tuple[int, list[str]] = ray.get(board.total.remote())
     done, files = answer
@@ -213,8 +212,11 @@ class _TaskReporter:
         self._files: list[str] = []
         self._lock = threading.Lock()
 
-    def begin(self, total_bytes: int, files: int) -> None:
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Do nothing: the driver knows."""
+
+    def work_on(self, place: str) -> None:
+        """Do nothing: tasks work on many files at once."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:  # noqa: ARG002 - both are in place
         with self._lock:

@@ -183,7 +183,8 @@ class _VerifyRun:
                 each.prove()
                 levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified())
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
-            levels.append(run_forward_level(checkpoint, other, self.verify_options, strict=self.strict))
+            level = run_forward_level(checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict)
+            levels.append(level)
         if "engine" in self.names:
             levels.append(run_engine_level(checkpoint, other, self.verify_options, strict=self.strict))
         weights = checkpoint.manifest.tensors.values()
@@ -310,7 +311,7 @@ def _check_identity(
     tracker = build_crc_tracker(other)
     theirs_read = CrcReader(other.source.read_at, tracker)
     in_file_order(pairs, checkpoint, other)
-    differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort)
+    differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity")
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         message += f" ({d.distance})" if d.distance is not None else ""

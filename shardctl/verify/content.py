@@ -15,7 +15,7 @@ from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.dtype import BY_NAME, CASTABLE
-from shardctl.manifest import ConstantFill
+from shardctl.manifest import ConstantFill, first_byte
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
@@ -155,12 +155,13 @@ class _DifferenceTally:
 
 
 def measure_content(
-    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, *, values: bool
+    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, *, values: bool, phase: str = ""
 ) -> dict[str, TensorContent]:
     """Read every element once: digest sums and, with `values`, NaNs, infinities and zeros.
 
     Raises CoverageError for a tensor with holes.
     """
+    effort.watcher.begin(sum(tensor.nbytes for tensor in tensors), phase=phase)
     found = {tensor.name: TensorContent(DigestSums.zero(tensor.dtype)) for tensor in tensors}
     lock = threading.Lock()
 
@@ -175,6 +176,7 @@ def measure_content(
 
         def handle(task: _ContentTask) -> None:
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
+            effort.watcher.work_on(first_byte(tensor)[0])
             band.read(reader, task.ours, task.box, buffer)
             sums = compute_box_sums(buffer[:nbytes], tensor.dtype, task.box, tensor.shape)
             nans, infinities, zero = _count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
@@ -194,14 +196,17 @@ def measure_content(
 
 def compare_replicas(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> list[TensorDifference]:
     """Compare every further copy of an element with its first; returns the tensors whose copies differ."""
+    copies = [(tensor, *pair) for tensor in tensors for pair in list_redundant_chunks(tensor)]
+    if not copies:
+        return []
+    effort.watcher.begin(sum(tensor.dtype.nbytes(c.box.shape) for tensor, c, _ in copies), phase="copies")
 
     def tasks() -> Iterator[_ContentTask]:
-        for tensor in tensors:
-            for further, first in list_redundant_chunks(tensor):
-                ours, theirs, of = ChunkIndex([further]), ChunkIndex(first), further.box
-                tile = find_fastest_dim([further])
-                for box in split_bands(of.shape, tensor.dtype, effort.block, fastest=tile, origin=of.origin):
-                    yield _ContentTask(tensor, ours, theirs, box)
+        for tensor, further, first in copies:
+            ours, theirs, of = ChunkIndex([further]), ChunkIndex(first), further.box
+            tile = find_fastest_dim([further])
+            for box in split_bands(of.shape, tensor.dtype, effort.block, fastest=tile, origin=of.origin):
+                yield _ContentTask(tensor, ours, theirs, box)
 
     return _compare_tasks(tasks(), reader, reader, effort)
 
@@ -231,11 +236,15 @@ def compare_tensors(
     ours: ByteReader,
     theirs: ByteReader,
     effort: ExecutionOptions,
+    phase: str = "",
 ) -> list[TensorDifference]:
     """Compare tensors element by element, bits as bits, whatever their layouts.
 
     Where the types differ, `theirs` is cast to the type of `ours` first, as `reshard --dtype` would.
     """
+    if not pairs:
+        return []
+    effort.watcher.begin(sum(mine.nbytes for mine, _ in pairs), phase=phase)
 
     def tasks() -> Iterator[_ContentTask]:
         for mine, other in pairs:
@@ -260,6 +269,7 @@ def _compare_tasks(
         def handle(task: _ContentTask) -> None:
             dtype, other = task.tensor.dtype, task.theirs.chunks[0].dtype
             nbytes = dtype.nbytes(task.box.shape)
+            effort.watcher.work_on(first_byte(task.tensor)[0])
             band.read(ours, task.ours, task.box, first)
             band.read(theirs, task.theirs, task.box, second)
             right = second[:nbytes]

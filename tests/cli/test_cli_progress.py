@@ -106,6 +106,74 @@ def test_a_task_of_unknown_size_says_what_is_known():
     assert meter.format_line("verify", 0) == "verify: 4.0 MB, 100.0 kB/s\n"
 
 
+def test_no_time_is_promised_from_the_first_moments():
+    meter, clock = metered(1000)
+    for _ in range(3):
+        meter.advance(10)
+        meter.sample()
+        assert meter.seconds_left is None
+        clock.now += 0.8
+    meter.advance(10)
+    meter.sample()
+    assert round(meter.seconds_left, 3) == round(960 / (30 / 2.4), 3)
+
+
+def test_a_phase_begins_anew_and_says_its_name_and_where_it_is():
+    meter, clock = metered(1000)
+    meter.advance(1000)
+    meter.begin(4_000_000, phase="content")
+    assert (meter.done_bytes, meter.rate, meter.seconds_left) == (0, 0.0, None)
+    meter.place = "model-00002-of-00004.safetensors"
+    meter.advance(1_000_000)
+    meter.sample()
+    clock.now += 2
+    meter.advance(1_000_000)
+    meter.sample()
+    assert meter.format_line("verify", 0) == (
+        "verify: content, 2.0 MB of 4.0 MB (50 %), 500.0 kB/s, 4.00 s left, model-00002-of-00004.safetensors\n"
+    )
+
+
+def test_a_phase_of_unknown_size_says_where_it_is_and_no_rate():
+    meter, clock = metered()
+    meter.begin(0, phase="forward")
+    meter.place = "model.layers.3"
+    assert not meter.is_line_due()
+    clock.now += 5
+    assert meter.is_line_due()
+    assert meter.format_line("verify", 0) == "verify: forward, model.layers.3\n"
+    clock.now += 5
+    assert not meter.is_line_due(), "the place is the same"
+
+
+def test_a_resumed_run_says_once_what_was_there():
+    meter, clock = metered(4_000_000)
+    meter.advance(3_000_000, kept=True)
+    meter.sample()
+    assert not meter.is_resumed()
+    meter.advance(1)
+    clock.now += 1
+    assert (meter.is_resumed(), meter.is_resumed()) == (True, False)
+    assert meter.format_resumption("reshard") == "reshard: resuming, 3.0 MB of 4.0 MB are there\n"
+
+
+def test_verify_and_digest_say_phase_share_and_file(monkeypatch, say, tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from shardctl.report import meter
+
+    monkeypatch.setattr(progress, "_TICK", 0.001)
+    monkeypatch.setattr(meter, "_BREATH", 0.0)
+    save_file({f"w{i}": np.full((200_000,), i, np.float32) for i in range(40)}, tmp_path / "model.safetensors")
+    for arguments, begin in ((["verify", "--level", "full"], "verify: content, "), (["digest"], "digest: ")):
+        said = say(*arguments, tmp_path, "--threads", "1")
+        assert said.code == 0
+        lines = [line for line in said.err.splitlines() if line.startswith(begin) and "%" in line]
+        assert lines, arguments
+        assert all(" of 32.0 MB (" in line and "model.safetensors" in line for line in lines)
+
+
 def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
     monkeypatch.setattr(progress, "_TICK", 0.01)
     monkeypatch.setattr("shardctl.report.meter._BREATH", 0.0)

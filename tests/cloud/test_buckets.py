@@ -10,7 +10,6 @@ import pytest
 from cloud_models import held, llama, on_disk, put, unfinished
 
 from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
-from shardctl.execute.progress import SilentProgress
 from shardctl.execute.replacement import replaced_by
 from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
@@ -25,6 +24,7 @@ from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+from shardctl.workers import NullWatcher
 
 TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=2)
 
@@ -136,10 +136,10 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
-class Told(SilentProgress):
+class Told(NullWatcher):
     """Which files were done, of how many."""
 
-    def begin(self, total_bytes, files):  # noqa: ARG002 - the protocol has it
+    def begin(self, total_bytes, files=0, phase=""):  # noqa: ARG002 - the protocol has it
         self.count, self.files = files, []
 
     def file_done(self, path):

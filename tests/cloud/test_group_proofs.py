@@ -8,10 +8,9 @@ from shardctl.box import Box
 from shardctl.conversion.bucket_output import ShareSender
 from shardctl.dtype import BY_NAME
 from shardctl.execute.part import WorkerPart, encode_part, parse_part
-from shardctl.execute.progress import SilentProgress
 from shardctl.manifest import Chunk, Region
 from shardctl.storage import FileStat
-from shardctl.workers import StopRequest
+from shardctl.workers import NullWatcher, StopRequest
 
 U8 = BY_NAME["U8"]
 COPY = SimpleNamespace(reads=(Chunk(Box.whole((100,)), U8, Region("a.safetensors", 0, (1,)), "w"),))
@@ -25,7 +24,7 @@ def sender(monkeypatch, proved, *, promised, allow=False):
     work = SimpleNamespace(checkpoint=checkpoint, plan=SimpleNamespace(copies=(COPY,)))
     monkeypatch.setattr(ShareSender, "_sent", lambda *_: "sent again")
     uploads = SimpleNamespace(group=lambda _: part)
-    made = ShareSender(work, {}, None, uploads, SilentProgress(), StopRequest(), False)
+    made = ShareSender(work, {}, None, uploads, NullWatcher(), StopRequest(), False)
     made._progress.open(100, 1)
     return made
 

@@ -31,6 +31,7 @@ from shardctl.libraries.catalogue import FORMATS, LAYOUTS
 from shardctl.libraries.registry import detect_format
 from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
+from shardctl.workers import NullWatcher
 
 DAMAGES = {
     "cut in half": lambda data: data[: len(data) // 2],
@@ -278,17 +279,11 @@ def _damaged(folder, tmp_path, shardctl, sample, harm, only=lambda _: True):
         path.write_bytes(sound)
 
 
-class InterruptingProgress:
+class InterruptingProgress(NullWatcher):
     """Presses Ctrl-C when the first bytes are in place, and goes on when it was heard."""
 
     def __init__(self):
         self.done = False
-
-    def begin(self, total_bytes, files):
-        """Ignore."""
-
-    def file_done(self, path):
-        """Ignore."""
 
     def advance(self, nbytes, *, kept=False):
         """Interrupt once; headers are written by the thread that started everything, tensors by others."""

@@ -21,6 +21,7 @@ from shardctl.verify.forward.team import ProcessTeam
 from shardctl.verify.machine_trouble import tell_machine_errors
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks
 from shardctl.verify.worker_process import build_environment
+from shardctl.workers import NullWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +119,8 @@ def compare_by_processes(
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     with TemporaryDirectory(prefix="shardctl-forward-") as folder:
-        work = partial(_compute_on_rank, proved, right, options, folder)
+        options.watcher.begin(0, phase=f"forward in {mesh.world} processes")
+        work = partial(_compute_on_rank, proved, right, replace(options, watcher=NullWatcher()), folder)
         start: Start = "spawn" if is_cuda_device(options.device) else "forkserver"
         try:
             results = run_ranks(work, mesh.world, start=start, environment=environment, idle=_IDLE, silence=_SILENCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +25,14 @@ from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_exp
 from shardctl.verify.forward.team import ProcessTeam, RankTeam
 from shardctl.verify.forward.tolerance import MeasuredRounding, choose_tolerance, measure_distance
 from shardctl.verify.forward.verdict import count_flips, judge_result, select_output
+from shardctl.workers import NullWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models import Model
     from shardctl.verify.forward.weights import ModelWeights
+    from shardctl.workers import ProgressWatcher
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -56,6 +58,8 @@ class ForwardOptions:
     """Ranks have a process of their own if there are at most so many; else all are run in this one."""
     limit: int = _LIMIT
     """Bytes of one weight that are held at once."""
+    watcher: ProgressWatcher = field(default_factory=NullWatcher, compare=False)
+    """Is told which part of the model runs."""
 
 
 def compare_in_process(
@@ -100,6 +104,7 @@ class ForwardComparison:
         model = executor.skeleton.model
         inputs = build_inputs(model, self.options.device)
         self._prepare(executor, source, shards)
+        self.options.watcher.begin(0, phase="forward")
         with record_chosen_experts(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
         self._say(*count_idle_experts(model, seen))
@@ -151,7 +156,8 @@ class ForwardComparison:
         model = build_bare_model(kind, config or self.config, wanted)
         skeleton = ModelSkeleton.of(model, self.options.device)
         precision = ComputePrecision(self.options.device, wanted, self.options.limit)
-        return ModelExecutor(skeleton, WeightConversion(model), precision, self.team)
+        watcher = self.options.watcher
+        return ModelExecutor(skeleton, WeightConversion(model), precision, self.team, watcher=watcher)
 
     def _free(self, executor: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights) -> Torch | None:
         """Return the output of the shards by themselves, each part fed what the one before it gave."""

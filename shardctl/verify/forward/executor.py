@@ -19,6 +19,7 @@ from shardctl.verify.forward.stacks import ExpertStack, is_stack
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.tolerance import has_nan, measure_distance
 from shardctl.verify.machine_trouble import raise_machine_error
+from shardctl.workers import NullWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.rank_runner import RankRunner
     from shardctl.verify.forward.skeleton import ModelSkeleton, ModelUnit, TensorSlot
     from shardctl.verify.forward.weights import ModelWeights
+    from shardctl.workers import ProgressWatcher
 
 Torch = Any
 
@@ -73,6 +75,8 @@ class ModelExecutor:
     """The parts that ran."""
     unstable: dict[str, None] = field(default_factory=dict)
     """The kernels that ran and do not give the same bits each time."""
+    watcher: ProgressWatcher = field(default_factory=NullWatcher)
+    """Is told which part runs."""
     _assembled: set[TensorSlot] = field(default_factory=set)
     """Weights that must be whole because code reaches for them."""
     _resident: bool = False
@@ -161,6 +165,7 @@ class ModelExecutor:
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             self.reached.add(unit.name)
+            self.watcher.work_on(unit.name)
             if weights is not self.source:
                 if self.ranks is not None and unit.name not in self.ranks.joined:
                     return self.ranks.run_here(unit, args, kwargs)
