@@ -33,6 +33,7 @@ REFERENCE: Final = "h100-80gb"
 _UPDATED: Final = 30
 """Bytes that Adam moves per parameter: gradient, master and both moments read (16), the last three and the computing
 copy written (14)."""
+_OFFLOADED: Final = "states moved to the host and back"
 _AMONG_EXPERTS: Final = (*EXPERT_AXES, EXPERT_FSDP, "replica")
 _FOLLOWED: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp",), "ep": ()}
 """The axes of experts that are cut as all else is."""
@@ -161,10 +162,14 @@ class _StagePacer:
             holding.elements(expert=expert, trainable=True) // (plan.among(expert=expert) if work.zero else 1)
             for expert in (False, True)
         )
-        moved = _UPDATED * updated
-        shares.append(
-            TimeShare("update", moved / (self.device.memory_bandwidth * self.pace.memory), "30 P / bandwidth", moved)
-        )
+        if plan.offloaded:
+            away = (plan.gradient.unit_bytes + plan.compute.unit_bytes) * updated
+            formula = "gradients out and parameters back by PCIe; the host's own update is not counted"
+            shares.append(TimeShare(_OFFLOADED, away / (self.device.pcie * self.pace.links), formula, away))
+        else:
+            moved = _UPDATED * updated
+            seconds = moved / (self.device.memory_bandwidth * self.pace.memory)
+            shares.append(TimeShare("update", seconds, "30 P / bandwidth", moved))
         return _merge_shares(shares)
 
     def exposed(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:

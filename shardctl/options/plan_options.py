@@ -196,7 +196,8 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Forward passes per optimizer step. Default: the number of stages.",
+            "Forward passes per optimizer step of each data-parallel rank. Default: the number of stages; with "
+            "--search, as many as give all meshes equal steps.",
             metavar="N",
             least=1,
         ),

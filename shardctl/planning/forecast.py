@@ -9,7 +9,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.estimate.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
 from shardctl.estimate.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
-from shardctl.estimate.cost import REFERENCE
+from shardctl.estimate.cost import REFERENCE, MeshCost, price_mesh
 from shardctl.estimate.devices import get_device
 from shardctl.estimate.forecast import estimate_ranks
 from shardctl.estimate.heaviest import HeaviestRanks
@@ -70,6 +70,8 @@ class WorkloadEstimate:
     """The operations per second of the device that `list_link_needs` keep busy."""
     nodes: Mapping[Tier, MemorySum] = field(default_factory=dict)
     """By tier what the ranks of that node offload which offloads most."""
+    cost: MeshCost | None = None
+    """What the mesh takes for a step or a token; None where the speed of its devices or the model is not known."""
 
 
 BUSY: Final = 0.9
@@ -116,6 +118,9 @@ def estimate_workload(
     # Of a model whose layers nobody knows, only the weights are counted.
     partial = seen.estimate.partial or work is None
     seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))
+    if about.anatomy is not None and work is not None and not partial and plan_options.device.timed:
+        cost = price_mesh(about.anatomy, seen.estimate, mesh, work, plan_options.device, dtype=about.dtype)
+        seen = replace(seen, cost=cost)
     if not isinstance(work, ServingWorkload) or about.anatomy is None:
         return seen
     context, batch = (

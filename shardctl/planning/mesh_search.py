@@ -30,6 +30,7 @@ from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.planning.forecast import apply_calibration, calibrate_from_log, estimate_needs
+from shardctl.planning.settings_search import SettingsCandidate, search_settings
 from shardctl.planning.workload import plan_workload
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class MeshExploration:
     """In training, the sequences of one optimizer step, which are the same for every mesh."""
     calibration: FittedCalibration | None = None
     """What measured peaks made of the estimates."""
+    settings: tuple[SettingsCandidate, ...] = ()
+    """Where nothing fits, settings with which something would, the cheapest first."""
+    recomputed: MeshCandidate | None = None
+    """Where no settings are enough either, the fewest devices that fit if all activations were recomputed."""
 
     def compared(self, plan_options: PlanOptions, mesh: Mesh) -> PlanOptions:
         """Return the options as `mesh` was compared for: in training with as many microbatches as equal steps take."""
@@ -98,7 +103,8 @@ class MeshExplorer:
         """Return what a mesh does: in training, meshes of as many ranks take as many sequences a step."""
         if not isinstance(self.work, TrainingWorkload):
             return self.work
-        return set_equal_tokens(self.work, mesh, count_step_sequences(self.work, mesh.world))
+        sequences = count_step_sequences(self.work, mesh.world)
+        return self.work if sequences is None else set_equal_tokens(self.work, mesh, sequences)
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
         """Return what the heaviest rank of each stage needs."""
@@ -185,6 +191,11 @@ class MeshExplorer:
 
         return passing
 
+    def build_checks(self) -> QuickChecks:
+        """Build what rules meshes out before all their ranks are estimated."""
+        floor = self.floor(self.once(expert=False), self.once(expert=True))
+        return QuickChecks(self.glances, floor, self.passing(floor))
+
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
         """Return what a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
@@ -206,26 +217,46 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         explorer = replace(
             explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), plan_options.calibration)
         )
-    law, space = explorer.law(), explorer.space()
+    space = explorer.space()
     budget = plan_options.device.usable_bytes if plan_options.device is not None else None
     fewest, quick = None, QuickChecks()
     if budget is not None:
-        dense, expert = explorer.once(expert=False), explorer.once(expert=True)
-        floor = explorer.floor(dense, expert)
-        quick = QuickChecks(explorer.glances, floor, explorer.passing(floor))
-        fewest = find_fewest_devices(
-            law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
-        )
+        fewest, quick = _find_fewest(explorer, budget)
     devices = plan_options.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
-    pricer = explorer.price if work is not None else None
-    # In serving the heaviest stage, which rejections name, may be any, and is found soon.
-    found = search_meshes(
-        devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=None if space.stored else quick
-    )
+
+    def search(one: MeshExplorer, quick: QuickChecks | None) -> SearchResult:
+        pricer = one.price if one.work is not None else None
+        # In serving the heaviest stage, which rejections name, may be any, and is found soon.
+        checks = None if space.stored else quick
+        return search_meshes(devices, one.law(), one.estimate, pricer, space=one.space(), budget=budget, quick=checks)
+
+    found = search(explorer, quick)
     step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
-    return MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
+    made = MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
+    if budget is None or found.ranked or work is None:
+        return made
+    settings = search_settings(explorer, lambda one: search(one, one.build_checks()))
+    if settings or not isinstance(work, TrainingWorkload) or work.recompute == "full":
+        return replace(made, settings=settings)
+    leaner = replace(explorer, work=replace(work, recompute="full"), known={})
+    few, _ = _find_fewest(leaner, budget)
+    return replace(made, recomputed=few[1] if few else None)
 
 
-def count_step_sequences(work: TrainingWorkload, devices: int) -> int:
-    """Count the sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
-    return devices * work.micro_batch * (work.microbatches or 1)
+def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[tuple[int, MeshCandidate] | None, QuickChecks]:
+    """Find the fewest devices on which some mesh fits; with the checks that ruled others out."""
+    dense, expert = explorer.once(expert=False), explorer.once(expert=True)
+    quick = explorer.build_checks()
+    space = explorer.space()
+    found = find_fewest_devices(
+        explorer.law(), explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
+    )
+    return found, quick
+
+
+def count_step_sequences(work: TrainingWorkload, devices: int) -> int | None:
+    """Count the sequences of one optimizer step on `devices`: as many for each as if all were data-parallel.
+
+    None where somebody says how many microbatches each data-parallel rank takes: then meshes have steps of their own.
+    """
+    return devices * work.micro_batch if work.microbatches is None else None

@@ -59,6 +59,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "purpose": _build_purpose(result.forecast),
         "device": _build_device(result.forecast),
         "verdict": _build_verdict(result.forecast),
+        "cost": _build_cost(result.forecast.cost) if result.forecast.cost else None,
         "offload": _build_offload(result.forecast),
         "strategies": [_build_strategy(one) for one in result.forecast.strategies],
         "calibration": _build_calibration(result.forecast.calibration) if result.forecast.calibration else None,
@@ -224,6 +225,18 @@ def _build_search(explored: MeshExploration) -> Document:
             {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected
         ],
         "fewest": _build_candidate(fewest) if fewest else None,
+        "settings": [
+            {
+                "options": one.options,
+                "changes": [change.change for change in one.changes],
+                "exact": one.exact,
+                "timed": one.timed,
+                "host_bytes": one.host_bytes,
+            }
+            | _build_candidate(one.candidate)
+            for one in explored.settings
+        ],
+        "recomputed": _build_candidate(explored.recomputed) if explored.recomputed else None,
     }
 
 

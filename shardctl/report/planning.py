@@ -15,7 +15,7 @@ from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import BUSY
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
-from shardctl.report.search_table import render_ranking
+from shardctl.report.search_table import format_cost, render_ranking
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> l
     parts.append(render_line(format_plan_verdict(planned), _STYLES[seen.estimate.fits]))
     if isinstance(seen.work, TrainingWorkload):
         parts.append(render_line(format_counters(seen.estimate.binding)))
+    if seen.cost is not None:
+        parts.append(render_line(format_cost(seen.cost, training=isinstance(seen.work, TrainingWorkload))))
     parts += [render_line(text) for text in list_offload_lines(seen)]
     if seen.estimate.partial:
         parts.append(render_line(f"activations are not modelled: {seen.unmodelled}", "dim"))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.cost import MeshCost
     from shardctl.estimate.search import MeshCandidate, MeshRejection
     from shardctl.planning.mesh_search import MeshExploration
+    from shardctl.planning.settings_search import SettingsCandidate
 
 _RANKED: Final = 8
 _REJECTED: Final = 6
@@ -43,6 +44,7 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
             parts.append(render_line(f"  and {len(found.ranked) - most} more", "dim"))
     else:
         parts.append(render_line(f"no mesh of {format_plural(found.devices, 'device')} fits", "bold red"))
+        parts += _render_settings(explored)
     if explored.fewest is not None and explored.fewest.mesh.world != found.devices:
         few = explored.fewest
         one = few.mesh.world == 1
@@ -54,6 +56,34 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
         parts.append(render_line(f"not possible, or too large: {len(found.rejected):,}"))
         parts.append(render_table([(one.what, one.reason) for one in shown], indent=2))
     return parts
+
+
+def _render_settings(explored: MeshExploration) -> list[RenderableType]:
+    """Render the settings with which something would fit, each with its cheapest mesh; or how many devices would."""
+    few = explored.recomputed
+    if few is not None:
+        text = f"nor with the settings that were tried; --recompute full fits {few.mesh.world:,} devices, as {few.mesh}"
+        return [render_line(text)]
+    if not explored.settings:
+        return []
+    head = f"what would make it fit on {format_plural(explored.found.devices, 'device')}, the cheapest first (modelled)"
+    rows = [(one.options, *build_candidate_row(one.candidate)[:-1], _format_remarks(one)) for one in explored.settings]
+    table = render_table([("add", *_HEAD[:-1], ""), *rows], right=frozenset({2, 3, 4, 5}), indent=2)
+    return [render_line(head, "bold"), table]
+
+
+def _format_remarks(one: SettingsCandidate) -> str:
+    other = [] if one.exact else ["computes other numbers"]
+    away = f"{format_memory_size(one.host_bytes)} a rank on the host, whose update is not timed"
+    return ", ".join([*other, *([] if one.timed else [away])])
+
+
+def format_cost(cost: MeshCost, *, training: bool) -> str:
+    """Format the time of one mesh, and what it is spent on."""
+    what = "a step" if training else "a token of every sequence"
+    rate = cost.tokens / cost.seconds / cost.ranks if cost.seconds else 0.0
+    of = f"{rate:,.0f} tokens a second and device on {cost.device} (modelled)"
+    return f"time: {_format_time(cost.seconds)} for {what}, {of}: {_format_shares(cost)}"
 
 
 def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence[MeshRejection]:
