@@ -86,6 +86,11 @@ class MeshExplorer:
     calibration: FittedCalibration | None = None
     """What measured peaks make of estimates."""
 
+    def with_settings(self, about: EstimatedModel, work: ServingWorkload | TrainingWorkload) -> MeshExplorer:
+        """Return the explorer of the model as it would be, and of other work."""
+        heaviest = self.heaviest if about is self.about else HeaviestRanks(about.inventory)
+        return replace(self, about=about, work=work, heaviest=heaviest, known={})
+
     def law(self) -> AllowedDegrees:
         """Return which degrees the model allows."""
         return AllowedDegrees(
@@ -235,10 +240,15 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
     made = MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
     if budget is None or found.ranked or work is None:
         return made
-    settings = search_settings(explorer, lambda one: search(one, one.build_checks()))
+
+    def search_with(model: EstimatedModel, changed: ServingWorkload | TrainingWorkload) -> SearchResult:
+        other = explorer.with_settings(model, changed)
+        return search(other, other.build_checks())
+
+    settings = search_settings(about, work, search_with)
     if settings or not isinstance(work, TrainingWorkload) or work.recompute == "full":
         return replace(made, settings=settings)
-    leaner = replace(explorer, work=replace(work, recompute="full"), known={})
+    leaner = explorer.with_settings(about, replace(work, recompute="full"))
     few, _ = _find_fewest(leaner, budget)
     return replace(made, recomputed=few[1] if few else None)
 

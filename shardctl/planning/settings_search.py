@@ -7,16 +7,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UsageError
-from shardctl.estimate.heaviest import HeaviestRanks
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardctl.estimate.search import MeshCandidate, SearchResult
-    from shardctl.planning.mesh_search import MeshExplorer
+    from shardctl.planning.estimated_model import EstimatedModel
 
-    Searching = Callable[[MeshExplorer], SearchResult]
+    Workload = ServingWorkload | TrainingWorkload
+    Searching = Callable[[EstimatedModel, Workload], SearchResult]
 
 MOST_FOUND: Final = 5
 """Settings after which the search ends."""
@@ -73,18 +73,21 @@ class SettingsCandidate:
         return all(one.timed for one in self.changes)
 
 
-def search_settings(explorer: MeshExplorer, search: Searching) -> tuple[SettingsCandidate, ...]:
+def search_settings(about: EstimatedModel, work: Workload, search: Searching) -> tuple[SettingsCandidate, ...]:
     """Find what would make some mesh fit, the cheapest in device-seconds per token first.
 
-    `search` compares all meshes for an explorer with other settings. Settings that need another which was enough by
-    itself are left out.
+    `search` compares all meshes for a model and its work. Settings that need another which was enough by itself are
+    left out.
     """
     found: list[SettingsCandidate] = []
-    for changes in _list_combinations(explorer.work)[:MOST_TRIED]:
+    for changes in _list_combinations(work)[:MOST_TRIED]:
         if any(set(one.changes) <= set(changes) for one in found):
             continue
+        model, changed = about, work
         try:
-            ranked = search(apply_changes(explorer, changes)).ranked
+            for one in changes:
+                model, changed = model.if_quantised(one.dtype), replace(changed, **dict(one.values))
+            ranked = search(model, changed).ranked
         except UsageError:
             continue
         if ranked:
@@ -94,37 +97,23 @@ def search_settings(explorer: MeshExplorer, search: Searching) -> tuple[Settings
     return tuple(sorted(found, key=_get_price))
 
 
-def apply_changes(explorer: MeshExplorer, changes: tuple[SettingChange, ...]) -> MeshExplorer:
-    """Return the explorer of the same model with other settings.
-
-    Raises UsageError for a type that its weights cannot have.
-    """
-    about, work = explorer.about, explorer.work
-    for one in changes:
-        about = about.if_quantised(one.dtype)
-        if work is not None:
-            work = replace(work, **dict(one.values))
-    heaviest = explorer.heaviest if about is explorer.about else HeaviestRanks(about.inventory)
-    return replace(explorer, about=about, work=work, heaviest=heaviest, known={})
-
-
 def _get_price(one: SettingsCandidate) -> tuple[bool, float]:
     """Return what settings are ordered by: those of which the time is not counted whole come last."""
     return not one.timed, one.candidate.cost.score if one.candidate.cost is not None else 0.0
 
 
-def _list_combinations(work: ServingWorkload | TrainingWorkload | None) -> list[tuple[SettingChange, ...]]:
+def _list_combinations(work: Workload) -> list[tuple[SettingChange, ...]]:
     """List the combinations of changes, of each sort one at most, the mildest first."""
     sorts = [[None, *some] for some in _list_sorts(work)]
     every = [tuple(one for one in some if one is not None) for some in product(*sorts)]
     return sorted(filter(None, every), key=lambda some: (sum(one.cost for one in some), len(some)))
 
 
-def _list_sorts(work: ServingWorkload | TrainingWorkload | None) -> Iterator[list[SettingChange]]:
+def _list_sorts(work: Workload) -> Iterator[list[SettingChange]]:
     """List by sort what can be changed."""
     if isinstance(work, TrainingWorkload):
         yield from _list_training_sorts(work)
-    elif isinstance(work, ServingWorkload):
+    else:
         yield from _list_serving_sorts(work)
 
 
