@@ -120,8 +120,11 @@ def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Ite
         for name, layer in places.inside.items():
             sizes[layer] += tensors[name].size
         largest = max(places.towers, key=lambda tower: sum(sizes[tower.first : tower.last + 1]))
-        held = largest.numbers[-1] + 1
-        if not declared <= held <= declared + (get_count(config, PREDICTING_KEYS) or 0):
+        held, others = largest.numbers[-1] + 1, {tower.numbers[-1] + 1 for tower in places.towers}
+        parts = [part for part in (checkpoint.config or {}).values() if isinstance(part, dict)]
+        # The largest may be another than the text model that is asked for (Musicgen), with a config of its own.
+        elsewhere = declared in others and held in {get_count(part, LAYER_KEYS) for part in parts}
+        if not elsewhere and not declared <= held <= declared + (get_count(config, PREDICTING_KEYS) or 0):
             yield (
                 f"config.json declares {declared} layers, but the files hold {held} of "
                 f"{largest.patterns[0].removesuffix('.*')}"

@@ -120,6 +120,13 @@ class TestPairs:
         assert not cut
         assert uncut["q_proj"].startswith(f"what {extra.removesuffix('.weight')} ")
 
+    def test_pooling_by_multihead_attention_is_whole(self):
+        shapes = {"head.attention.in_proj_weight": (96, 32), "head.attention.in_proj_bias": (96,)}
+        output = {"head.attention.out_proj.weight": (32, 32), "head.attention.out_proj.bias": (32,)}
+        cut, uncut = find_cut({**shapes, **output}, {**HEADS, "num_key_value_heads": 4})
+        assert not cut
+        assert uncut["in_proj_weight"].startswith("nn.MultiheadAttention")
+
     def test_columns_that_do_not_fit(self):
         shapes = {f"{LAYER}.mlp.gate_proj.weight": (48, 32), f"{LAYER}.mlp.up_proj.weight": (40, 32)}
         cut, uncut = find_cut({**shapes, f"{LAYER}.mlp.down_proj.weight": (32, 48)})

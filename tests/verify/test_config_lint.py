@@ -89,6 +89,14 @@ def test_tokens_without_a_row_are_named(tmp_path):
     assert any(message.startswith(f"tokenizer.json has token {rows}") for message in found)
 
 
+@pytest.mark.parametrize(("layers", "said"), [(2, ()), (1, ("config.json declares 2 layers, but the files hold 4",))])
+def test_another_tower_may_be_larger_and_have_more_layers_if_its_config_says_so(tmp_path, layers, said):
+    config = {"model_type": "nobody", "text_config": {"num_hidden_layers": 2}, "encoder": {"num_layers": 4}}
+    tower = {f"encoder.block.{n}.up.weight": torch.zeros(32, 32) for n in range(4)}
+    found = list_config_findings(write(tmp_path / "model", config, unknown(layers) | tower))
+    assert [message.partition(" of ")[0] for message in found] == list(said)
+
+
 def test_a_tokenizer_larger_than_configs_may_be_is_looked_at(tmp_path):
     config = get_config("llama")
     rows = config["vocab_size"]

@@ -150,6 +150,8 @@ class CircuitCutter:
 
     def _cut_fused(self, circuit: FusedAttentionCircuit) -> dict[str, TensorRule]:
         fused, o = circuit.fused, circuit.output
+        if fused.path.rpartition(".")[2] == "in_proj_weight":
+            raise UncutCircuitError("nn.MultiheadAttention, which computes with its weights without calling a linear")
         if not fused.is_matrix:
             raise UncutCircuitError("queries, keys and values in one array that is no matrix")
         transposed = _has_inputs_for_rows(fused)
