@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
 from shardctl.models.describe import find_family
-from shardctl.models.families import load_family
-from shardctl.models.inner_kinds import ROPES, assume_inner_values, list_flat_families, name_plain_kind
+from shardctl.models.inner_kinds import (
+    ROPES,
+    assume_inner_values,
+    find_inner_family,
+    list_flat_families,
+    name_plain_kind,
+)
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
 
@@ -120,7 +125,7 @@ def _find_text_model(config: Mapping[str, Any], stored: Manifest) -> tuple[Famil
     if outer is not None and outer[0].text is not None:
         inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
         inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
-    family = load_family(name_plain_kind(inner))
+    family = find_inner_family(inner)
     if family is not None:
         return family, inner
     flat = list_flat_families(config)

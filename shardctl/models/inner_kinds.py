@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.config import ModelConfig
-from shardctl.models.families import load_families
+from shardctl.models.families import load_families, load_family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,21 @@ def list_flat_families(config: Mapping[str, object]) -> list[Family]:
     """
     architecture = ModelConfig(config).architecture()
     return [family for family in load_families() if architecture in family.outer_classes] if architecture else []
+
+
+def find_inner_family(inner: Mapping[str, object]) -> Family | None:
+    """Find the family of a text model inside another, by its `model_type`, else by its class; None for no text model.
+
+    DeepSeek-OCR and the smaller DeepSeek-VL2 call theirs V2, and say that its attention is not latent.
+
+    >>> find_inner_family({"architectures": ["DeepseekV2ForCausalLM"], "use_mla": False}).name
+    'deepseek'
+    """
+    if inner.get("use_mla") is False:
+        return load_family("deepseek")
+    family = load_family(str(inner.get("model_type", ""))) or load_family(name_plain_kind(inner))
+    named = "" if family is not None else ModelConfig(inner).architecture()
+    return family or next((each for each in load_families() if named and named in each.classes), None)
 
 
 def name_plain_kind(inner: Mapping[str, object]) -> str:

@@ -14,10 +14,9 @@ from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Manifest
 from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
-from shardctl.models.families import load_family
 from shardctl.models.family import ModelClass
 from shardctl.models.inner_adapters import add_inner_adapters, list_inner_adapters
-from shardctl.models.inner_kinds import assume_inner_values, list_flat_families, name_plain_kind
+from shardctl.models.inner_kinds import assume_inner_values, find_inner_family, list_flat_families
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.table import build_model
@@ -79,7 +78,7 @@ def has_text_half(config: Mapping[str, object]) -> bool:
 def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
     for inner in list_text_configs(config):
-        family = load_family(str(inner.get("model_type", ""))) or load_family(name_plain_kind(inner))
+        family = find_inner_family(inner)
         if family is not None and "lm" in next(iter(family.classes.values())).parts.split():
             yield family, inner
     for family in list_flat_families(config):

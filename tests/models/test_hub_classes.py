@@ -140,3 +140,15 @@ def test_gemma4s_assistants_have_the_tensors_of_transformers_class(name, monkeyp
     assert model.state() == state(real)
     assert {tie: t.name for t in model.own() for tie in t.ties} == real.all_tied_weights_keys
     assert all(layer.attention.borrowed for layer in build_anatomy(hub_config(name)).layers)
+
+
+def test_deepseek_1_is_the_text_model_of_transformers_deepseek_ocr_2():
+    """That has no class with a head; DeepSeek-OCR and the smaller DeepSeek-VL2 have the same inside."""
+    config = hub_config("deepseek")
+    kinds = {"mlp_layer_types": ["dense", "sparse"], "architectures": ["DeepseekOcr2TextModel"]}
+    kind = transformers.models.deepseek_ocr2.DeepseekOcr2TextModel
+    with torch.device("meta"):
+        theirs = state(kind(kind.config_class.from_dict({**config, **kinds})))
+    names = {f"model.{name}": shape for name, shape in theirs.items()}
+    assert describe_model(config).state() == names | {"lm_head.weight": (96, 32)}
+    assert [layer.attention.kind for layer in build_anatomy(config).layers] == ["full", "full"]

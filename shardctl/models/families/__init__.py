@@ -25,7 +25,7 @@ FAMILY_FILES: Final = {
     "clip": ("clip", "clip_text_model", "clip_vision_model", "siglip"),
     "cohere": ("cohere", "cohere2"),
     "deberta": ("deberta-v2",),
-    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    "deepseek": ("deepseek", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     "deepseek_sparse": ("deepseek_v32", "glm_moe_dsa"),
     "deepseek_v4": ("deepseek_v4",),
     "distilbert": ("distilbert",),

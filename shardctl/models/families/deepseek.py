@@ -1,12 +1,13 @@
-"""Describes DeepSeek-V2 and V3 and GLM-4.7-Flash (latent attention) and GLM-4.5: experts after dense layers.
+"""Describes DeepSeek 1, V2 and V3, GLM-4.5 and GLM-4.7-Flash: experts after dense layers, and often latent attention.
 
 Names and shapes follow the Hub (`models/deepseek_v3/modeling_deepseek_v3.py`, and its namesakes `deepseek_v2`,
-`glm4_moe` and `glm4_moe_lite`). All but V2 have layers after the last that predict further tokens; the Hub has them,
-and transformers leaves them out.
+`glm4_moe` and `glm4_moe_lite`; of DeepSeek 1, vLLM's `deepseek_v2.py`). V3 and GLM have layers after the last that
+predict further tokens; the Hub has them, and transformers leaves them out.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import (
@@ -54,7 +55,10 @@ _SHARED_BIASES: Final = (
 )
 BIASED_SHARED: Final = tuple(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair)
 BALANCED_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, BALANCE, *_SHARED)
+_BUFFERED_BALANCE: Final = replace(BALANCE, dtype="", buffer="F32")
+"""Only DeepSeek-VL2's largest has it, among those of V2."""
 _V3_LAYER: Final = (*LATENT, *BALANCED_EXPERTS, *NORMS)
+_V1_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, _BUFFERED_BALANCE, *_SHARED)
 _GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *BALANCED_EXPERTS, *NORMS)
 _NEXT: Final = ".layers.{next}"
 _ENDS: Final = {
@@ -91,6 +95,11 @@ def _build_v2_facts(config: ModelConfig) -> FamilyFacts:
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 0), following=0)
 
 
+def _build_v1_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_decoder_facts(config, qkv_bias=config.switch("attention_bias", default=False))
+    return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 0), following=0)
+
+
 def _build_v3_facts(config: ModelConfig) -> FamilyFacts:
     facts = build_latent_facts(config, mlp_bias=False)
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 3), following=1)
@@ -112,7 +121,30 @@ def _build_glm4_moe_facts(config: ModelConfig) -> FamilyFacts:
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 1), following=1)
 
 
+_V2_NAMES: Final = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+_V2_SIZES: Final = {
+    **assume_sizes(102400, 4096, 11008, 32, 32),
+    "moe_intermediate_size": 1407,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+}
 _NAMES: Final = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+DEEPSEEK: Final = Family(
+    name="deepseek",
+    rows=(*EMBEDDING, *QKVO, *_V1_EXPERTS, *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_v1_facts,
+    classes={"DeepseekForCausalLM": ModelClass("model", "lm")},
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    aliases=_V2_NAMES,
+    assumed=_V2_SIZES,
+    inner_kinds={
+        "deepseek_ocr2_text": {},
+        "unlimited_ocr_text": {**assume_sizes(129280, 1280, 6848, 12, 10), "moe_intermediate_size": 896},
+    },
+)
+"""DeepSeek-MoE, and the text models of DeepSeek-OCR and the smaller DeepSeek-VL2, whose configs call them V2."""
 DEEPSEEK_V2: Final = Family(
     name="deepseek_v2",
     rows=(
@@ -121,6 +153,7 @@ DEEPSEEK_V2: Final = Family(
         *add_condition(GATED, "!moe"),
         *build_expert_rows(),
         ROUTER,
+        _BUFFERED_BALANCE,
         *BIASED_SHARED,
         *NORMS,
         *LAST_NORM,
@@ -135,13 +168,8 @@ DEEPSEEK_V2: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
-    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    assumed={
-        **assume_sizes(102400, 4096, 11008, 32, 32),
-        "moe_intermediate_size": 1407,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-    },
+    aliases=_V2_NAMES,
+    assumed=_V2_SIZES,
 )
 DEEPSEEK_V3: Final = Family(
     name="deepseek_v3",
