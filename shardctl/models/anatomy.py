@@ -350,7 +350,8 @@ class _AnatomyReader:
         mlp = next((n for n in ("ffn", "dffn", *(() if experts else ("sffn",))) if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]
-        whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]
+        states = {named.known("hidden"), named.known("streams")}
+        whole = [row for row in norms if row.dims.split()[-1] in states]
         self.norm = self.norm_kind(whole, rows)
         mixed = named.known("inner")  # a recurrent mixer beside attention has a norm of its own
         heads = attention is not None and not attention.latent
@@ -453,7 +454,7 @@ def _add_indexer(attention: LayerAttention, named: RowDims, *, packed: bool = Tr
         return chosen
     width = named.size("index")
     indexer = LayerIndexer(named.size("index_heads"), width)
-    cache = _build_indexer_cache(width, named.size("pool") if named.has("pool") else 1)
+    cache = _build_indexer_cache(width, named.size("pool") if named.known("pool") else 1)
     return replace(chosen, indexer=indexer, besides=(cache if packed else replace(cache, packed=0),))
 
 

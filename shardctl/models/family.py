@@ -134,6 +134,8 @@ class FusedArray:
     several names give is joined along the first dim of the parts."""
     transposed: bool = False
     """Whether it is the one part with its last two dims swapped, perhaps of the same name: then the shape tells."""
+    joined: bool = False
+    """Whether parts that are counted lie behind each other along their first dim, instead of in a stack."""
 
     @property
     def stacked(self) -> str:

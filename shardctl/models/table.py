@@ -255,6 +255,8 @@ class _ModelBuilder:
             shapes = tuple(self.tensors[name].shape for name in groups[0])
             if fused.transposed:
                 places = transpose_tensor(shapes[0])
+            elif fused.joined:
+                places = join_tensors(shapes * len(groups))
             else:
                 places = stack_tensors(shapes, len(groups)) if index else join_tensors(shapes)
             names = tuple(name for group in groups for name in group)

@@ -22,6 +22,7 @@ _WHOLE: Final = (
     "attention",
     "indexed_attention",
     "deepseek_sparse_attention",
+    "qwen_sparse_attention",
     "minimax_m3_sparse",
     "linear_attention",
     "mamba",

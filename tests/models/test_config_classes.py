@@ -16,6 +16,8 @@ from shardctl.models import describe_model
 from shardctl.models.anatomy import build_anatomy
 from shardctl.options import SourceOptions
 
+UNBUILDABLE = ("qwen4_exp", "qwen4_exp_text")
+"""Of whose default configs transformers 5.23 can build nothing."""
 WHATEVER = {"architectures", "model_type", "transformers_version", "dtype", "torch_dtype"}
 """What no config class has a default for."""
 
@@ -79,7 +81,9 @@ def test_any_key_may_be_absent(name):
     assert sum(check_reading(changed(config, path, drop=True)) for path in keys_of(config)) > 3
 
 
-@pytest.mark.parametrize("name", [name for name in FIXTURES if config_class(name).sub_configs])
+@pytest.mark.parametrize(
+    "name", [name for name in FIXTURES if name not in UNBUILDABLE and config_class(name).sub_configs]
+)
 def test_a_config_within_a_config_may_be_null(name):
     config = fixture(name)
     for key in ("text_config", "vision_config"):
@@ -115,8 +119,9 @@ def test_the_default_config_says_the_same_whole_and_sparse(family):
     found = describe_model(whole).state()
     assert describe_model(sparse).state() == found
     assert describe_model({"model_type": family.name}).state() == found
-    # By default, transformers 5.23 cannot compute the rotary embeddings of these, count heads, or tell layers apart.
-    if family.name not in {"hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron"}:
+    # By default, transformers 5.23 cannot compute the rotary embeddings of these, count heads, tell layers apart, or
+    # make an indexer without sizes.
+    if family.name not in {*UNBUILDABLE, "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron"}:
         with torch.device("meta"):
             assert found == state(kind(kind.config_class()))
 

@@ -87,6 +87,8 @@ PARTLY_PLANNED = {
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",
+    "qwen4_exp": "its plan is for linear attention, MLPs and tables of n-grams, and leaves attention whole",
+    "qwen4_exp_text": "the same",
 }
 OWN_CHOICE = {
     "model.embed_tokens.weight": "most plans leave it whole; a tied one must be cut like the head, and Megatron, "
@@ -109,6 +111,9 @@ OWN_CHOICE = {
 OTHERWISE = {
     "linear_attn.out_proj.weight": "Qwen3-Next: the plan cuts rows and gathers, because its forward pass needs all "
     "heads; we cut columns by heads, as vLLM does",
+    "hyper_connection.input_mix_weight_down.weight": "Qwen4-Exp: what mixes the streams is small, and whole",
+    "hyper_connection_mixer.input_mix_weight_down.weight": "the same",
+    "indexer.index_qk_proj.weight": "Qwen4-Exp: the plan gathers what it cuts; indexers are whole, as in DeepSeek-V3.2",
 }
 """Where we differ from what a plan says, and why."""
 
@@ -140,7 +145,12 @@ def planned_of_experts(model, plan):
 def planned(model, plan):
     """The dims that transformers' plan cuts of each tensor it speaks of."""
     expected = planned_of_experts(model, plan)
-    moved = {fusion.tensors[0]: fusion.name for fusion in model.fusions.values() if len(fusion.tensors) == 1}
+    moved = {
+        tensor: fusion.name
+        for fusion in model.fusions.values()
+        if len(fusion.tensors) == 1 or "ngram_embedding" in fusion.name
+        for tensor in fusion.tensors
+    }
     for pattern, style in plan.items():
         for tensor in (n for t in model.own() for n in (t.name, *t.ties)):
             module, _, kind = moved.get(tensor, tensor).rpartition(".")
@@ -148,6 +158,8 @@ def planned(model, plan):
                 continue
             if style.startswith("colwise") or style == "embedding_rowwise":
                 expected[tensor] = {0}
+            elif style == "embedding_colwise":
+                expected[tensor] = {1}
             elif style.startswith("rowwise"):
                 expected[tensor] = {1} if kind == "weight" else set()
             elif style not in {"moe_tp_experts", "local_params"}:  # of the module, for its forward pass

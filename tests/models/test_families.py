@@ -65,6 +65,9 @@ def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architect
         ("falcon_mamba", "FalconMambaForCausalLM", {"expand": 16, "intermediate_size": 48}),
         ("mamba", "MambaForCausalLM", {"expand": 16, "intermediate_size": 48}),
         ("t5", "T5ForConditionalGeneration", {"num_decoder_layers": None}),
+        ("falcon", "FalconForCausalLM", {"parallel_attn": None}),
+        ("falcon", "FalconForCausalLM", {"multi_query": None, "new_decoder_architecture": False, "num_kv_heads": None}),
+        ("solar_open", "SolarOpenForCausalLM", {"intermediate_size": None}),
     ],
 )
 def test_heads_and_sizes_follow_the_config(name, architecture, changes):

@@ -37,6 +37,8 @@ OTHERWISE_SPELLED = {
     "kimi_linear-lora",
     "mimo_v2_flash",
     "minimax_m3_vl",
+    "qwen4_exp",
+    "qwen4_exp_text",
 }
 """Those of which the Hub spells other tensors otherwise, too: names of experts in one form do not say the other's."""
 SPELLED = [name for name in FUSED if name not in OTHERWISE_SPELLED]

@@ -86,6 +86,7 @@ FAMILY_FILES: Final = {
     "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
     "qwen3_next": ("qwen3_next",),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_moe"),
+    "qwen4_exp": ("qwen4_exp", "qwen4_exp_text"),
     "qwen_moe": ("flex_olmo", "olmoe", "qwen2_moe", "qwen3_moe"),
     "roberta": ("camembert", "roberta", "xlm-roberta"),
     "roberta_prenorm": ("roberta-prelayernorm", "xlm-roberta-xl"),

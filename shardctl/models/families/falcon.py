@@ -38,11 +38,16 @@ _FALCON: Final = (
 )
 
 
+def _read_switch(config: ModelConfig, key: str) -> bool:
+    """Read a switch that is on where a config is silent, and off where it says null, as `if` reads it in the class."""
+    return config.switch(key, default=key not in config.values)
+
+
 def _build_facts(config: ModelConfig) -> FamilyFacts:
     hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.divided("hidden_size", "num_attention_heads")
     grouped = config.switch("new_decoder_architecture", default=False)
-    parallel = config.switch("parallel_attn", default=True)
+    parallel = _read_switch(config, "parallel_attn")
     norms = config.size("num_ln_in_parallel_attn", 2 if grouped else 1)
     q = LogicalDim(hidden, head, "tp", noun="attention heads")
     qkv: LogicalDim | tuple[LogicalDim, ...]
@@ -52,7 +57,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
         share = hidden // groups
         q = LogicalDim(hidden, share, "tp", noun="key/value groups")
         qkv = LogicalDim(groups * (share + 2 * head), share + 2 * head, "tp", noun="key/value groups")
-    elif config.switch("multi_query", default=True):
+    elif _read_switch(config, "multi_query"):
         kv = LogicalDim(head, head, "tp", shared=True, noun="key/value heads")
         qkv = (q, kv, kv)
     else:

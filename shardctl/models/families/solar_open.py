@@ -5,6 +5,7 @@ Names and shapes follow the Hub (`models/solar_open/modeling_solar_open.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
     ffn, bias = config.size("moe_intermediate_size"), config.switch("attention_bias", default=False)
-    facts = build_decoder_facts(config.over({"intermediate_size": ffn}), head_dim=128, kv_heads=8, qkv_bias=bias)
+    facts = build_decoder_facts(
+        replace(config, values={**config.values, "intermediate_size": ffn}), head_dim=128, kv_heads=8, qkv_bias=bias
+    )
     shared = ffn * config.size("n_shared_experts", 1)
     return add_expert_facts(facts, count_experts(config, "n_routed_experts"), ffn, shared=shared)
 

@@ -25,15 +25,15 @@ def list_stored_arrays(
 ) -> tuple[WeightArray, ...]:
     """List the arrays that are stored instead of `weight`.
 
-    `stored` is what there is of them, by the names that follow the module's; then optional arrays are only those that
-    are there. None if nothing is known. `tabled` are those names of which the family's table has a tensor (a bias).
+    `stored` is what there is of them, by the names that follow the module's; None if nothing is known. Optional arrays
+    are only those that are there. `tabled` are those names of which the family's table has a tensor (a bias).
     Raises SourceError for an array of another type than its method has.
     """
     there = stored or {}
     chosen: list[tuple[QuantisedArray, str, Form]] = []
     for array in storage.arrays:
         name = next((n for n in array.names if n in there), array.names[0])
-        if array.optional and (name in tabled or (stored is not None and name not in there)):
+        if array.optional and (name in tabled or name not in there):
             continue
         chosen.append((array, name, _choose_form(array, weight.shape, there.get(name))))
     together = compute_blocks(form for _, _, form in chosen)

@@ -1,0 +1,198 @@
+"""Describes Qwen3.8-Flash-Next (`qwen4_exp`): Qwen3.5's layers around streams, an indexer, and tables of n-grams.
+
+Names and shapes follow the Hub, where a table of n-grams is in many parts; transformers 5 joins them
+(`models/qwen4_exp/modeling_qwen4_exp.py`, and `qwen4_exp_text` in `conversion_mapping.py`), and its plan cuts their
+columns. What mixes the streams, and the indexer, are whole on every tp rank. There is no norm before the head but that
+of the last mixer. The layers that predict, `mtp`, are on the Hub only (TensorRT-LLM reads them).
+"""
+
+from __future__ import annotations
+
+from itertools import count, islice
+from math import isqrt
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.decoder import EMBEDDING, HEADS, LAYER
+from shardctl.models.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts, build_predicting_rows
+from shardctl.models.families.qwen3_5 import QWEN3_5_MOE_TEXT
+from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER
+from shardctl.models.families.qwen_moe import SHARED
+from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
+from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_LINEAR: Final = tuple(row for row in QWEN3_5_MOE_TEXT.rows if ".layers.{layer}.linear_attn." in row.name)
+_INDEXER: Final = (
+    Row(f"{LAYER}.self_attn.indexer.index_qk_proj.weight", "index_q+index hidden", when="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.q_layernorm.weight", "index", when="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.k_layernorm.weight", "index", when="indexer"),
+)
+
+
+def _build_mixer_rows(module: str) -> tuple[Row, ...]:
+    """Build what reads one state of each token out of its streams."""
+    return (
+        Row(f"{module}.hc_norm.weight", "streams"),
+        Row(f"{module}.input_mix_weight_down.weight", "low_rank streams"),
+        Row(f"{module}.input_mix_weight_up.weight", "streams low_rank"),
+    )
+
+
+_STREAMS: Final = tuple(
+    row
+    for half in ("attn", "mlp")
+    for row in (
+        *_build_mixer_rows(f"{LAYER}.{half}_hyper_connection"),
+        Row(f"{LAYER}.{half}_hyper_connection.block_inject_weight.weight", "count streams"),
+    )
+)
+_TABLE: Final = f"{LAYER}.ple.ple_embedding"
+_PART: Final = f"{_TABLE}.ngram_embedding.shard_{{part}}.weight"
+_NGRAMS: Final = (
+    Row(f"{_TABLE}.layer_multipliers", "ngram", when="ple", dtype="I64"),
+    Row(f"{_TABLE}.ngram_heads_vocab_sizes", "ngram_heads", when="ple", dtype="I64"),
+    Row(f"{_TABLE}.ngram_heads_offsets", "ngram_heads", when="ple", dtype="I64"),
+    Row(_PART, "ngrams ngram_width", when="ple"),
+    Row(f"{LAYER}.ple.key_proj.weight", "streams ngram_hidden", when="ple"),
+    Row(f"{LAYER}.ple.value_proj.weight", "hidden ngram_hidden", when="ple"),
+    Row(f"{LAYER}.ple.norm_key.weight", "streams", when="ple"),
+    Row(f"{LAYER}.ple.norm_query.weight", "streams", when="ple"),
+    Row(f"{LAYER}.ple.norm_conv.weight", "streams", when="ple"),
+    Row(f"{LAYER}.ple.conv1d.weight", "streams 1 ngram_window", when="ple"),
+)
+"""A table in which hashes of the last tokens find what is added to the streams (per-layer embedding)."""
+_MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
+_PREDICTING: Final = (*add_condition((*GATED_ATTENTION, *_INDEXER), "attention"), *_MOE, *_STREAMS)
+_MTP: Final = (
+    *build_predicting_rows(_PREDICTING, MTP_LAYER, "attention moe shared"),
+    *(
+        Row(f"mtp.{name}.weight", dims, on="last", optional=True)
+        for name, dims in (
+            ("fc_embedding", "hidden hidden"),
+            ("fc_hidden", "hidden hidden"),
+            ("pre_fc_norm_embedding", "hidden"),
+            ("pre_fc_norm_hidden", "streams"),
+        )
+    ),
+    *build_predicting_rows(_build_mixer_rows("mtp.hyper_connection_mixer"), MTP_LAYER, ""),
+)
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    facts = QWEN3_5_MOE_TEXT.facts(config)
+    hidden, streams = facts.size("hidden"), config.size("hc_count", 4)
+    heads, width = config.count("indexer_n_heads", 0), config.size("indexer_head_dim", 128)
+    ngram, per_ngram = config.size("ngram_size", 3), config.size("heads_per_ngram", 8)
+    joined, hashes = config.size("ple_embed_dim", hidden), (ngram - 1) * per_ngram
+    if not hashes or joined % hashes:
+        raise SourceError(f"config.json has ple_embed_dim = {joined}, which {hashes} heads of n-grams do not divide")
+    return facts.also(
+        dims={
+            "streams": LogicalDim(streams * hidden),
+            "count": LogicalDim(streams),
+            "low_rank": LogicalDim(config.size("hc_lowrank", 320)),
+            "index": LogicalDim(width),
+            "index_q": LogicalDim(heads * width),
+            "index_heads": LogicalDim(heads),
+            "chosen": LogicalDim(config.size("indexer_budget", 2048)),
+            "pool": LogicalDim(config.size("indexer_compress_ratio", 4)),
+            "ngram": LogicalDim(ngram),
+            "ngram_heads": LogicalDim(hashes),
+            "ngrams": LogicalDim(_count_ngram_rows(config, hashes)),
+            "ngram_width": LogicalDim(joined // hashes, axis="tp", even=False),
+            "ngram_hidden": LogicalDim(joined),
+            "ngram_window": LogicalDim(config.size("ple_conv_kernel_size", 4)),
+        },
+        indices={"part": RowIndex(range(config.size("split_ngram_parts", 512)))},
+        flags={
+            "attention": _list_attention_layers(config),
+            "indexer": heads > 0,
+            "ple": _list_ngram_layers(config),
+        },
+    )
+
+
+def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
+    """List the layers with full attention, whatever a config calls it."""
+    layers, kinds = config.size("num_hidden_layers"), config.entries("layer_types")
+    if kinds is None:
+        interval = config.size("full_attention_interval", 4)
+        return frozenset(range(interval - 1, layers, interval))
+    return frozenset(n for n, kind in enumerate(kinds) if kind != "linear_attention")
+
+
+def _list_ngram_layers(config: ModelConfig) -> frozenset[int]:
+    """List the layers with a table of n-grams, which a config counts from one; raises SourceError for others."""
+    said, layers = config.entries("ple_layer_ids") or [], config.size("num_hidden_layers")
+    if not {*range(1, layers + 1)}.issuperset(said):
+        raise SourceError(f"config.json has ple_layer_ids = {said!r} where layers from 1 to {layers} are expected")
+    return frozenset(n - 1 for n in said)
+
+
+def _count_ngram_rows(config: ModelConfig, heads: int) -> int:
+    """Count the rows of each part of a table: one for each hash of each head, of which a prime number is possible.
+
+    Raises SourceError for rows that the parts do not divide, UnsupportedError where tables differ in size.
+    """
+    tables = max(len(_list_ngram_layers(config)), 1)
+    even, parts = config.size("make_ngram_vocab_size_divisible_by", 128), config.size("split_ngram_parts", 512)
+    primes = [*islice(_list_primes(config.size("ngram_vocab_size_base", 20_000_000)), tables * heads)]
+    sums = [sum(primes[n * heads : (n + 1) * heads]) for n in range(tables)]
+    rows = {-(-total // even) * even for total in sums}
+    if len(rows) > 1:
+        raise UnsupportedError(
+            "config.json gives tables of n-grams of several sizes to its layers",
+            hint="models with one layer in ple_layer_ids are known; say how such tables are cut with --rules FILE",
+        )
+    (size,) = rows
+    if size % parts:
+        raise SourceError(f"config.json has split_ngram_parts = {parts}, which does not divide {size} rows")
+    return size // parts
+
+
+def _list_primes(start: int) -> Iterator[int]:
+    return (n for n in count(start) if n > 1 and all(n % d for d in range(2, isqrt(n) + 1)))
+
+
+QWEN4_EXP_TEXT: Final = Family(
+    name="qwen4_exp_text",
+    rows=(
+        *EMBEDDING,
+        *_LINEAR,
+        *add_condition((*GATED_ATTENTION, *_INDEXER), "attention"),
+        *_MOE,
+        *_NGRAMS,
+        *_STREAMS,
+        *(
+            Row(row.name.replace(LAYER, ""), row.dims, on="last")
+            for row in _build_mixer_rows(f"{LAYER}.hyper_connection_mixer")
+        ),
+        *(row for row in HEADS if row.when in ("", "lm")),
+        *_MTP,
+    ),
+    facts=_build_facts,
+    classes={"Qwen4ExpForCausalLM": ModelClass("model", "lm"), "Qwen4ExpTextModel": ModelClass()},
+    prefixes=("model", "model.language_model"),
+    fused=(
+        FusedArray(f"{_TABLE}.ngram_embedding.weight", (_PART,), joined=True),
+        *build_fused_experts(),
+        *build_fused_experts(layer=MTP_LAYER),
+    ),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={**QWEN3_5_MOE_TEXT.assumed, "num_experts": 512},
+)
+QWEN4_EXP: Final = build_tower_family(
+    "qwen4_exp",
+    build_tower_classes("Qwen4Exp"),
+    QWEN4_EXP_TEXT,
+    (ModelTower("vision_config", "visual", QWEN3_EYES, build_qwen3_vision_facts),),
+)
