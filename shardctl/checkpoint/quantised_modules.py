@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
+from shardctl.amounts import format_file_size
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UnsupportedError, UsageError, format_first_few
 from shardctl.models.halves import find_text_half
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
+_STACK: Final = 3
 _USUAL: Final = ("re:.*shared_expert_gate$", "re:.*linear_attn[.].*", "re:.*indexer[.].*")
 """What LLM Compressor ignores in its examples, beside heads and routers."""
 _LATENTS: Final = ("re:.*[.]q_a_proj$", "re:.*[.]kv_a_proj_with_mqa$")
@@ -40,6 +42,8 @@ class ModuleSelection:
     ignored: tuple[str, ...] = ()
     """Modules that stay as they are."""
     note: str = ""
+    warning: str = ""
+    """Which experts stay as they are, because no loader takes codes of their arrays."""
 
 
 def select_modules(
@@ -74,7 +78,20 @@ def select_modules(
     ignored = dict.fromkeys(module for tensor in rest for module in _list_linear_modules(model, tensor))
     shown = models.list_name_patterns(tensor.name.removesuffix(_WEIGHT) for tensor in rest)
     note = f"; left as they are: {format_first_few(shown, len(shown))}, and all vectors" if shown else ""
-    return ModuleSelection(chosen, tuple(ignored), note)
+    return ModuleSelection(chosen, tuple(ignored), note, _describe_stacks(model, rest))
+
+
+def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
+    """Describe the experts of which all of a layer are one array; empty if there are none."""
+    stacks = [t for t in rest if len(t.shape) == _STACK and model.tensors[t.name].row.dims.startswith("expert ")]
+    if not stacks:
+        return ""
+    patterns = models.list_name_patterns(tensor.name for tensor in stacks)
+    size = format_file_size(sum(tensor.nbytes for tensor in stacks))
+    return (
+        f"the experts are not quantised, {size} of {stacks[0].dtype}: {format_first_few(patterns)} are whole "
+        "layers of them, and no loader is known that takes codes of compressed-tensors for this model"
+    )
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -90,7 +107,8 @@ def _list_modules(tensor: Tensor) -> tuple[str, ...]:
 def _list_linear_modules(model: Model, tensor: Tensor) -> tuple[str, ...]:
     """List the same, but for the embedding itself, which is no linear layer, though a head may be tied to it."""
     known = model.tensors.get(tensor.name)
-    embeds = known is not None and {kind for kind, _ in known.spec.where} >= {"first"}
+    first = known is not None and {kind for kind, _ in known.spec.where} >= {"first"}
+    embeds = first and known is not None and known.row.dims.startswith("vocab")
     return tuple(name.removesuffix(_WEIGHT) for name in tensor.ties) if embeds else _list_modules(tensor)
 
 

@@ -5,11 +5,13 @@ What follows, from the plan of a conversion to the comparison of its result, tak
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
+from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.quantised_modules import ModuleSelection, select_modules
 from shardctl.copyplan import cover_tensor
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _KEY: Final = "quantization_config"
 _PLACE: Final = "{} (quantised)"
 """What the place of an array is called in messages."""
+_EXPERT_CODES: Final = re.compile(r"\.experts\.\d+\.\w+\.weight(_packed)?$")
 _NEEDING_DATA: Final = {
     "fp8": "has scales of activations; fp8-channel, fp8-block and fp8-tensor leave those to the engine",
     "fp8-static": "has scales of activations; fp8-channel, fp8-block and fp8-tensor leave those to the engine",
@@ -93,6 +96,8 @@ def quantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int
     recipe = find_recipe(settings.values) if settings is not None else None
     if recipe is None or settings is None or models.find_quantisation_config(source.config) is not None:
         return source
+    if any(name not in source.manifest.tensors for name in result.manifest.tensors if _EXPERT_CODES.search(name)):
+        source = unstack_experts(source, settings.values)
     there = source.manifest.tensors
     chosen = tuple(
         name
@@ -136,6 +141,8 @@ def _encode_checkpoint(
             shape = _build_shape_tensor(tensor, weights[name].matrix.module)
             tensors[shape.name] = shape
     manifest = replace(checkpoint.manifest, tensors=tensors)
+    if selection.warning:
+        manifest = replace(manifest, warnings=(*manifest.warnings, selection.warning))
     config = {**(checkpoint.config or {}), _KEY: settings}
     note = f"{len(weights):,} weights are quantised to {recipe.name}{selection.note}"
     thread_bytes = threads * ROUNDING_BYTES + REMEMBERED

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapters
 from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
@@ -287,10 +288,12 @@ def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOpti
         return checkpoint
     if reshard_options.optimizer_states == "keep":
         raise UsageError("optimizer states do not belong to quantised weights", hint="leave --optimizer-states out")
+    recipe = choose_recipe(reshard_options.quantize)
     checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, training=None))
+    checkpoint = unstack_experts(checkpoint, recipe.build_config(()))
     return quantise_checkpoint(
         checkpoint,
-        choose_recipe(reshard_options.quantize),
+        recipe,
         reshard_options.quantize_ignore,
         choose_dtypes(checkpoint.manifest, reshard_options),
         _choose_threads(checkpoint, reshard_options),

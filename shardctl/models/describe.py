@@ -11,6 +11,7 @@ from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_families, load_family
 from shardctl.models.multimodal import build_multimodal_model, describe_text_half
 from shardctl.models.quantisation import drop_quantisation_config, quantise_model
+from shardctl.models.stacked_experts import split_family, stores_split_experts
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
 
@@ -92,6 +93,8 @@ def describe_model(
         )
     family, architecture = found
     share = kv_heads == "replicate"
+    if stores_split_experts(config, stored):
+        family = split_family(family) or family
     model = build_model(family, architecture, ModelConfig(config), share_kv=share)
     quantised = quantise_model(model, config, stored)
     plain = drop_quantisation_config(config)

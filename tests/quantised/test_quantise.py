@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 from codes import LLAMA, plain_state, write
 from reading import assert_same, read
+from safetensors.torch import load_file, save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
+from shardctl.cli.program import run
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models.rounding.codes import round_to_codes
@@ -410,3 +413,64 @@ class TestRefusals:
         source = write(tmp_path / "source", {"model_type": "nothing"}, {"a.weight": torch.zeros(4, 4)})
         with pytest.raises(UsageError, match="a model that shardctl knows"):
             reshard(source, tmp_path / "out", ReshardOptions(quantize="int8"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-channel", "nvfp4"])
+@pytest.mark.parametrize("kind", ["llama4", "qwen3_vl_moe"])
+class TestStacksOfExperts:
+    """Experts that the Hub has in one array: LLM Compressor gives each matrices of its own, and so does shardctl."""
+
+    def test_the_bits_and_names_are_those_of_llm_compressor(self, tmp_path, kind, recipe):
+        source, owner = FIXTURES / kind, FIXTURES / f"{kind}-{recipe}"
+        reshard(source, tmp_path / "out", ReshardOptions(quantize=recipe))
+        assert_same(read(tmp_path / "out"), read(owner))
+        mine, theirs = settings_of(tmp_path / "out"), settings_of(owner)
+        assert mine["format"] == theirs["format"]
+        assert set(theirs["ignore"]) <= set(mine["ignore"])
+        quantised = {name.rpartition(".")[0] for name in read(owner) if name.endswith("weight_scale")}
+        assert quantised.isdisjoint(mine["ignore"])
+        for result in (tmp_path / "out", owner):
+            assert verify(result, VerifyOptions(level="full", against=source)).ok
+
+    def test_a_mesh_and_back_and_to_numbers(self, tmp_path, kind, recipe):
+        source, owner = FIXTURES / kind, FIXTURES / f"{kind}-{recipe}"
+        reshard(source, tmp_path / "ranks", ReshardOptions(quantize=recipe, mesh=Mesh.of(ep=2, dp=2)))
+        reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+        assert_same(read(tmp_path / "back"), read(owner))
+        reshard(owner, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(ep=2, dp=2)))
+        reshard(tmp_path / "cut", tmp_path / "whole", ReshardOptions(to="hf"))
+        assert_same(read(tmp_path / "whole"), read(owner))
+        reshard(owner, tmp_path / "numbers", ReshardOptions(dtype="bf16"))
+        numbers = read(tmp_path / "numbers")
+        assert any(".experts.0.gate_proj.weight" in name for name in numbers)
+        assert not any("scale" in name for name in numbers)
+
+    def test_a_changed_element_of_an_array_is_found(self, tmp_path, kind, recipe):
+        source = tmp_path / "source"
+        shutil.copytree(FIXTURES / kind, source)
+        reshard(source, tmp_path / "out", ReshardOptions(quantize=recipe))
+        tensors = load_file(source / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("experts.down_proj"))
+        tensors[name][1, 2, 3] = 9.0
+        save_file(tensors, source / "model.safetensors")
+        assert not verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])
+def test_experts_that_no_loader_takes_quantised_are_named_beforehand_and_at_the_end(tmp_path, capsys, kind):
+    config = json.loads((FIXTURES.parent / f"configs/{kind}.json").read_text())
+    config.pop("quantization_config", None)
+    source = write(tmp_path / "source", config, plain_state(config))
+    said = "the experts are not quantised"
+    assert run(["plan", str(source), "--quantize", "fp8-channel", "--json"]) == 0
+    assert any(said in warning for warning in json.loads(capsys.readouterr().out)["warnings"])
+    assert run(["plan", str(source), "--quantize", "fp8-channel"]) == 0
+    assert said in capsys.readouterr().err
+    assert run(["reshard", str(source), str(tmp_path / "out"), "--quantize", "fp8-channel", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert any(said in warning for warning in json.loads(captured.out.splitlines()[-1])["warnings"])
+    before = load_file(source / "model.safetensors")
+    stacks = {name: tensor for name, tensor in read(tmp_path / "out").items() if tensor.ndim == 3}
+    assert stacks
+    assert all(torch.equal(before[name], tensor) for name, tensor in stacks.items())
