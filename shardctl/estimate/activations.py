@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.estimate.holding import RankHolding
-    from shardctl.estimate.kept_tensors import Flag, Group, KeptTensor, PeakMoment, RuntimeProfile
+    from shardctl.estimate.kept_tensors import Flag, Group, KeptTensor, RuntimeProfile
     from shardctl.estimate.sizes import Size
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.mesh import Mesh
@@ -56,24 +57,27 @@ def estimate_activations(
 
     Raises UnsupportedError for layers whose activations are not known.
     """
-    return tuple(_RankActivations(anatomy, holding, mesh, work, stages).terms())
+    found = RankActivations(anatomy, holding, mesh, work, stages)
+    worst = max(found.list_moments(), key=found.count_bytes, default=None)
+    return found.list_terms(worst) if worst is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
-class _PeakCandidate:
-    """A candidate for the worst moment."""
+class BackwardMoment:
+    """A moment of a stage's backward pass, as far as activations go."""
 
     name: str
+    """In words, such as ``backward pass of an MLP``."""
+    layer: int | None
+    """The layer whose backward pass runs; None in those of the head and the loss."""
+    alive: int
+    """The layers with lower numbers still keep what they did."""
     besides: ByteAmount
-    """What is alive besides what the layers keep."""
-    freed: float
-    """Bytes that later layers kept, and that are freed by then."""
+    """What is alive besides what is kept."""
     with_head: bool
     """Whether what the head keeps is still alive."""
-
-    @property
-    def nbytes(self) -> float:
-        return self.besides.nbytes - self.freed
+    flights: float
+    """Microbatches in flight, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ class _AlikeLayers:
     numbers: tuple[int, ...]
     kept: Mapping[str, ByteAmount]
     """Of one of them, by the name of the term."""
-    moments: tuple[tuple[str, ByteAmount], ...]
-    """What is alive in each moment of the backward pass of one, besides what all keep."""
+    worst: tuple[str, ByteAmount]
+    """The worst moment of the backward pass of one, and what is alive then besides what all keep."""
 
     @property
     def nbytes(self) -> float:
@@ -92,8 +96,11 @@ class _AlikeLayers:
         return sum(amount.nbytes for amount in self.kept.values())
 
 
-class _RankActivations:
-    """Works it out for one rank."""
+class RankActivations:
+    """What one rank keeps for the backward pass in each moment of it.
+
+    Raises UnsupportedError for layers whose activations are not known.
+    """
 
     def __init__(
         self, anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, stages: Sequence[int]
@@ -115,9 +122,12 @@ class _RankActivations:
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)
         self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts)
+        self.kinds = self._list_kinds()
+        self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}
+        self.head = self._head() if self.last and anatomy.generates else ByteAmount()
+        self.embedding = self._embedding() if self.first else ByteAmount()
 
-    def terms(self) -> Iterator[MemoryTerm]:
-        """Yield the terms, in the order of the groups."""
+    def _list_kinds(self) -> list[_AlikeLayers]:
         if self.style.unmodelled:
             raise UnsupportedError(
                 f"what training keeps of this model is not known: it has {self.style.unmodelled}", hint=PLAN_HINT
@@ -125,16 +135,61 @@ class _RankActivations:
         alike: dict[ModelLayer, list[int]] = {}
         for number in self.numbers:
             alike.setdefault(self.anatomy.layers[number], []).append(number)
-        kinds = [self._alike(layer, numbers) for layer, numbers in alike.items()]
+        return [self._alike(layer, numbers) for layer, numbers in alike.items()]
+
+    def list_moments(self, flights: float | None = None) -> Iterator[BackwardMoment]:
+        """Yield the moments of a backward pass in the order of time, with as many in `flights` as can be."""
+        flights = self.flights if flights is None else flights
+        stop = self.numbers.stop
+        if self.last and self.anatomy.generates:
+            sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+            for moment, with_head in ((self.runtime.loss, True), (self.runtime.norm, False)):
+                amount = self._amount(moment.alive, sizes, self.flags)
+                yield BackwardMoment(moment.name, None, stop, amount, with_head, flights)
+        for number in reversed(self.numbers):
+            name, amount = self.kind_of[number].worst
+            yield BackwardMoment(name, number, number + 1, amount, with_head=False, flights=flights)
+
+    def count_kept(self, moment: BackwardMoment) -> float:
+        """Count bytes that the forward passes in flight keep in a moment."""
+        kept = self.embedding.nbytes * moment.flights
+        for kind in self.kinds:
+            kept += kind.nbytes * self._count_alive(kind, moment)
+        return kept + self.head.nbytes * max(0, self.losses - (not moment.with_head))
+
+    def count_bytes(self, moment: BackwardMoment) -> float:
+        """Count all bytes of activations that are alive in a moment."""
+        return self.count_kept(moment) + max(0, moment.besides.nbytes)
+
+    def _count_alive(self, kind: _AlikeLayers, moment: BackwardMoment) -> float:
+        """Count layers like `kind` that keep what they did, once for each microbatch in flight."""
+        here = bisect_left(kind.numbers, moment.alive)
+        return here + len(kind.numbers) * max(0, moment.flights - 1)
+
+    def list_terms(self, moment: BackwardMoment) -> tuple[MemoryTerm, ...]:
+        """List the terms of a moment, in the order of the groups."""
+        return tuple(self._list_terms(moment))
+
+    def _list_terms(self, moment: BackwardMoment) -> Iterator[MemoryTerm]:
+        whole = moment.alive >= self.numbers.stop
         kept: dict[str, ByteAmount] = {}
-        for kind in kinds:
-            for name, amount in kind.kept.items():
-                kept[name] = kept.get(name, ByteAmount()) + amount.times(len(kind.numbers))
+        for kind in self.kinds:
+            times = len(kind.numbers) if whole else self._count_alive(kind, moment)
+            for name, amount in kind.kept.items() if times else ():
+                kept[name] = kept.get(name, ByteAmount()) + amount.times(times)
         for name, amount in kept.items():
-            yield from self._term(name, amount, skewed=name == _NAMES["experts"])
-        if self.first:
-            yield from self._term("dropout mask of the embedding", self._embedding())
-        yield from self._worst(kinds)
+            yield from self._term(name, amount, moment.flights if whole else 1, skewed=name == _NAMES["experts"])
+        yield from self._term("dropout mask of the embedding", self.embedding, moment.flights)
+        yield from self._term("kept by the head and the loss", self.head, self.losses - (not moment.with_head))
+        if moment.besides.nbytes > 0:
+            yield self._made(
+                f"alive in the {moment.name}",
+                "workspace",
+                moment.besides.nbytes,
+                moment.besides.format_formula(),
+                moment.besides.collect_inputs(),
+                skewed="experts" in moment.name,
+            )
 
     def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
@@ -156,52 +211,14 @@ class _RankActivations:
             kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
         if selective:
             again = self._amount([saved for g in groups.values() for saved in g if saved.core], sizes, flags)
-        moments = []
+        moments = [("backward pass of a layer", again)]
         for moment in self.runtime.layer:
             alive = self._amount(moment.alive, sizes, flags)
             for group in moment.gone:
                 alive += self._amount(groups[group], sizes, flags).without()
             if alive.nbytes > 0:
                 moments.append((moment.name + (" of a layer computed again" if full else ""), again + alive))
-        return _AlikeLayers(tuple(numbers), kept, tuple(moments))
-
-    def _worst(self, kinds: Sequence[_AlikeLayers]) -> Iterator[MemoryTerm]:
-        """Yield the head's terms and that of the worst moment."""
-        head = self._head() if self.last and self.anatomy.generates else ByteAmount()
-        peaks = [*self._layer_peaks(kinds), *self._head_peaks()]
-        if not peaks:
-            return
-        worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
-        yield from self._term("kept by the head and the loss", head, self.losses - (not worst.with_head))
-        if worst.nbytes > 0:
-            inputs = worst.besides.collect_inputs()
-            formula = worst.besides.format_formula() + (" - freed" if worst.freed else "")
-            yield self._made(
-                f"alive in the {worst.name}",
-                "workspace",
-                worst.nbytes,
-                formula,
-                {**inputs, "freed": worst.freed} if worst.freed else inputs,
-                skewed="experts" in worst.name,
-            )
-
-    def _layer_peaks(self, kinds: Sequence[_AlikeLayers]) -> Iterator[_PeakCandidate]:
-        """Yield peaks: of alike layers, the last has its backward pass first, when all before it still keep theirs."""
-        for kind in kinds:
-            last = kind.numbers[-1]
-            freed = sum(other.nbytes * sum(number > last for number in other.numbers) for other in kinds)
-            for name, alive in kind.moments:
-                yield _PeakCandidate(name, alive, freed, with_head=False)
-
-    def _head_peaks(self) -> Iterator[_PeakCandidate]:
-        if not (self.last and self.anatomy.generates):
-            return
-        sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        yield self._moment(self.runtime.loss, sizes, with_head=True)
-        yield self._moment(self.runtime.norm, sizes, with_head=False)
-
-    def _moment(self, moment: PeakMoment, sizes: Mapping[Size, float], *, with_head: bool) -> _PeakCandidate:
-        return _PeakCandidate(moment.name, self._amount(moment.alive, sizes, self.flags), 0, with_head)
+        return _AlikeLayers(tuple(numbers), kept, max(moments, key=lambda one: one[1].nbytes))
 
     def _head(self) -> ByteAmount:
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
@@ -228,11 +245,8 @@ class _RankActivations:
                 found[name, count / parts] = found.get((name, count / parts), 0) + width
         return ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
 
-    def _term(
-        self, name: str, amount: ByteAmount, times: float | None = None, *, skewed: bool = False
-    ) -> Iterator[MemoryTerm]:
-        """Yield a term of what all microbatches in flight keep, if anything."""
-        factor = self.flights if times is None else times
+    def _term(self, name: str, amount: ByteAmount, factor: float, *, skewed: bool = False) -> Iterator[MemoryTerm]:
+        """Yield a term of what `factor` microbatches keep, if anything."""
         if not amount.nbytes or not factor:
             return
         inputs = {"m": factor, **amount.collect_inputs()}

@@ -24,7 +24,7 @@ class ByteAmount:
             found[name, width] = found.get((name, width), 0) + count
         return ByteAmount(tuple((name, width, count) for (name, width), count in found.items()))
 
-    def times(self, layers: int) -> ByteAmount:
+    def times(self, layers: float) -> ByteAmount:
         """Return that of so many layers."""
         return ByteAmount(tuple((name, width, count * layers) for name, width, count in self.factors))
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from shardctl.estimate.rank_estimate import MeshEstimate, build_estimate
 from shardctl.estimate.serving import list_serving_terms
 from shardctl.estimate.term import MemoryTerm
-from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.training import add_runtime_terms, build_timeline
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.timeline import StepTimeline
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import ModelAnatomy
 
@@ -37,15 +38,19 @@ def estimate_ranks(
     """
     partial = isinstance(work, TrainingWorkload) and (anatomy is None or not passes)
     known: dict[int, tuple[MemoryTerm, ...]] = {}
+    lines: dict[int, StepTimeline] = {}
     for holding in holdings:
         if id(holding.parts) not in known:  # what is needed follows from the amounts, which many ranks share
             if isinstance(work, TrainingWorkload):
-                known[id(holding.parts)] = list_training_terms(
-                    anatomy if passes else None, holding, mesh, work, stages=stages
-                )
+                line = build_timeline(anatomy if passes else None, holding, mesh, work, stages=stages)
+                known[id(holding.parts)] = add_runtime_terms(line, mesh, work)
+                lines[id(holding.parts)] = line
             else:
                 known[id(holding.parts)] = _list_holding_terms(anatomy, holding, mesh, work, dtype)
-    return replace(build_estimate(holdings, [known[id(holding.parts)] for holding in holdings]), partial=partial)
+    keys = [id(holding.parts) for holding in holdings]
+    return replace(
+        build_estimate(holdings, [known[key] for key in keys], [lines.get(key) for key in keys]), partial=partial
+    )
 
 
 def _list_holding_terms(

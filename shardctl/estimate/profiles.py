@@ -315,7 +315,10 @@ _FSDP2: Final = RuntimeProfile(
             KeptTensor("fp32 gradient of the logits", "logits", 4),
         ),
     ),
-    norm=PeakMoment("backward pass of the last norm", (KeptTensor("what is normed and gradients", "hidden", 6),)),
+    norm=PeakMoment(
+        "backward pass of the head",
+        (KeptTensor("gradient of the logits", "logits"), KeptTensor("gradient of the norm's output", "hidden")),
+    ),
     embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
     sequence_parallel=True,
     spread=(0.85, 1.15),

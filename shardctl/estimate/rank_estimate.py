@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.term import Counter, MemorySum, MemoryTerm, Tier
+    from shardctl.estimate.timeline import StepTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class RankEstimate:
 
     holding: RankHolding
     terms: tuple[MemoryTerm, ...]
+    timeline: StepTimeline | None = None
+    """In training, the moments of a step; the terms are those of the worst."""
 
     def total(self, tier: Tier = "device", counter: Counter = "device") -> MemorySum:
         """Return bytes of one rank in one tier, as `counter` counts them, with the interval to be expected."""
@@ -75,6 +78,13 @@ class MeshEstimate:
         return replace(self, budget=budget)
 
 
-def build_estimate(holdings: Sequence[RankHolding], terms: Sequence[Sequence[MemoryTerm]]) -> MeshEstimate:
-    """Build an estimate of `terms`, one sequence for each of `holdings`."""
-    return MeshEstimate(tuple(RankEstimate(h, tuple(t)) for h, t in zip(holdings, terms, strict=True)))
+def build_estimate(
+    holdings: Sequence[RankHolding],
+    terms: Sequence[Sequence[MemoryTerm]],
+    timelines: Sequence[StepTimeline | None] | None = None,
+) -> MeshEstimate:
+    """Build an estimate of `terms`, one sequence, and perhaps a timeline, for each of `holdings`."""
+    lines = timelines or [None] * len(holdings)
+    return MeshEstimate(
+        tuple(RankEstimate(h, tuple(t), line) for h, t, line in zip(holdings, terms, lines, strict=True))
+    )

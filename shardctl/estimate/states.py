@@ -24,7 +24,7 @@ from shardctl.estimate.offload import list_buffer_terms
 from shardctl.estimate.optimizers import OptimizedTensor
 from shardctl.estimate.scheme import F32, choose_scheme
 from shardctl.estimate.term import MemoryTerm, sum_terms
-from shardctl.estimate.transients import list_transient_terms
+from shardctl.estimate.transients import list_step_terms
 from shardctl.placement import compute_intervals
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class StateGroup:
 
 
 def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
-    """List the weights, gradients and optimizer states of each rank of `holding`, and its passing buffers.
+    """List the weights, gradients and optimizer states of each rank of `holding`, and the copies of a step.
 
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
     """
@@ -94,7 +94,7 @@ def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -
         *_list_optimizer_terms(trained, groups, plan),
     )
     passing = (
-        *list_transient_terms(holding, shared, plan),
+        *list_step_terms(shared, plan),
         *list_buffer_terms(sum_terms(lasting, "host").nbytes, shared, plan),
     )
     return tuple(term for term in (*lasting, *passing) if term.high)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UsageError
-from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.activations import RankActivations
 from shardctl.estimate.fused_gradients import list_lasting_buffers
 from shardctl.estimate.runtime import list_runtime_terms
+from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.states import list_state_terms
-from shardctl.estimate.term import MemorySum, MemoryTerm, sum_terms
-from shardctl.estimate.transients import STEP
+from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.timeline import StepTimeline
+from shardctl.estimate.transients import STEP, build_passing_hold
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,33 +26,41 @@ if TYPE_CHECKING:
 def list_training_terms(
     anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
 ) -> tuple[MemoryTerm, ...]:
-    """List every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
+    """List every term of each rank of `holding` in the moment of a step in which it needs most.
 
-    Without an anatomy, all but what passes forward and backward keep: that is known of any model.
-    The optimizer's step comes when activations are gone, so its copies count only for what they need beyond those.
+    `stages` are the layers of each pipeline stage. Without an anatomy, all but what passes forward and backward keep:
+    that is known of any model.
 
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do, and UnsupportedError for
     layers whose activations are not known.
     """
-    _check_chunks(work, stages)
-    held = estimate_activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
-    lasting = (
-        tuple(list_lasting_buffers(anatomy, holding, mesh, work, stages=stages))
-        if anatomy is not None and work.profile == "megatron"
-        else ()
-    )
-    freed = sum_terms(held)
-    kept = tuple(
-        _subtract_freed(term, freed) if term.name == STEP else term for term in list_state_terms(holding, mesh, work)
-    )
-    allocated = sum_terms((*kept, *lasting, *held)).nbytes
-    found = (
-        *kept,
-        *lasting,
-        *held,
-        *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated),
-    )
+    return add_runtime_terms(build_timeline(anatomy, holding, mesh, work, stages=stages), mesh, work)
+
+
+def add_runtime_terms(timeline: StepTimeline, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
+    """Add what the process holds besides to the terms of a timeline's worst moment."""
+    found = timeline.list_worst_terms()
+    allocated = sum_terms(found).nbytes
+    found = (*found, *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
     return tuple(term for term in found if term.high)
+
+
+def build_timeline(
+    anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
+) -> StepTimeline:
+    """Build the moments of a step; arguments and errors are those of `list_training_terms`."""
+    _check_chunks(work, stages)
+    states = list(list_state_terms(holding, mesh, work))
+    if anatomy is not None and work.profile == "megatron":
+        states += list_lasting_buffers(anatomy, holding, mesh, work, stages=stages)
+    return StepTimeline(
+        [term for term in states if term.name != STEP],
+        [term for term in states if term.name == STEP],
+        build_passing_hold(holding, mesh, work, choose_scheme(mesh, work)),
+        RankActivations(anatomy, holding, mesh, work, stages) if anatomy is not None else None,
+        layers=holding.layers,
+        microbatches=work.microbatches or len(stages),
+    )
 
 
 def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
@@ -61,14 +70,3 @@ def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
             f"{work.virtual_stages} model chunks per stage need at least as many layers, but a stage has {min(stages)}",
             hint=f"use --vp {min(stages)} at most" if min(stages) > 1 else "use fewer stages",
         )
-
-
-def _subtract_freed(step: MemoryTerm, freed: MemorySum) -> MemoryTerm:
-    """Return what the step needs beyond what was freed before it."""
-    return replace(
-        step,
-        nbytes=max(0, step.nbytes - freed.nbytes),
-        formula=f"max(0, {step.formula} - activations)",
-        inputs={**step.inputs, "activations": freed.nbytes},
-        interval=(max(0, step.low - freed.high), max(0, step.high - freed.low)),
-    )

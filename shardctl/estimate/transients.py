@@ -1,22 +1,28 @@
 """Estimates what a training rank holds briefly: gathered weights, gradients being sent, copies for a step.
 
-All of it is modelled: buckets and limits are options of the runtimes, whose defaults are taken here, and what is
-prefetched depends on timing.
+Each runtime says what there is in which moment of a step; `moments` adds it to what lasts and to activations. All of it
+is modelled: buckets and limits are options of the runtimes, whose defaults are taken here, and what is prefetched
+depends on timing.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from shardctl.estimate.scheme import F32
-from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.unit_transients import UnitTransients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from shardctl.estimate.holding import HeldPart, RankHolding
     from shardctl.estimate.scheme import TrainingScheme
+    from shardctl.estimate.step_place import PassingHold, StepPlace
+    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.mesh import Mesh
 
 _REDUCE: Final = 500_000_000
 """Elements of a bucket that gradients are reduced in (DeepSpeed, `reduce_bucket_size`); transformers' "auto" sets
@@ -27,141 +33,36 @@ _PERSISTENT: Final = 100_000
 """Tensors of at most so many elements are gathered once (DeepSpeed, `stage3_param_persistence_threshold`)."""
 _SUB_GROUP: Final = 1_000_000_000
 """Elements that one step of the optimizer takes at once (DeepSpeed, `sub_group_size`)."""
-_UNITS: Final = "torch 2.13, torch.distributed.fsdp.fully_shard, by FSDPMemTracker"
-_DEEPSPEED: Final = "DeepSpeed, docs/code-docs/source/memory.rst and runtime/zero"
+_DEEPSPEED: Final = "DeepSpeed 0.19.8, docs/code-docs/source/memory.rst and runtime/zero"
+_PARAMETERS: Final = 3
+"""The stage of ZeRO that shares parameters."""
 
 
 STEP: Final = "copies for the optimizer's step"
 """The name of what is held when activations and gathered weights are gone."""
 
 
-def list_transient_terms(holding: RankHolding, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """List what is held during passes and steps; `shared` are the trained elements whose states this rank updates."""
+def build_passing_hold(holding: RankHolding, mesh: Mesh, work: TrainingWorkload, plan: TrainingScheme) -> PassingHold:
+    """Build what the runtime of `plan` holds for moments of a step on the ranks of `holding`."""
     if plan.runtime == "units":
-        yield from _list_unit_terms(holding, plan)
-    elif plan.runtime == "autocast":
-        yield from _list_cast_terms(holding, plan)
-    elif plan.runtime == "partitions" and plan.zero:
-        yield from _list_partition_terms(holding, plan)
-    if not plan.offloaded:
-        yield from _list_step_terms(shared, plan)
+        piped = mesh.degree("pp") > 1
+        waits = (piped or plan.zero == 1) and (work.microbatches or mesh.degree("pp")) > 1
+        ranks = mesh.degree("fsdp") * (plan.sharers if plan.zero else 1)
+        return UnitTransients(holding, plan, ranks=ranks, waits=waits)
+    if plan.runtime == "autocast":
+        return CastTransients(holding, plan, again=work.recompute == "full")
+    return PartitionTransients(holding, plan)
 
 
-def _list_unit_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """List what FSDP2 holds: it gathers one unit while another computes, and reduces gradients meanwhile."""
-    parts_of = holding.units()
-    units = {unit: _compute_gathered_bytes(parts, plan) for unit, parts in parts_of.items()}
-    root = units.pop(None, 0)
-    layers = [units[n] for n in sorted(units, key=lambda n: n or 0)]
-    pair = max((a + b for a, b in pairwise(layers)), default=sum(layers))
-    largest, total = max(layers, default=0), root + sum(layers)
-    width, reduced = plan.compute.unit_bytes, plan.gradient.unit_bytes
-    if plan.zero in {1, 2}:  # `reshard_after_forward=False`
-        yield MemoryTerm(
-            "gathered weights", "weights", total, f"{width} * gathered", {"gathered": total / width}, _UNITS
-        )
-    else:
-        yield MemoryTerm(
-            "gathered units",
-            "weights",
-            root + pair,
-            f"{width} * (two units + root)",
-            {"two units": pair / width, "root": root / width},
-            _UNITS,
-            interval=(min(root + largest, root + pair), min(root + pair + largest, total)),
-        )
-    unit, of_root = largest / width, _count_trained_elements(parts_of.get(None, ()))
-    head = _count_trained_elements(
-        p for p in parts_of.get(None, ()) if ("last", 0) in _list_end_places(p) and p.kind.matrix
-    )
-    middle, end = unit * (width + reduced) + head * width, of_root * (width + reduced) - pair
-    if plan.zero == 1:  # `set_requires_gradient_sync(False)` until the last microbatch
-        end = _count_trained_elements(holding.parts) * reduced
-    yield MemoryTerm(
-        "gradients before they are shared",
-        "gradients",
-        int(max(middle, end)),
-        f"max({width + reduced} * unit + {width} * head, {width + reduced} * root - {width} * two units)",
-        {"unit": unit, "head": head, "root": of_root, "two units": pair / width},
-        _UNITS,
-        interval=(int(unit * width), int(max(middle, end) + unit * reduced)),
-    )
+def list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
+    """List what the optimizer's step copies; `shared` are the trained elements whose states this rank updates.
 
-
-def _list_end_places(part: HeldPart) -> set[tuple[str, int]]:
-    return {(where, 0) for where, _ in part.kind.spec.where}
-
-
-def _compute_gathered_bytes(parts: Iterable[HeldPart], plan: TrainingScheme) -> int:
-    return sum(
-        part.count * plan.compute.nbytes((part.gathered,)) if part.kind.trainable else part.gathered_bytes
-        for part in parts
-    )
-
-
-def _count_trained_elements(parts: Iterable[HeldPart]) -> int:
-    return sum(part.count * part.gathered for part in parts if part.kind.trainable)
-
-
-def _list_cast_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """List what autocast keeps: each matrix that it has cast, until the backward pass has used it."""
-    cast = [p for p in holding.parts if p.kind.matrix and (p.kind.layers or ("last", 0) in _list_end_places(p))]
-    elements = _count_trained_elements(cast) if plan.compute != plan.resident else 0
-    nbytes = plan.compute.nbytes((elements,))
-    yield MemoryTerm(
-        f"{plan.compute} casts of the weights",
-        "weights",
-        nbytes,
-        f"{plan.compute.unit_bytes} * matrices",
-        {"matrices": elements},
-        "torch 2.13, torch.autocast's cache of weights",
-        interval=(0, nbytes),
-    )
-
-
-def _list_partition_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    width, trained = plan.compute.unit_bytes, [p for p in holding.parts if p.kind.trainable]
-    largest = max((p.gathered for p in trained), default=0)
-    whole = _count_trained_elements(trained)
-    if plan.zero == 3:  # noqa: PLR2004 - the stage that shares parameters
-        yield MemoryTerm(
-            "largest layer, gathered, and its gradients",
-            "weights",
-            2 * width * largest,
-            f"{2 * width} * largest",
-            {"largest": largest},
-            _DEEPSPEED,
-            interval=(2 * width * largest, width * (largest + max(largest, min(whole, _LIVE)))),
-        )
-        small = sum(p.count * p.gathered for p in trained if p.gathered <= _PERSISTENT)
-        yield MemoryTerm(
-            "small tensors, never shared",
-            "weights",
-            width * small,
-            f"{width} * elements of tensors of at most {_PERSISTENT}",
-            {"elements of tensors": small},
-            _DEEPSPEED,
-            interval=(0, width * small),
-        )
-    buckets = 1 if plan.zero == 3 else 2  # noqa: PLR2004 - as above
-    yield MemoryTerm(
-        "buckets that gradients are reduced in",
-        "workspace",
-        width * min(whole, _REDUCE),
-        f"{width} * min(P, {_REDUCE})",
-        {"P": whole},
-        _DEEPSPEED,
-        interval=(width * min(largest, _REDUCE), buckets * width * _REDUCE),
-    )
-
-
-def _list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """List DeepSpeed makes fp32 copies of gradients.
-
-    Torch's foreach kernels one temporary as large as the parameters.
+    DeepSpeed makes fp32 copies of gradients, torch's foreach kernels one temporary as large as the parameters.
     """
+    if plan.offloaded:
+        return
     if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
-        some = min(shared, _SUB_GROUP) if plan.zero == 3 else shared  # noqa: PLR2004 - the stage with groups
+        some = min(shared, _SUB_GROUP) if plan.zero == _PARAMETERS else shared
         flat, wide = plan.gradient.unit_bytes, F32.unit_bytes
         yield MemoryTerm(
             STEP,
@@ -169,7 +70,7 @@ def _list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
             (flat + wide) * some,
             f"{flat + wide} * elements",
             {"elements": some},
-            "DeepSpeed, stage3.py, `_prepare_fp32_grad_for_sub_group`, and the same in stage_1_and_2.py",
+            "DeepSpeed 0.19.8, stage3.py, `_prepare_fp32_grad_for_sub_group`, and the same in stage_1_and_2.py",
             interval=(wide * some, (flat + wide) * some),
         )
     elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
@@ -183,3 +84,147 @@ def _list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
             "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`",
             interval=(0, nbytes),
         )
+
+
+class CastTransients:
+    """What autocast keeps: each matrix that it has cast, until the backward pass has used it.
+
+    A layer that is computed `again` casts its own again, and keeps none before.
+    """
+
+    def __init__(self, holding: RankHolding, plan: TrainingScheme, *, again: bool) -> None:
+        self.plan, self.again = plan, again
+        layers: dict[int, int] = {}
+        trained: dict[int, int] = {}
+        self.head = self.rest = 0
+        for part in holding.parts:
+            if not part.kind.trainable:
+                continue
+            elements, numbers = part.count * part.gathered, part.kind.layers
+            if not numbers:
+                self.rest += elements
+                self.head += elements if part.kind.matrix and ("last", 0) in part.kind.spec.where else 0
+                continue
+            number = next((n for n in numbers if n in holding.layers), numbers[0])
+            trained[number] = trained.get(number, 0) + elements
+            layers[number] = layers.get(number, 0) + (elements if part.kind.matrix else 0)
+        self.numbers = sorted(trained)
+        self.layers_before = list(accumulate((layers[n] for n in self.numbers), initial=0))
+        self.trained_before = list(accumulate((trained[n] for n in self.numbers), initial=0))
+
+    def count_bytes(self, place: StepPlace) -> int:
+        """Count bytes of the casts."""
+        return self.plan.compute.nbytes((self._count_elements(place),))
+
+    def _count_elements(self, place: StepPlace) -> int:
+        if self.plan.compute == self.plan.resident or place.phase in {"end", "step"}:
+            return 0
+        if place.phase in {"loss", "head"}:
+            return self.head + (0 if self.again else self.layers_before[-1])
+        until = self._count_layers(place)
+        if self.again:
+            before = bisect_left(self.numbers, place.layer)
+            return self.layers_before[until] - self.layers_before[before]
+        return self.layers_before[until]
+
+    def _count_layers(self, place: StepPlace) -> int:
+        """Count the layers whose backward passes have not ended."""
+        return bisect_left(self.numbers, place.layer + (place.phase == "layer"))
+
+    def count_gradients(self, place: StepPlace) -> float:
+        """Count which part of the gradients is there."""
+        whole = self.rest + self.trained_before[-1]
+        if place.later or place.phase in {"end", "step"} or not whole:
+            return 1.0
+        if place.phase in {"loss", "head"}:
+            return 0.0
+        return (self.head + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
+
+    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+        """List the casts."""
+        nbytes = self.count_bytes(place)
+        yield MemoryTerm(
+            f"{self.plan.compute} casts of the weights",
+            "weights",
+            nbytes,
+            f"{self.plan.compute.unit_bytes} * matrices",
+            {"matrices": self._count_elements(place)},
+            "torch 2.13, torch.autocast's cache of weights",
+            interval=(0, nbytes),
+        )
+
+
+class PartitionTransients:
+    """What DeepSpeed gathers and reduces in, in all passes; and nothing of Megatron and of pipelines without ZeRO."""
+
+    def __init__(self, holding: RankHolding, plan: TrainingScheme) -> None:
+        self.plan = plan
+        parts = [part for part in holding.parts if part.kind.trainable]
+        self.whole, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
+        self.small = _count_trained_elements(p for p in parts if p.gathered <= _PERSISTENT)
+        self.loss: tuple[MemoryTerm, ...] = ()
+        self.passes: tuple[MemoryTerm, ...] = ()
+        if plan.runtime == "partitions" and plan.zero:
+            self.loss = tuple(self._list_gathered()) if plan.zero == _PARAMETERS else ()
+            self.passes = (*self.loss, self._build_bucket())
+        if plan.zero == _PARAMETERS:
+            self.loss = self.passes  # its bucket is never freed
+        self._nbytes = {True: sum_terms(self.loss).nbytes, False: sum_terms(self.passes).nbytes}
+
+    def count_bytes(self, place: StepPlace) -> int:
+        """Count bytes of what is gathered, and of the buckets."""
+        if place.phase == "step" and self.plan.zero != _PARAMETERS:
+            return 0
+        return self._nbytes[place.phase == "loss"]
+
+    def count_gradients(self, place: StepPlace) -> float:
+        """Count which part of the gradients is there: those of ZeRO-3 have a buffer that stays, and Megatron's too."""
+        grows = self.plan.runtime == "partitions" and self.plan.zero < _PARAMETERS
+        return 0.0 if grows and place.phase == "loss" and not place.later else 1.0
+
+    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+        """List the same."""
+        if place.phase != "step" or self.plan.zero == _PARAMETERS:
+            yield from self.loss if place.phase == "loss" else self.passes
+
+    def _list_gathered(self) -> Iterator[MemoryTerm]:
+        width = self.plan.compute.unit_bytes
+        yield MemoryTerm(
+            "largest layer, gathered, and its gradients",
+            "weights",
+            2 * width * self.largest,
+            f"{2 * width} * largest",
+            {"largest": self.largest},
+            _DEEPSPEED,
+            interval=(
+                2 * width * self.largest,
+                width * (self.largest + max(self.largest, min(self.whole, _LIVE))),
+            ),
+        )
+        yield MemoryTerm(
+            "small tensors, never shared",
+            "weights",
+            width * self.small,
+            f"{width} * elements of tensors of at most {_PERSISTENT}",
+            {"elements of tensors": self.small},
+            _DEEPSPEED,
+            interval=(0, width * self.small),
+        )
+
+    def _build_bucket(self) -> MemoryTerm:
+        """Build the term of the buckets; DeepSpeed allocates them whole, however small the model."""
+        width = self.plan.compute.unit_bytes
+        buckets = 1 if self.plan.zero == _PARAMETERS else 2
+        return MemoryTerm(
+            "buckets that gradients are reduced in",
+            "workspace",
+            width * _REDUCE,
+            f"{width} * {_REDUCE}",
+            {},
+            _DEEPSPEED,
+            interval=(width * min(self.largest, _REDUCE), buckets * width * _REDUCE),
+        )
+
+
+def _count_trained_elements(parts: Iterable[HeldPart]) -> int:
+    return sum(part.count * part.gathered for part in parts if part.kind.trainable)

@@ -18,7 +18,6 @@ from shardctl.estimate.offload import LinkNeed, sum_heaviest_node
 from shardctl.estimate.offload import list_link_needs as links
 from shardctl.estimate.operations import compute_used_share
 from shardctl.estimate.optimizers import get_optimizer
-from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.serving import find_largest_batch, find_longest_context
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
@@ -166,9 +165,8 @@ def estimate_needs(
             return term
         return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
 
-    return replace(
-        build_estimate(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial
-    )
+    ranks = tuple(replace(rank, terms=tuple(map(modelled, rank.terms))) for rank in estimate.ranks)
+    return replace(estimate, ranks=ranks)
 
 
 def calibrate_from_log(

@@ -26,6 +26,7 @@ from shardctl.estimate.search import (
     search_meshes,
     set_equal_tokens,
 )
+from shardctl.estimate.states import list_state_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import EXPERT_FSDP, Mesh
@@ -142,8 +143,8 @@ class MeshExplorer:
             estimate_needs(self.about, self.heaviest.hold(alone, layers), alone, layers, work)
             raise UsageError(error.message, hint=error.hint) from error
 
-    def once(self, *, expert: bool) -> int:
-        """Return bytes of states that training has once at least, of experts or of all else.
+    def once(self, *, expert: bool, gradients: bool = True) -> int:
+        """Return bytes of states that training has once at least, of experts or of all else, perhaps less `gradients`.
 
         0 if they are not on devices.
         """
@@ -151,11 +152,12 @@ class MeshExplorer:
         if not isinstance(self.work, TrainingWorkload) or self.work.offload != "none" or not kinds:
             return 0
         alone, layers = Mesh.of(), (self.about.inventory.layers,)
-        held = HeaviestRanks(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
+        (held,) = HeaviestRanks(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
         try:
-            terms = estimate_needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
+            terms = list_state_terms(held, alone, self.work)
         except UsageError:  # nothing of them can be trained
             return 0
+        terms = tuple(t for t in terms if gradients or t.category != "gradients")
         # Of Megatron's states nothing but the padding is not exact; of other runtimes' what comes and goes.
         lasts = self.work.profile == "megatron"
         return sum(t.low for t in terms if (t.exact or lasts) and t.category in _STATES and t.tier == "device")
@@ -174,6 +176,7 @@ class MeshExplorer:
     def passing(self, floor: Callable[[Mesh], int]) -> Callable[[Mesh, tuple[int, ...]], int] | None:
         """Return the activations that a mesh's first stage must have, and if it is the only one, its states, too.
 
+        `floor` leaves gradients out: they grow while activations are freed.
         None where activations are not what the formulas say, or not known.
         """
         work, anatomy = self.work, self.about.anatomy
@@ -199,7 +202,8 @@ class MeshExplorer:
     def build_checks(self) -> QuickChecks:
         """Build what rules meshes out before all their ranks are estimated."""
         floor = self.floor(self.once(expert=False), self.once(expert=True))
-        return QuickChecks(self.glances, floor, self.passing(floor))
+        lasting = self.floor(self.once(expert=False, gradients=False), self.once(expert=True, gradients=False))
+        return QuickChecks(self.glances, floor, self.passing(lasting))
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
         """Return what a mesh costs, for a model whose layers are described."""

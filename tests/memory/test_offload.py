@@ -21,8 +21,11 @@ from shardctl.estimate.offload import (
 )
 from shardctl.estimate.operations import compute_used_share
 from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.states import list_state_terms
+from shardctl.estimate.step_place import StepPlace
 from shardctl.estimate.term import sum_terms
+from shardctl.estimate.transients import build_passing_hold
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.manifest import Tensor
 from shardctl.mesh import Mesh
@@ -72,7 +75,8 @@ def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints,
     assert round(20 * matrices / TIB, 2) == kept
     share = matrices / inventory.elements
     assert 16 * sum_terms(found, "nvme").nbytes * share == pytest.approx(kept * TIB * 18 / 20, rel=1e-3)
-    gathered = next(t for t in found if t.name.startswith("largest layer"))
+    hold = build_passing_hold(holding, mesh, work, choose_scheme(mesh, work))
+    gathered = next(t for t in hold.list_terms(StepPlace("layer")) if t.name.startswith("largest layer"))
     assert round(gathered.nbytes / GIB, 2) == working
     kept_inputs = sum_terms(estimate_activations(described, holding, mesh, work, stages=stages), category="activations")
     of_layers = 2 * 2 * 1024 * hidden * 1024 * layers

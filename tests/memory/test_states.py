@@ -18,8 +18,10 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.inventory import build_inventory
+from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.states import list_state_terms
-from shardctl.estimate.transients import STEP
+from shardctl.estimate.step_place import StepPlace
+from shardctl.estimate.transients import STEP, build_passing_hold
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.manifest import Tensor
 from shardctl.mesh import Mesh
@@ -45,6 +47,17 @@ def terms(inventory, mesh, rank=0, **options):
     mesh = Mesh.parse(mesh)
     found = {h.rank: h for h in list_holdings(inventory, mesh, even(inventory.layers, mesh))}
     return list_state_terms(found[rank], mesh, TrainingWorkload(128, **options))
+
+
+def passing(inventory, mesh, phase, layer=0, **options):
+    """What the runtime holds besides at a place of a step, by name."""
+    mesh, work = Mesh.parse(mesh), TrainingWorkload(128, **options)
+    holding = list_holdings(inventory, mesh, even(inventory.layers, mesh))[0]
+    hold = build_passing_hold(holding, mesh, work, choose_scheme(mesh, work))
+    place = StepPlace(phase, layer, later=bool(work.microbatches))
+    found = {t.name: t for t in hold.list_terms(place)}
+    assert sum(t.nbytes for t in found.values()) == hold.count_bytes(place)
+    return found
 
 
 def lasting(found, tier="device"):
@@ -201,7 +214,8 @@ def test_deepspeed_zero_3_as_its_documentation_counts():
     shared = next(t for t in found if t.name == "first moment").nbytes // 4
     assert lasting(found) == 16 * shared
     assert inventory.elements / 4 <= shared <= inventory.elements / 4 + len(inventory.kinds) * 4
-    assert next(t for t in found if t.name.startswith("largest layer")).nbytes == 4 * largest
+    held = passing(inventory, "dp=4", "layer", profile="deepspeed", zero=3)
+    assert held["largest layer, gathered, and its gradients"].nbytes == 4 * largest
     step = next(t for t in found if t.name == STEP)
     assert step.low == 4 * shared
     assert lasting(found) - 2 * shared + step.low == 18 * shared
@@ -228,14 +242,22 @@ def test_optimizer_without_fp32_copies():
     assert lasting(found) == 8 * 1000
 
 
+AUTOCAST = (("loss",), ("layer", 1), ("layer", 0), ("step",))
+
+
 def test_autocast_keeps_fp32_and_casts():
     """transformers, docs: 6 bytes per parameter for weights in mixed precision, 4 for gradients, 8 for AdamW."""
     inventory = of_config("llama")
     found = terms(inventory, "dp=1", profile="hf")
     assert lasting(found) == 16 * inventory.elements
-    casts = next(t for t in found if "casts" in t.name)
-    assert casts.interval == (0, casts.nbytes)
-    assert casts.nbytes <= 2 * inventory.elements
+    casts = [passing(inventory, "dp=1", *at, profile="hf")["BF16 casts of the weights"] for at in AUTOCAST]
+    assert all(some.interval == (0, some.nbytes) for some in casts)
+    assert casts[0].nbytes <= 2 * inventory.elements
+    assert casts[0].nbytes > casts[1].nbytes > casts[2].nbytes > casts[3].nbytes == 0
+    again = [passing(inventory, "dp=1", *at, profile="hf", recompute="full") for at in AUTOCAST]
+    layers = [some["BF16 casts of the weights"].nbytes for some in again]
+    assert layers[1] == layers[2] == casts[2].nbytes
+    assert layers[0] == casts[0].nbytes - casts[1].nbytes
     buckets = terms(inventory, "dp=2", profile="hf")
     assert next(t for t in buckets if "buckets" in t.name).high == 4 * inventory.elements
 
@@ -305,23 +327,29 @@ def test_fsdp2_with_zero_3_shares_over_dp_as_over_fsdp(mesh):
 def test_fsdp2_without_resharding_and_without_reducing():
     """torch 2.13: `reshard_after_forward=False` keeps weights, `set_requires_gradient_sync(False)` gradients, too."""
     inventory = of_config("llama")
-    stages = [{t.name: t for t in terms(inventory, "dp=4", zero=zero)} for zero in (0, 1, 2, 3)]
-    assert stages[1]["gradients before they are shared"].nbytes == 4 * inventory.elements
-    assert stages[1]["gathered weights"] == stages[2]["gathered weights"]
-    assert lasting(stages[0].values()) == 16 * inventory.elements
-    assert [lasting(s.values()) for s in stages[1:]] == [lasting(stages[3].values())] * 3
+    several = [passing(inventory, "dp=4", "layer", 1, zero=zero, microbatches=2) for zero in (1, 2, 3)]
+    whole = 4 * inventory.elements
+    assert several[0]["gradients before they are shared"].nbytes > whole > sum(t.nbytes for t in several[2].values())
+    assert several[0]["gathered weights"] == several[1]["gathered weights"]
+    one = [passing(inventory, "dp=4", "layer", 1, zero=zero) for zero in (1, 2)]
+    assert one[0] == one[1] == several[1]  # the only microbatch is the last
+    assert passing(inventory, "pp=2,fsdp=2", "layer", 0, microbatches=4).keys() == several[0].keys()
+    found = [terms(inventory, "dp=4", zero=zero) for zero in (0, 1, 2, 3)]
+    assert lasting(found[0]) == 16 * inventory.elements
+    assert [lasting(s) for s in found[1:]] == [lasting(found[3])] * 3
 
 
 def test_units_that_are_gathered():
-    """FSDP2: two units and the root; a rank of a mesh without layers gathers its root."""
+    """FSDP2: two units and the root backward, the root alone in the loss; one device gathers nothing ahead."""
     inventory = of_config("llama")
     (holding,) = list_holdings(inventory, Mesh.of(), [inventory.layers])
     sizes = {unit: sum(p.gathered_bytes for p in parts) for unit, parts in holding.units().items()}
-    found = {t.name: t for t in terms(inventory, "fsdp=2")}
     layers = [size for unit, size in sizes.items() if unit is not None]
-    assert found["gathered units"].nbytes == sizes[None] + 2 * layers[0]
-    assert found["gathered units"].low == sizes[None] + layers[0]
-    kept = {t.name: t for t in terms(inventory, "fsdp=2,dp=2", zero=2)}
+    found = passing(inventory, "fsdp=2", "layer", 1)["gathered units"]
+    assert found.nbytes == found.low == sizes[None] + 2 * layers[0]
+    assert passing(inventory, "fsdp=2", "loss")["gathered units"].nbytes == sizes[None]
+    assert passing(inventory, "fsdp=1", "layer", 1)["gathered units"].nbytes == sizes[None] + layers[0]
+    kept = passing(inventory, "fsdp=2,dp=2", "loss", zero=2)
     assert kept["gathered weights"].nbytes == sum(sizes.values())
 
 
@@ -360,9 +388,9 @@ def test_fsdp2_units_as_torch_tracks_them(tmp_path):
 
     The tracker counts the gradients of activations with those of parameters that are not yet reduced.
     """
-    found = {t.name: t for t in terms(of_config("llama", **DEEPER), "fsdp=4", optimizer="sgd")}
+    places = [passing(of_config("llama", **DEEPER), "fsdp=4", "reduce", n, optimizer="sgd") for n in range(6)]
+    found = max(places, key=lambda held: sum(t.nbytes for t in held.values()))
     peak = fsdp2(tmp_path, DEEPER)
     assert found["gathered units"].nbytes == peak["UNSHARDED_PARAM"] + peak["ALL_GATHER"]
-    assert found["F32 weights"].nbytes == peak["SHARDED_PARAM"]
     waiting = peak["UNSHARDED_GRAD"] + peak["TEMP"] + peak["REDUCE_SCATTER"]
     assert found["gradients before they are shared"].nbytes == pytest.approx(waiting, rel=0.03)

@@ -12,8 +12,8 @@ from shardctl.errors import UsageError
 from shardctl.estimate.activations import estimate_activations
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.states import list_state_terms
-from shardctl.estimate.term import CATEGORIES, sum_terms
-from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.term import CATEGORIES
+from shardctl.estimate.training import build_timeline, list_training_terms
 from shardctl.estimate.transients import STEP
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
@@ -42,27 +42,32 @@ def test_terms_of_every_profile(profile, zero, recompute):
     work = TrainingWorkload(64, profile=profile, zero=zero, recompute=recompute)
     piped = zero < 2 or profile in {"megatron", "fsdp2"}
     mesh = Mesh.of(dp=2, tp=2, pp=2 if piped else 1)
-    for holding, terms, held in ranks("llama", mesh, work, [1, 1] if piped else [2]):
+    stages = [1, 1] if piped else [2]
+    described = build_anatomy(json.loads((CONFIGS / "llama.json").read_text()))
+    for holding, terms, _ in ranks("llama", mesh, work, stages):
         names = [t.name for t in terms]
         assert len(names) == len(set(names))
         assert {t.category for t in terms} <= set(CATEGORIES)
-        assert {"weights", "gradients", "optimizer", "activations", "runtime"} <= {t.category for t in terms}
+        assert {"weights", "optimizer", "runtime"} <= {t.category for t in terms}
         assert all(t.low <= t.nbytes <= t.high for t in terms)
         assert all(t.formula and t.source for t in terms if not t.exact)
-        own = {t.name for t in (*list_state_terms(holding, mesh, work), *held)}
-        assert own - {STEP} <= set(names)
+        lasting = {t.name for t in list_state_terms(holding, mesh, work) if t.category in {"weights", "optimizer"}}
+        assert lasting <= set(names)
+        line = build_timeline(described, holding, mesh, work, stages=stages)
+        moments = line.list_moments()
+        allocated = sum(t.nbytes for t in terms if t.category != "runtime" and t.tier == "device")
+        assert max(m.nbytes for m in moments) == pytest.approx(allocated, abs=len(terms))
+        assert moments[-1].name == "optimizer's step"
 
 
 @pytest.mark.parametrize(("sequence", "counts"), [(8, True), (4096, False)])
-def test_copies_of_a_step_count_beyond_activations(sequence, counts):
+def test_copies_of_a_step_count_when_it_is_the_worst_moment(sequence, counts):
     """The optimizer runs when activations are gone: of both only the larger is needed."""
-    work, mesh = TrainingWorkload(sequence), Mesh.of(fsdp=2)
-    for holding, terms, held in ranks("llama", mesh, work, [2]):
+    work, mesh = TrainingWorkload(sequence), Mesh.of()
+    for holding, terms, _ in ranks("llama", mesh, work, [2]):
         (alone,) = (t for t in list_state_terms(holding, mesh, work) if t.name == STEP)
-        step = sum(t.nbytes for t in terms if t.name == STEP)
-        freed = sum_terms(held).nbytes
-        assert step == max(0, alone.nbytes - freed)
-        assert (step > 0) == counts
+        assert [t for t in terms if t.name == STEP] == ([alone] if counts else [])
+        assert any(t.category == "activations" for t in terms) != counts
 
 
 def test_frozen_and_offloaded_states_are_on_their_tiers():

@@ -1,0 +1,39 @@
+"""Names the places of a training step at which runtimes hold different things."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.estimate.term import MemoryTerm
+
+StepPhase = Literal["loss", "head", "layer", "reduce", "end", "step"]
+"""The backward pass of the loss; of the head and the last norm; of a layer; the reduction of a layer's gradients; that
+of what is outside of layers; the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """A place in a step."""
+
+    phase: StepPhase
+    layer: int = 0
+    """Whose backward pass or reduction it is; no matter in other phases."""
+    later: bool = False
+    """Whether another microbatch had its backward pass before."""
+
+
+class PassingHold(Protocol):
+    """What a runtime holds for moments of a step: gathered weights, gradients on their way, copies for the step."""
+
+    def count_bytes(self, place: StepPlace) -> int:
+        """Count bytes held at a place."""
+
+    def count_gradients(self, place: StepPlace) -> float:
+        """Count which part of the gradients, from 0 to 1, is there."""
+
+    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+        """List what is held at a place, which together are the bytes counted."""

@@ -1,0 +1,116 @@
+"""The moments of a step are those of torch: FSDP2's storages, followed through a step of a model of 8B."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from known_models import stock
+
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.training import build_timeline
+from shardctl.estimate.workload import TrainingWorkload
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import build_anatomy
+
+PROGRAM = Path(__file__).with_name("fsdp2_moments.py")
+MODEL = {
+    "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 128256,
+}  # fmt: skip
+"""Llama-3.1-8B, but for its layers."""
+USUAL = {
+    "ranks": 8,
+    "batch": 1,
+    "tokens": 8192,
+    "units": "root",
+    "recompute": "none",
+    "fused": False,
+    "microbatches": 1,
+}
+CASES = {
+    "all is kept": ({"layers": 4}, {}),
+    "recomputed": ({"layers": 4}, {"recompute": "full"}),
+    "recomputed, at its real depth": ({"layers": 32}, {"recompute": "full"}),
+    "two microbatches": ({"layers": 4}, {"recompute": "full", "microbatches": 2}),
+    "few tokens, many ranks": ({"layers": 4}, {"ranks": 64, "tokens": 512}),
+    "one rank": ({"layers": 4}, {"ranks": 1, "tokens": 2048}),
+    "weights stay": ({"layers": 4}, {"recompute": "full", "reshard": False, "zero": 2}),
+    "as torch's pipelines": ({"layers": 4}, {"piped": True, "microbatches": 2, "reshard": False, "zero": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def torchs():
+    """The bytes of each moment by case, as torch has them."""
+    cases = [USUAL | more | {"model": MODEL | layers} for layers, more in CASES.values()]
+    said = subprocess.run([sys.executable, PROGRAM, json.dumps(cases)], check=True, capture_output=True, text=True)
+    found = json.loads(said.stdout.splitlines()[-1])
+    return {
+        name: {rename(m["moment"]): m["bytes"] for m in moments} for name, moments in zip(CASES, found, strict=True)
+    }
+
+
+def rename(moment):
+    known = {
+        "backward loss": "backward pass of the loss",
+        "backward root": "backward pass of the head",
+        "reduce root": "reduction of the rest",
+        "step": "optimizer's step",
+    }
+    words = moment.replace("backward layers.", "backward pass of layer ").replace(
+        "reduce layers.", "reduction of layer "
+    )
+    return known.get(moment, words)
+
+
+def join(found):
+    """The same, of each layer the larger of its two moments, between which its gradients grow."""
+    joined = {}
+    for moment, nbytes in found.items():
+        name = moment.replace("backward pass of layer", "layer").replace("reduction of layer", "layer")
+        joined[name] = max(nbytes, joined.get(name, 0))
+    return joined
+
+
+def moments(layers, more):
+    """The same, as they are estimated."""
+    case = USUAL | more
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": MODEL["vocabulary"],
+        "num_key_value_heads": MODEL["kv_heads"], "hidden_size": MODEL["hidden"], "head_dim": MODEL["head_dim"],
+        "intermediate_size": MODEL["intermediate"], "num_hidden_layers": layers["layers"],
+        "num_attention_heads": MODEL["heads"], "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    mesh, stages = Mesh.of(fsdp=case["ranks"]), [layers["layers"]]
+    holding, *_ = list_holdings(stock(config), mesh, stages)
+    work = TrainingWorkload(
+        case["tokens"],
+        case["batch"],
+        microbatches=case["microbatches"],
+        recompute=case["recompute"],
+        zero=case.get("zero", 0),
+    )
+    line = build_timeline(build_anatomy(config), holding, mesh, work, stages=stages)
+    return line, {moment.name: moment.nbytes for moment in line.list_moments()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_worst_moment_is_torchs(torchs, name):
+    line, ours = moments(*CASES[name])
+    theirs = torchs[name]
+    assert max(ours.values()) == pytest.approx(max(theirs.values()), rel=0.01)
+    worst = max(theirs, key=theirs.get)
+    # Moments that are nearly as large may change places.
+    assert theirs[line.name_worst()] == pytest.approx(theirs[worst], rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_moment_is_torchs(torchs, name):
+    _, ours = moments(*CASES[name])
+    assert ours.keys() <= torchs[name].keys()
+    theirs = join(torchs[name])
+    off = {moment: round(nbytes / theirs[moment] - 1, 4) for moment, nbytes in join(ours).items()}
+    assert max(map(abs, off.values())) < 0.03, off
