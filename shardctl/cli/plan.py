@@ -23,8 +23,8 @@ def plan(
     src: arguments.Source,
     *,
     detail: Annotated[
-        Literal["summary", "stage", "rank", "tensor"],
-        CommandOption(HelpPanel.GENERAL, "How much detail to show."),
+        Literal["summary", "stage", "rank", "tensor", "time"],
+        CommandOption(HelpPanel.GENERAL, "How much detail to show; time has the moments of a training step."),
     ] = "rank",
     conversion: ReshardOptions,
     options: PlanOptions,

@@ -27,6 +27,9 @@ _SHARE: Final = 0.03
 """How far the share of gradients that are there by then may be off: it is counted by elements before padding."""
 
 
+_LATER: Final = ", of a later microbatch"
+
+
 @dataclass(frozen=True, slots=True)
 class StepMoment:
     """What a rank needs in one moment of a training step, without the runtime."""
@@ -116,8 +119,13 @@ class StepTimeline:
 
     def list_moments(self) -> tuple[StepMoment, ...]:
         """List the moments in the order of time."""
+        both = len({count.place.later for count in self._counts if count.place.phase == "layer"}) > 1
         return tuple(
-            StepMoment(_name_moment(count.place), _sum_by_category(self._list_terms(count))) for count in self._counts
+            StepMoment(
+                f"{_name_moment(count.place)}{_LATER if both and _is_in_pass(count.place) else ''}",
+                _sum_by_category(self._list_terms(count)),
+            )
+            for count in self._counts
         )
 
     def name_worst(self) -> str:
@@ -151,6 +159,11 @@ def _take_share(term: MemoryTerm, share: float) -> MemoryTerm:
         inputs={**term.inputs, "share": round(share, 6)},
         interval=(round(nbytes * (1 - _SHARE)), min(term.high, round(nbytes * (1 + _SHARE)))),
     )
+
+
+def _is_in_pass(place: StepPlace) -> bool:
+    """Return whether it is in the backward pass of a microbatch that is not the first."""
+    return place.later and place.phase not in {"end", "step"}
 
 
 def _name_moment(place: StepPlace) -> str:

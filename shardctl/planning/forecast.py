@@ -199,5 +199,5 @@ def apply_calibration(estimate: MeshEstimate, calibration: FittedCalibration | N
     """Return the estimate with fitted coefficients, if any are."""
     if calibration is None:
         return estimate
-    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in estimate.ranks)
+    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms), timeline=None) for rank in estimate.ranks)
     return replace(estimate, ranks=ranks)

@@ -22,6 +22,7 @@ from shardctl.report.planning import (
     list_offload_lines,
 )
 from shardctl.report.search_table import build_candidate_row
+from shardctl.report.step_moments import list_areas
 from shardctl.report.strategies import format_fewest_by_type
 from shardctl.report.visible import escape_control_characters
 from shardctl.version import __version__
@@ -76,6 +77,7 @@ def _collect_facts(planned: PlanResult) -> dict[str, Any]:
     world = f"{mesh} = {format_plural(mesh.world, 'rank')}" if mesh.world > 1 else "one device"
     parameters = f"{format_count(planned.parameters)} parameters"
     shown = [c for c in CATEGORIES if any(sum_terms(r.terms, category=c).nbytes for r in estimate.distinct)]
+    moments = estimate.binding.timeline.list_moments() if estimate.binding.timeline is not None else ()
     found = planned.explored.found if planned.explored is not None else None
     return {
         "planned": planned,
@@ -112,6 +114,8 @@ def _collect_facts(planned: PlanResult) -> dict[str, Any]:
         "alternatives": [build_candidate_row(one) for one in found.ranked] if found is not None else (),
         "rejections": [(one.what, one.reason) for one in found.rejected] if found is not None else (),
         "heaviest": list_heaviest_ranks(estimate),
+        "areas": list_areas(moments),
+        "largest": max(moments, key=lambda moment: moment.nbytes) if moments else None,
     }
 
 

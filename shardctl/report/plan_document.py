@@ -9,6 +9,7 @@ from shardctl.estimate.term import COUNTERS, sum_terms
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.planning.forecast import BUSY
 from shardctl.report.documents import Document, build_document_head, build_mesh_fields
+from shardctl.report.step_moments import build_moments_document
 
 if TYPE_CHECKING:
     from shardctl.estimate.calibrate import FittedCalibration
@@ -55,6 +56,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "stages": [asdict(stage) for stage in result.stages],
         "ranks": [asdict(rank) | {"needs": place} for rank, place in zip(result.ranks, places, strict=True)],
         "needs": [_build_needs(terms) for terms in groups],
+        "timeline": build_moments_document(result.forecast.estimate.binding),
         "replication": result.replication,
         "purpose": _build_purpose(result.forecast),
         "device": _build_device(result.forecast),

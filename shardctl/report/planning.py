@@ -16,6 +16,7 @@ from shardctl.planning.forecast import BUSY
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
 from shardctl.report.search_table import format_cost, render_ranking
+from shardctl.report.step_moments import render_moments
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.plan_result import PlanResult, RankPlan, StagePlan
 
-Detail = Literal["summary", "stage", "rank", "tensor"]
+Detail = Literal["summary", "stage", "rank", "tensor", "time"]
 
 GROUPED: Final = 64
 """Above this many distinct ranks, equal ones share a line."""
@@ -68,11 +69,13 @@ def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> l
             render_line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text
         ]
     parts: list[RenderableType] = [render_line(format_workload(planned) + format_beyond_positions(seen))]
-    if detail != "summary":
+    if detail not in {"summary", "time"}:
         parts += render_mesh_picture(planned.mesh, seen.estimate, columns)
     parts += render_bars(seen.estimate, columns)
     if detail == "tensor":
         parts += [render_terms(seen.estimate.binding), render_kinds(seen.estimate.binding)]
+    if detail == "time":
+        parts += render_moments(seen.estimate.binding)
     if seen.device is not None and (text := format_room(seen)):
         parts.append(render_line(text))
     parts.append(render_line(format_plan_verdict(planned), _STYLES[seen.estimate.fits]))

@@ -245,3 +245,28 @@ def test_a_schedule_is_that_of_a_pipeline(say):
     options = ("--for", "train", "--microbatches", "4", "--detail", "summary")
     assert "tokens a rank, 4 microbatches, adamw" in say("plan", LLAMA, "--fsdp", "2", *options).out
     assert "tokens a rank, 4 microbatches, 1f1b, adamw" in say("plan", LLAMA, "--pp", "2", *options).out
+
+
+def test_the_moments_of_a_step_are_shown(document, say, tmp_path):
+    options = (LLAMA, "--for", "train", "--mesh", "fsdp=8", "--microbatches", "1")
+    found = document(*options)
+    line = found["timeline"]
+    assert line["rank"] == found["verdict"]["binding_rank"]
+    sizes = {moment["name"]: moment["allocated_bytes"] for moment in line["moments"]}
+    assert all(m["allocated_bytes"] == sum(p["part_bytes"] for p in m["parts"]) for m in line["moments"])
+    terms = found["needs"][found["ranks"][line["rank"]]["needs"]]["terms"]
+    whole = sum(t["term_bytes"] for t in terms if t["category"] != "runtime")
+    assert sizes[line["largest"]] == max(sizes.values()) == pytest.approx(whole, abs=len(terms))
+    first, *_, last = sizes
+    assert (first, last) == ("backward pass of the loss", "optimizer's step")
+    shown = say("plan", *options, "--detail", "time", "--report", tmp_path / "plan.html")
+    assert all(name in shown.out for name in sizes)
+    drawn = {part["category"] for moment in line["moments"] for part in moment["parts"]}
+    assert (tmp_path / "plan.html").read_text().count("<polygon") == len(drawn)
+    assert document(LLAMA, "--tp", "2")["timeline"] is None
+
+
+def test_moments_of_a_first_and_of_a_later_microbatch_have_names_of_their_own(document):
+    found = document(LLAMA, "--for", "train", "--mesh", "pp=2", "--microbatches", "2")
+    names = [moment["name"] for moment in found["timeline"]["moments"]]
+    assert len(names) == len(set(names))
