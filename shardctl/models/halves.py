@@ -61,8 +61,7 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
     family, inner = found
     half = TextHalf(family, inner, config, stored, share_kv=False)
     plain = half.build("", "")
-    inside = [tensor.name for tensor in plain.own() if tensor.row.name.startswith(".")]
-    base = half.find_base(inside)
+    base = half.find_base(plain)
     if base is None:
         raise UnsupportedError(f"no tensors have the names of the {family.name} inside {half.title}")
     names = _strip_text_names([*stored.tensors, *arrays], base, half.member.prefix, plain)

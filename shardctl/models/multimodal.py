@@ -20,7 +20,7 @@ from shardctl.models.inner_kinds import assume_inner_values, find_inner_family, 
 from shardctl.models.layer_names import count_layers
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.table import build_model
-from shardctl.models.text_config import list_text_configs
+from shardctl.models.text_config import list_outer_configs, list_text_configs
 from shardctl.models.untabled import place_tensor
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TIED: Final = "tie_word_embeddings"
 _INHERITED: Final = ("dtype", "torch_dtype", _TIED)
-"""What an outer config says of the text model, too."""
+"""What a config around that of the text model says of it, too; the outermost prevails."""
 _OUTER: Final = frozenset({"architectures", "auto_map", "model_type", "quantization_config", "vision_config"})
 """Keys that are not the text model's where its own stand beside them."""
 _USUAL: Final = "language_model."
@@ -100,7 +100,8 @@ class TextHalf:
         self.config, self.stored, self.share_kv = config, stored, share_kv
         self.adapters = list_inner_adapters(config, stored)
         self.family = add_inner_adapters(family, self.adapters, stored)
-        outer = {key: config[key] for key in _INHERITED if config.get(key) is not None}
+        around = reversed(list_outer_configs(config, inner))
+        outer = {key: each[key] for each in around for key in _INHERITED if each.get(key) is not None}
         self.architecture, self.member = next(iter(family.classes.items()))
         self.values = {**outer, **assume_inner_values(inner), "architectures": [self.architecture]}
         if _TIED in outer:
@@ -112,7 +113,7 @@ class TextHalf:
         """Build the text half and all else; None if nothing is stored under names of the text half."""
         plain = self.build("", "")
         inside = [t.name for t in plain.own() if t.row.name.startswith(".")]
-        base = self.find_base(inside)
+        base = self.find_base(plain)
         if base is None:
             return None
         own = {t.name for t in plain.own()} | plain.aliases.keys()
@@ -158,12 +159,26 @@ class TextHalf:
         )
         return build_model(inner, self.architecture, ModelConfig(self.values), share_kv=self.share_kv)
 
-    def find_base(self, inside: list[str]) -> str | None:
-        """Find what stands before the names `inside` the base model, dot included; in several places, before most."""
+    def find_base(self, plain: Model) -> str | None:
+        """Find what stands before the names inside the base model, dot included; `plain` has none before them.
+
+        In several places, it is where the most tensors have its shapes, a stack of experts for as many as it holds, and
+        then where the fewest have other names: what speaks in Qwen-Omni is much like what thinks.
+        """
+        inside = {tensor.name: tensor.shape for tensor in plain.own() if tensor.row.name.startswith(".")}
+        arrays = {name: fusion.shape for name, fusion in plain.fusions.items()}
         found: dict[str, None] = {}
         for probe in islice((name for name in inside if any(map(str.isdecimal, name.split(".")))), _PROBES):
             found |= {name[: -len(probe)]: None for name in self.stored.tensors if f".{name}".endswith(f".{probe}")}
-        return max(found, key=lambda base: sum(f"{base}{name}" in self.stored.tensors for name in inside), default=None)
+        return max(found, key=lambda base: self.rate_base(base, plain, inside | arrays), default=None)
+
+    def rate_base(self, base: str, plain: Model, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        """Count what has the `shapes` of the text model after `base`, and, negated, what has other names there."""
+        there = [name.removeprefix(base) for name in self.stored.tensors if name.startswith(base)]
+        alike = [name for name in there if shapes.get(name) == self.stored.tensors[f"{base}{name}"].shape]
+        roots = {name.split(".")[0] for name in shapes}
+        strange = sum(name not in shapes and name.split(".")[0] in roots for name in there)
+        return sum(len(plain.fusions[name].tensors) if name in plain.fusions else 1 for name in alike), -strange
 
     def find_head(self, base: str, heads: list[str]) -> str | None:
         """Find what stands before the names of the head: a module around the base model; None for no head."""

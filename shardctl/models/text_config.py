@@ -20,6 +20,26 @@ def list_text_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [values for rank, values in sorted(inner, key=lambda each: each[0]) if rank < len(_WORDS)]
 
 
+def list_outer_configs(config: Mapping[str, Any], inner: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """List the configs around `inner`, which is a part of `config`, the outermost first; `config` alone if it is none.
+
+    >>> text = {"vocab_size": 8}
+    >>> list_outer_configs({"tied": 1, "thinker_config": {"tied": 0, "text_config": text}}, text)
+    [{'tied': 1, 'thinker_config': {...}}, {'tied': 0, 'text_config': {'vocab_size': 8}}]
+    """
+    return _find_path(config, inner, _DEPTH) or [config]
+
+
+def _find_path(config: Mapping[str, Any], inner: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
+    for value in config.values() if depth else ():
+        if value is inner:
+            return [config]
+        below = _find_path(value, inner, depth - 1) if isinstance(value, dict) else []
+        if below:
+            return [config, *below]
+    return []
+
+
 def merge_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with the keys of its text model, if it surely has one, among its own.
 
