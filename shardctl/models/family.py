@@ -179,7 +179,8 @@ class Family:
     traits: LayerTraits | None = None
     """What its layers compute that rows do not show. `reshard` needs none of it; without, `plan` knows weights only."""
     weightless: tuple[Row, ...] = ()
-    """Norms without weights: no tensors, but counted as rows are."""
+    """Norms without weights, and what layers compute at once with several experts: no tensors, but counted as rows
+    are."""
     text: Callable[[ModelConfig], tuple[LayerTraits | None, ModelConfig]] | None = None
     """Of a model with a text model inside: the traits and the config of that."""
     assumed: Mapping[str, object] = field(default_factory=dict)

@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 ONE = Mesh.of()
 BATCH, TOKENS = 2, 11
 WINDOW = 5
-SHORT = {"sliding_window": WINDOW, "attention_chunk_size": WINDOW}
+SHORT = {"sliding_window": WINDOW, "attention_chunk_size": WINDOW, "attention_window_size": WINDOW}
 SWITCH = {"use_sliding_window": True, "max_window_layers": 1}
 ENCODED = {"t5", "longt5", "mt5", "umt5", "bart", "marian", "mbart", "m2m_100", "pegasus"}
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -101,9 +101,16 @@ def cached(model, config):
         tiles, side = config["vision_config"]["max_num_tiles"], config["vision_config"]["image_size"]
         given["pixel_values"] = torch.zeros(BATCH, 1, tiles, 3, side, side)
         given |= {"aspect_ratio_ids": torch.ones_like(ids[:, :1]), "aspect_ratio_mask": torch.ones(BATCH, 1, tiles)}
+    elif config["model_type"] == "recurrent_gemma":  # whose modules keep the states themselves
+        given["past_key_values"] = transformers.DynamicCache(config=model.config)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = model(**given, use_cache=True)
+    if config["model_type"] == "recurrent_gemma":
+        held = [
+            getattr(module, name, None) for module in model.modules() for name in ("conv1d_state", "recurrent_states")
+        ]
+        return nbytes(given["past_key_values"]) + sum(t.numel() * t.element_size() for t in held if t is not None)
     return nbytes(made.past_key_values if "past_key_values" in made else made.cache_params)
 
 

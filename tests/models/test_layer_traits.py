@@ -199,11 +199,10 @@ def test_a_silent_config_means_what_its_class_assumes(family):
     dropouts = {key for key in assumed.to_dict() if "drop" in key and not ELSEWHERE.search(key)}
     assert dropouts <= spoken
     assert getattr(assumed, "num_experts_per_tok", None) == traits.experts_per_token
-    windowed = {"sliding_window", "attention_chunk_size", "local_attention"} & set(assumed.to_dict()) - NO_WINDOW.get(
-        family.name, set()
-    )
+    windows = {"sliding_window", "attention_chunk_size", "attention_window_size", "local_attention"}
+    windowed = windows & set(assumed.to_dict()) - NO_WINDOW.get(family.name, set())
     assert windowed == ({traits.window.key} if traits.window else set())
-    caps = {"attn_logit_softcapping", "final_logit_softcapping"} & set(assumed.to_dict())
+    caps = {"attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"} & set(assumed.to_dict())
     assert caps == {traits.score_cap[0], traits.logit_cap[0]} - {""}
 
 

@@ -109,11 +109,12 @@ class RankModule:
         if kind is not None and weight is not None:
             self._meet_leaf(kind, original, mine, weight)
             return
-        stacks = [
-            slot
-            for (owner, _), slot in self.slots.items()
-            if owner == id(original) and len(slot.shape) == _STACK and self._is_expert(slot)
-        ]
+        arrays = [s for (owner, _), s in self.slots.items() if owner == id(original) and len(s.shape) == _STACK]
+        stacks = [slot for slot in arrays if self._is_expert(slot)]
+        if not stacks and any(
+            _STACK - 1 in self._cut_dims(slot) for slot in arrays
+        ):  # experts of attention sum over heads
+            self._after(mine, self._adding("tp"))
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
             self._add_biases_once(original, mine, stacks)
             self._after(mine, self._adding(*EXPERT_AXES))

@@ -1,0 +1,108 @@
+"""Describes RecurrentGemma: two layers with a gated linear recurrence, then one of attention within a window.
+
+Names and shapes follow transformers 5 (`models/recurrent_gemma/modeling_recurrent_gemma.py`). The recurrence has gates
+of their own for each block of channels, as many as attention has heads, and tp divides the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAYER,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import add_condition
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_BLOCK: Final = f"{LAYER}.temporal_block"
+_GATES: Final = f"{_BLOCK}.rg_lru"
+_RECURRENCE: Final = (
+    Row(f"{_BLOCK}.linear_y.weight", "inner hidden"),
+    Row(f"{_BLOCK}.linear_y.bias", "inner"),
+    Row(f"{_BLOCK}.linear_x.weight", "inner hidden"),
+    Row(f"{_BLOCK}.linear_x.bias", "inner"),
+    Row(f"{_BLOCK}.linear_out.weight", "hidden inner"),
+    Row(f"{_BLOCK}.linear_out.bias", "hidden"),
+    Row(f"{_BLOCK}.conv_1d.weight", "inner 1 kernel"),
+    Row(f"{_BLOCK}.conv_1d.bias", "inner"),
+    Row(f"{_GATES}.recurrent_param", "inner"),
+    Row(f"{_GATES}.input_gate_weight", "blocks block block"),
+    Row(f"{_GATES}.input_gate_bias", "blocks block"),
+    Row(f"{_GATES}.recurrent_gate_weight", "blocks block block"),
+    Row(f"{_GATES}.recurrent_gate_bias", "blocks block"),
+)
+_ATTENTION: Final = tuple(
+    replace(row, name=row.name.replace("self_attn", "temporal_block")) for row in QKVO if not row.buffer
+)
+_ROWS: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.temporal_pre_norm.weight", "hidden"),
+    *add_condition(_ATTENTION, "attention"),
+    *add_condition(_RECURRENCE, "!attention"),
+    Row(f"{LAYER}.channel_pre_norm.weight", "hidden"),
+    *(replace(row, name=row.name.replace(".mlp.", ".mlp_block."), when="") for row in GATED),
+    Row(".final_norm.weight", "hidden", on="last"),
+    *(row for row in HEADS if row.when == "lm"),
+)
+_KINDS: Final = ("recurrent", "recurrent", "attention")
+
+
+def _list_attention(config: ModelConfig) -> frozenset[int]:
+    """List the layers of attention: the kinds of `block_types` come again and again."""
+    kinds = config.entries("block_types") or list(_KINDS)
+    if not kinds or not {*_KINDS}.issuperset(kinds):
+        raise SourceError(f"config.json has block_types = {kinds!r} where recurrent and attention are known")
+    return frozenset(n for n in range(config.size("num_hidden_layers")) if kinds[n % len(kinds)] == "attention")
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    heads, kernel = config.size("num_attention_heads"), config.size("conv1d_width", 4)
+    width = config.size("lru_width", config.size("hidden_size"))
+    if width % heads:
+        raise SourceError(f"config.json has num_attention_heads = {heads}, which does not divide lru_width = {width}")
+    values = {**config.values, "head_dim": config.divided("hidden_size", "num_attention_heads")}
+    bias, block = config.switch("attention_bias", default=False), width // heads
+    facts = build_decoder_facts(replace(config, values=values), tied=True, qkv_bias=bias, o_bias=True)
+    return facts.also(
+        dims={
+            "ffn": LogicalDim(config.size("intermediate_size") // 2, axis="tp"),
+            "inner": LogicalDim(width, block, "tp", noun="channels"),
+            "blocks": LogicalDim(heads, axis="tp", noun="channels"),
+            "block": LogicalDim(block),
+            "kernel": LogicalDim(kernel),
+            "window": LogicalDim(kernel - 1),
+            "state": LogicalDim(1),
+        },
+        flags={"attention": _list_attention(config)},
+    )
+
+
+RECURRENT_GEMMA: Final = Family(
+    name="recurrent_gemma",
+    rows=_ROWS,
+    facts=_build_facts,
+    classes={"RecurrentGemmaForCausalLM": ModelClass("model", "lm"), "RecurrentGemmaModel": ModelClass()},
+    prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norm="rms32",
+        window=WindowRule(2048, key="attention_window_size"),
+        logit_cap=("logits_soft_cap", 30.0),
+    ),
+    aliases={"sliding_window": "attention_window_size"},
+    assumed=assume_sizes(256000, 2560, 7680, 26, 10),
+)
