@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDE: Final = 1 << 20
-"""Columns of the page that views are laid out on: a terminal wraps long lines itself, a pipe must not."""
+"""Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
 _GONE: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET})
 """How writing fails when the other end has left: a pipe, a terminal that was closed, a socket."""
 _SURROGATE: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
@@ -53,7 +53,7 @@ def print_view(view: RenderableType) -> None:
     with console.capture() as captured:
         console.print(view)
     lines = captured.get().rstrip("\n").split("\n")
-    _write_text(sys.stdout, "".join(f"{line.rstrip()}\n" for line in lines))
+    _write_text(sys.stdout, _fit_terminal("".join(f"{line.rstrip()}\n" for line in lines), sys.stdout))
 
 
 def print_document(content: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def print_text(content: str) -> None:
 
 def print_message(content: str) -> None:
     """Say something that is not data."""
-    _write_text(sys.stderr, content)
+    _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
 
 
 def write_report(path: Path, content: str | bytes) -> None:
@@ -132,6 +132,15 @@ def is_terminal(stream: TextIO | None) -> bool:
 def count_columns() -> int | None:
     """Count the columns of the terminal that shows what is written; None where it goes elsewhere."""
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
+
+
+def _fit_terminal(content: str, stream: TextIO | None) -> str:
+    """Break lines between words where a terminal shows them; what goes elsewhere stays as it is."""
+    if not is_terminal(stream):
+        return content
+    from shardctl.report.terminal_lines import wrap_terminal_lines
+
+    return wrap_terminal_lines(content, shutil.get_terminal_size().columns)
 
 
 def _write_text(stream: TextIO | None, content: str) -> None:

@@ -60,10 +60,14 @@ def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[Rend
         rows.append((name, rank, format_memory_size(whole.nbytes), limit, share))
     beside = sum(max(len(str(row[n])) for row in rows) + _GAP for n in (0, 2, 3, 4)) + _GAP
     long = _BAR if columns is None else max(_LEAST_BAR, min(_BAR, columns - beside))
-    drawn = [(name, _render_bar(rank, full, estimate.budget, long), *rest) for name, rank, *rest in rows]
+    bars = [_render_bar(rank, full, estimate.budget, long) for _, rank, *_ in rows]
+    drawn = [(name, bar, *rest) for bar, (name, _, *rest) in zip(bars, rows, strict=True)]
     every = (term for rank in estimate.distinct for term in rank.terms)
-    shown = {term.category for term in every if term.nbytes and term.tier == "device"}
-    legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in shown)
+    needed = {term.category for term in every if term.nbytes and term.tier == "device"}
+    seen = {c for c in CATEGORIES if any(FILLS[c][0] in bar.plain for bar in bars)}
+    legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in seen)
+    small = ", ".join(c for c in CATEGORIES if c in needed - seen)
+    legend += f"  (too small to draw: {small})" if small else ""
     return [render_table(drawn, right=frozenset({2}), indent=2), render_line(f"  {legend}", "dim")]
 
 
@@ -97,11 +101,15 @@ def _render_bar(rank: RankEstimate, full: int, budget: int | None, long: int) ->
 def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:
     """Render the mesh, one line of ranks for each outer coordinate, with what each rank needs.
 
-    On a terminal of so many `columns` a line goes on in the next where it has no room for all its ranks.
+    On a terminal of so many `columns` a line goes on in the next where it has no room for all its ranks. Nothing is
+    drawn where all ranks of a stage need the same: the bars of the stages say it.
     """
     if not 1 < mesh.world <= PICTURED:
         return []
     needs = {build_holding_key(r.holding.coordinate): r.total().nbytes for r in estimate.ranks}
+    by_stage = {(rank.holding.stage, rank.total().nbytes) for rank in estimate.ranks}
+    if len(by_stage) == len({stage for stage, _ in by_stage}):
+        return []
     inner = next((name for name, degree in reversed(mesh.axes) if degree > 1), "tp")
     width = mesh.degree(inner)
     rows = []

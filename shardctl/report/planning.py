@@ -20,6 +20,8 @@ from shardctl.report.step_moments import render_moments
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
     from shardctl.estimate.rank_estimate import RankEstimate
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 Detail = Literal["summary", "stage", "rank", "tensor", "time"]
 
-GROUPED: Final = 64
-"""Above this many distinct ranks, equal ones share a line."""
+_RUNS: Final = 3
+"""Runs of numbers that a line names; beyond, their count says as much."""
 _BAR: Final = 24
 """Characters of a full bar."""
 
@@ -200,16 +202,26 @@ def _render_ranks(planned: PlanResult) -> RenderableType:
     copies = planned.ranks[0].replicas > 1 if planned.ranks else False
     written = any(rank.files for rank in planned.ranks)
     files = ("files",) if written else ()
-    rows = [("rank", "place", *(("copies",) if copies else ()), "tensors", "weights", *files, "")]
-    groups: dict[tuple[int, ...], list[RankPlan]] = {}
+    rows = [
+        (
+            "ranks" if len(planned.ranks) > 1 else "rank",
+            "place",
+            *(("copies",) if copies else ()),
+            "tensors",
+            "weights",
+            *files,
+            "",
+        )
+    ]
+    groups: dict[tuple[object, ...], list[RankPlan]] = {}
     for rank in planned.ranks:
-        groups.setdefault(_build_rank_key(rank) if len(planned.ranks) > GROUPED else (rank.rank,), []).append(rank)
+        groups.setdefault(_build_rank_key(rank), []).append(rank)
     for ranks in groups.values():
         first = ranks[0]
         bar = "█" * round(_BAR * first.weight_bytes / heaviest) if heaviest else ""
         rows.append(
             (
-                str(first.rank) if len(ranks) == 1 else format_plural(len(ranks), "rank"),
+                _format_rank_numbers([rank.rank for rank in ranks]),
                 first.label if len(ranks) == 1 else f"{first.label} .. {ranks[-1].label}",
                 *((f"x{first.replicas}",) if copies else ()),
                 f"{first.tensors:,}",
@@ -223,9 +235,26 @@ def _render_ranks(planned: PlanResult) -> RenderableType:
     return render_table(rows, right=frozenset(right), indent=2)
 
 
-def _build_rank_key(rank: RankPlan) -> tuple[int, ...]:
-    """Build what ranks of one line have in common."""
-    return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, rank.file_bytes
+def _format_rank_numbers(numbers: Sequence[int]) -> str:
+    """Format which ranks these are, in runs; if they lie far apart, how many.
+
+    >>> _format_rank_numbers([3]), _format_rank_numbers([0, 1, 2, 8, 9]), _format_rank_numbers([0, 2, 4, 6])
+    ('3', '0-2, 8-9', '4 ranks')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > _RUNS:
+        return format_plural(len(numbers), "rank")
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _build_rank_key(rank: RankPlan) -> tuple[object, ...]:
+    """Build what ranks of one line have in common, as it is shown; headers of files differ by a few bytes."""
+    return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, format_file_size(rank.file_bytes)
 
 
 def _list_last_lines(planned: PlanResult) -> tuple[str, ...]:

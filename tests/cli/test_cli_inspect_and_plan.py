@@ -1,4 +1,12 @@
+import contextlib
+import fcntl
 import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -92,22 +100,19 @@ def test_plan_for_a_mesh(say, source):
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
     cost = lines.pop()
-    assert lines[:8] == [
+    assert lines[:7] == [
         "tiny-llama (LlamaForCausalLM)  21.66 K parameters  84.6 KiB | pp2 x dp2 x tp2 = 8 ranks | layout ranks",
         "  stage 0  layer 0  42.5 KiB on 2 ranks x 2 copies",
         "  stage 1  layer 1  42.8 KiB on 2 ranks x 2 copies",
-        "  rank  place        copies  tensors   weights    files",
-        "     0  pp0 dp0 tp0      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
-        "     1  pp0 dp0 tp1      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
-        "     4  pp1 dp0 tp0      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
-        "     5  pp1 dp0 tp1      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
+        "  ranks  place                       copies  tensors   weights    files",
+        "    0-1  pp0 dp0 tp0 .. pp0 dp0 tp1      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
+        "    4-5  pp1 dp0 tp0 .. pp1 dp0 tp1      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
+        "serve: 1 sequence of 64 tokens",
     ]
-    assert lines[8] == "serve: 1 sequence of 64 tokens"
-    assert [line.split("  ")[1] for line in lines[9:13]] == ["pp0 dp0", "pp0 dp1", "pp1 dp0", "pp1 dp1"]
-    assert [line.split("  ")[1] for line in lines[13:15]] == ["rank 0 (pp0 dp0 tp0)", "rank 4 (pp1 dp0 tp0)"]
-    assert lines[15].startswith("  █ weights")
-    assert lines[16].startswith("binding: rank 4 (pp1 dp0 tp0) needs ")
-    assert lines[17] == "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)"
+    assert [line.split("  ")[1] for line in lines[7:9]] == ["rank 0 (pp0 dp0 tp0)", "rank 4 (pp1 dp0 tp0)"]
+    assert lines[9].startswith("  - runtime  (too small to draw: weights")
+    assert lines[10].startswith("binding: rank 4 (pp1 dp0 tp0) needs ")
+    assert lines[11] == "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)"
     assert cost.startswith("conversion: read 86.7 kB, write ")
     assert " kB in 7 files, peak host memory " in cost
 
@@ -116,24 +121,67 @@ def test_plan_shows_less_on_request(say, source):
     def shown(detail):
         return [line.split()[0] for line in say("plan", source, "--pp", 2, "--detail", detail).out.splitlines()]
 
-    needs, costs = ["rank", "rank", "█", "binding:"], ["replication:", "conversion:"]
+    needs, costs = ["rank", "rank", "-", "binding:"], ["replication:", "conversion:"]
     assert shown("summary") == ["tiny-llama", "serve:", *needs, *costs]
-    assert shown("stage") == ["tiny-llama", "stage", "stage", "serve:", "[", *needs, *costs]
-    ranks = ["rank", "0", "1"]
-    assert shown("rank") == ["tiny-llama", "stage", "stage", *ranks, "serve:", "[", *needs, *costs]
+    assert shown("stage") == ["tiny-llama", "stage", "stage", "serve:", *needs, *costs]
+    ranks = ["ranks", "0", "1"]
+    assert shown("rank") == ["tiny-llama", "stage", "stage", *ranks, "serve:", *needs, *costs]
     tensors = shown("tensor")
     assert tensors[: len(ranks) + 3] == shown("rank")[: len(ranks) + 3]
     assert {"term", "tensors", "weights"} <= set(tensors)
 
 
-def test_plan_groups_ranks_above_64(say, tmp_path):
+def test_plan_groups_equal_ranks(say, tmp_path):
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 256, "intermediate_size": 256}
     lines = say("plan", llama(tmp_path / "wide", **heads), "--tp", 64, "--pp", 2).out.splitlines()
-    rows = [line.split("  ") for line in lines if " .. " in line]
-    assert sum(int(row[1].split()[0]) for row in rows) == 128
-    assert len(rows) < 12
-    assert any("pp1 tp" in row[2] for row in rows)
-    assert say("plan", tmp_path / "wide", "--tp", 32, "--pp", 2).out.count("\n") > 64, "64 are shown one by one"
+    runs = [line.split()[0] for line in lines if " .. " in line]
+    assert 2 <= len(runs) < 10, "headers of tiny files differ in what is shown"
+    ends = [[int(end) for end in run.split("-")] for run in runs]
+    assert [number for first, last in ends for number in range(first, last + 1)] == list(range(128))
+    lines = say("plan", FIXTURES / "configs_public/llama-3.1-70b.json", "--tp", 8, "--pp", 2).out.splitlines()
+    rows = [line.lstrip().split("  ")[:2] for line in lines if " .. " in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["0-7", "pp0 tp0 .. pp0 tp7"],
+        ["8-15", "pp1 tp0 .. pp1 tp7"],
+    ]
+
+
+def test_a_terminal_is_shown_lines_that_break_between_words(tmp_path):
+    """Every verb, at 80 columns; a word that is broken would be at the end of one line and the start of the next."""
+    source = llama(tmp_path / "a-model-with-a-name-of-some-length")
+    model = {"COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
+    out = tmp_path / "out"
+    for arguments in (
+        ["inspect", source],
+        ["plan", source, "--tp", 2, "--pp", 2, "--gpu", "h100", "--for", "train"],
+        ["plan", source, "--gpus", 4, "--search", "--gpu", "h100"],
+        ["reshard", source, out, "--tp", 2],
+        ["verify", out, "--level", "full", "--against", source],
+        ["diff", source, out],
+        ["digest", source],
+        ["plan", source, "--tp", 3],
+    ):
+        shown = show_on_terminal([str(argument) for argument in arguments], model)
+        long = [line for line in shown.splitlines() if len(line) > 80]
+        assert all(max(map(len, line.split())) > 40 for line in long), (arguments, long)
+
+
+def show_on_terminal(arguments, settings):
+    """What a terminal of 80 columns is sent by the program."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    program = subprocess.Popen(
+        [sys.executable, "-m", "shardctl", *arguments],
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **settings},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = bytearray()
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    program.wait()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def test_plan_as_json(say, source):
