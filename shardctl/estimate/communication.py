@@ -123,8 +123,10 @@ def _list_parameter_traffic(
         weights, gradients = f"{of}parameters", f"{of}gradients"
         gathered = holding.gathered(expert=is_expert, trainable=True)
         kept = holding.elements(expert=is_expert, trainable=True)
+        some = (part for part in holding.parts if part.kind.spec.of_expert == is_expert)
+        frozen = sum(part.gathered_bytes for part in some if not part.kind.trainable)
         # Ranks that share parameters gather them for the forward and again for the backward pass.
-        yield _build_collective(weights, sharing, "all-gather", shared, gathered * parameter, times, rounds=2)
+        yield _build_collective(weights, sharing, "all-gather", shared, gathered * parameter + frozen, times, rounds=2)
         yield _build_collective(gradients, sharing, "reduce-scatter", shared, gathered * gradient, times)
         if not work.zero:
             yield _build_collective(gradients, over, "all-reduce", replicas, kept * gradient, 1)

@@ -148,8 +148,11 @@ class _StagePacer:
         looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
         again = {"none": 0.0, "selective": looks, "full": matrices + looks}[work.recompute]
         rate = self.device.flops_bf16 * self.pace.operations
-        compute = (3 * (matrices + looks) + again) / rate
-        shares = [TimeShare("compute", compute * times, "(3 forward + recomputed) * m / (flops * pace)")]
+        # Of weights that are not trained, there is no gradient to compute, but what goes through them has one.
+        trained = holding.gathered(trainable=True) / (holding.gathered() or 1)
+        compute = ((2 + trained) * matrices + 3 * looks + again) / rate
+        formula = "((2 + trained) * matrices + 3 * attention + recomputed) * m / (flops * pace)"
+        shares = [TimeShare("compute", compute * times, formula)]
         sent = list_traffic(self.anatomy, holding, mesh, work)
         shares += self.exposed(sent, compute, times)
         waits = compute_bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)

@@ -59,6 +59,16 @@ LAYOUTS: Final = (
         "Dettmers et al. 2022 (LLM.int8()); bitsandbytes, nn/modules.py, Int8Params",
     ),
     QuantisedLayout(
+        "nf4",
+        (
+            ("weight", "U8", (AlongDim(OUT), AlongDim(IN, 2))),
+            ("weight.absmax", "U8", (AlongDim(OUT), AlongDim(IN, 64))),
+            ("weight.nested_absmax", "F32", (AlongDim(OUT, 256), AlongDim(IN, 64))),
+        ),
+        "out * in / 2 + out * in / 64 + 4 * out * in / 16384",
+        "Dettmers et al. 2023 (QLoRA), sec. 3; bitsandbytes, functional.py, quantize_4bit with compress_statistics",
+    ),
+    QuantisedLayout(
         "int4",
         (
             ("qweight", "I32", (build_packed_dim(IN, 4), AlongDim(OUT))),

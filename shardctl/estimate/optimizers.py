@@ -5,7 +5,7 @@ Single numbers that optimizers keep of each tensor (`step`, most on the host, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import TYPE_CHECKING, Final
 
@@ -238,6 +238,19 @@ OPTIMIZERS: Final = (
     ),
 )
 """All that shardctl knows."""
+
+
+def build_plain_optimizer(known: OptimizerSpec) -> OptimizerSpec:
+    """Return the optimizer as it updates parameters without fp32 copies.
+
+    The states of torch's optimizers have then the parameters' type; bitsandbytes' keep their own.
+
+    >>> build_plain_optimizer(get_optimizer("adamw")).per_parameter
+    4.0
+    """
+    if not known.source.startswith("torch"):
+        return replace(known, master=False)
+    return replace(known, master=False, slots=tuple(replace(slot, dtype=None) for slot in known.slots))
 
 
 def get_optimizer(name: str) -> OptimizerSpec:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.dtype import BY_NAME, DType
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
-from shardctl.estimate.optimizers import get_optimizer
+from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer
 from shardctl.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
             hint=f"use --seq-len {-(-work.sequence // (2 * cp)) * 2 * cp}",
         )
     known = get_optimizer(work.optimizer)
+    if work.precision == "bf16":
+        known = build_plain_optimizer(known)
     compute = _get_float_dtype(work.dtype)
     runtime = _choose_runtime(mesh, work)
     wide = F32 if known.master else compute

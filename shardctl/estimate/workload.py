@@ -9,6 +9,7 @@ Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
 """Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""
 PROFILES: Final[tuple[Profile, ...]] = ("megatron", "hf", "fsdp2", "deepspeed")
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["mixed", "bf16", "fp32"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -76,6 +77,8 @@ class TrainingWorkload:
     """Of the parameters that compute; safetensors' name."""
     gradient_dtype: str | None = None
     """Of gradients that are kept; by default the profile's."""
+    precision: Precision = "mixed"
+    """Whether fp32 copies of the parameters are updated, or all is kept in `dtype`."""
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     """Whether norms and dropouts are divided over tp too (Korthikanti et al. 2022); without tp it changes nothing."""

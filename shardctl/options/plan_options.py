@@ -174,6 +174,42 @@ class PlanOptions:
     optimizer: Annotated[
         str | None, CommandOption(HelpPanel.TRAINING, f"Optimizer: {_OPTIMIZERS}. Default: adamw.", metavar="NAME")
     ] = None
+    lora_rank: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Train a low-rank adapter of this rank instead of the model.",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Linear layers that the adapter changes, such as q_proj,v_proj. Default: all-linear.",
+            metavar="NAMES",
+        ),
+    ] = None
+    base_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32", "int8", "nf4"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Type of the weights under the adapter; int8 and nf4 as bitsandbytes stores them. Default: the model's.",
+        ),
+    ] = None
+    train_only: Annotated[
+        str | None,
+        CommandOption(HelpPanel.TRAINING, "Train only the tensors with a matching name.", metavar="REGEX"),
+    ] = None
+    precision: Annotated[
+        Literal["mixed", "bf16", "fp32"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "mixed computes in 16 bits and updates fp32 copies, bf16 and fp32 keep everything in one type. "
+            "Default: mixed.",
+        ),
+    ] = None
     zero: Annotated[
         int | None,
         CommandOption(

@@ -17,6 +17,7 @@ from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, descri
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.counting import is_quantised, list_meant_parameters
 from shardctl.placement import PartitionSpec
+from shardctl.planning.tuning import tune_inventory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.models.anatomy import ModelAnatomy
     from shardctl.options import ReshardOptions
+    from shardctl.planning.tuning import TuningChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,20 @@ class EstimatedModel:
 
 
 def build_estimated_model(
-    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, trained: bool = False
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    *,
+    trained: bool = False,
+    tuning: TuningChoice | None = None,
 ) -> EstimatedModel:
     """Build the tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
+    With `tuning` only a part is. Raises UsageError for a part that there is not.
     """
     have = filter_tensors(checkpoint.manifest, reshard_options)
+    if tuning is not None:
+        return _build_tuned_model(checkpoint, have, reshard_options, tuning)
     if trained and has_coded_weights(checkpoint):
         return _build_dequantised_model(checkpoint, have, reshard_options)
     dtypes, model = choose_dtypes(have, reshard_options), checkpoint.model
@@ -100,6 +109,33 @@ def build_estimated_model(
     active = _choose_activation_dtype(checkpoint, reshard_options, inventory)
     about = EstimatedModel(inventory, elements, made_of, why, active)
     return _add_base(about, checkpoint) if checkpoint.adapter else about
+
+
+def _build_tuned_model(
+    checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions, tuning: TuningChoice
+) -> EstimatedModel:
+    """Build the model of which a part is trained."""
+    model = checkpoint.require_model("fine-tuning of a part")
+    if checkpoint.adapter or has_coded_weights(checkpoint):
+        what = "an adapter" if checkpoint.adapter else "quantised"
+        raise UsageError(
+            f"{checkpoint.source.name} is {what}, and fine-tuning is estimated from plain weights",
+            hint="name the model that it was made from; --base-dtype nf4 or int8 quantises it",
+        )
+    specs = {name: model.tensors[name].spec for name in have.tensors}
+    buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
+    whole, part = tune_inventory(
+        have.tensors.values(),
+        specs,
+        model.layers,
+        tuning,
+        dtypes=choose_dtypes(have, reshard_options),
+        buffers=buffers,
+    )
+    made_of, why = _find_anatomy(checkpoint)
+    active = _choose_activation_dtype(checkpoint, reshard_options, whole)
+    base = AdaptedBase(model.architecture, part) if tuning.rank is not None else None
+    return EstimatedModel(whole, part.elements, made_of, why, active, base=base)
 
 
 def _add_base(about: EstimatedModel, checkpoint: OpenedCheckpoint) -> EstimatedModel:

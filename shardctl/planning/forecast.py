@@ -17,7 +17,7 @@ from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.offload import LinkNeed, sum_heaviest_node
 from shardctl.estimate.offload import list_link_needs as links
 from shardctl.estimate.operations import compute_used_share
-from shardctl.estimate.optimizers import get_optimizer
+from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.serving import find_largest_batch, find_longest_context
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
@@ -106,9 +106,8 @@ def estimate_workload(
         if plan_options.calibration is not None:
             fit = calibrate_from_log(about, work, mesh, plan_options.calibration)
             seen = replace(seen, estimate=apply_calibration(estimate, fit), calibration=fit)
-        states, devices = get_optimizer(work.optimizer).per_parameter, plan_options.devices or mesh.world
-        gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else USUAL_GRADIENT
-        compared = list_strategies(about.parameters, devices, gradient=gradient, optimizer=states)
+        devices = plan_options.devices or mesh.world
+        compared = _compare_strategies(about.parameters, devices, work)
         seen = replace(seen, strategies=compared)
         seen = _add_offload(seen, about, work, mesh)
     if plan_options.device is None:
@@ -117,7 +116,7 @@ def estimate_workload(
     # Of a model whose layers nobody knows, only the weights are counted.
     partial = seen.estimate.partial or work is None
     seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))
-    if about.anatomy is not None and work is not None and not partial and plan_options.device.timed:
+    if about.anatomy is not None and work is not None and not partial and _is_timed(work, plan_options.device):
         cost = price_mesh(about.anatomy, seen.estimate, mesh, work, plan_options.device, dtype=about.dtype)
         seen = replace(seen, cost=cost)
     if not isinstance(work, ServingWorkload) or about.anatomy is None:
@@ -127,6 +126,22 @@ def estimate_workload(
         for most in (find_longest_context, find_largest_batch)
     )
     return replace(seen, longest_context=context, largest_batch=batch)
+
+
+def _is_timed(work: ServingWorkload | TrainingWorkload, device: DeviceSpec) -> bool:
+    """Return whether the speed is known; that of fp32 is of no device."""
+    return device.timed and not (isinstance(work, TrainingWorkload) and work.precision == "fp32")
+
+
+def _compare_strategies(parameters: int, devices: int, work: TrainingWorkload) -> tuple[ShardingStrategy, ...]:
+    """Compare data parallelism and the ZeRO stages for the types of `work`."""
+    known, width = get_optimizer(work.optimizer), BY_NAME[work.dtype].unit_bytes
+    if work.precision != "mixed":
+        known = build_plain_optimizer(known)
+    states = known.per_parameter * (width / USUAL_GRADIENT if work.precision == "fp32" else 1)
+    usual = width if work.precision == "fp32" else USUAL_GRADIENT
+    gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else usual
+    return list_strategies(parameters, devices, parameter=width, gradient=gradient, optimizer=states)
 
 
 def _add_offload(seen: WorkloadEstimate, about: EstimatedModel, work: TrainingWorkload, mesh: Mesh) -> WorkloadEstimate:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
-from shardctl.estimate.workload import USUAL_UTILIZATION, EngineBudget, ServingWorkload, TrainingWorkload
+from shardctl.estimate.workload import USUAL_UTILIZATION, EngineBudget, Precision, ServingWorkload, TrainingWorkload
 from shardctl.options import PlanOptions
 from shardctl.options.declaration import HelpPanel, find_flag, given_options
+from shardctl.planning.tuning import ALL_LINEAR, TuningChoice
 
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
@@ -54,6 +55,22 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     if use == "serve":
         return _build_serving(options, about, mesh, tokens)
     return _build_training(options, about, tokens)
+
+
+def choose_tuning(options: PlanOptions) -> TuningChoice | None:
+    """Return what is trained of a model; None for all of it.
+
+    Raises UsageError for options that contradict each other.
+    """
+    rank, pattern = options.lora_rank, options.train_only
+    if rank is not None and pattern is not None:
+        raise UsageError("--lora-rank and --train-only train different parts", hint="give one of them")
+    if rank is None and (options.lora_targets is not None or options.base_dtype is not None):
+        flag = "--lora-targets" if options.lora_targets is not None else "--base-dtype"
+        raise UsageError(f"{flag} needs an adapter", hint="give --lora-rank, such as 16")
+    if rank is None and pattern is None:
+        return None
+    return TuningChoice(rank, options.lora_targets or ALL_LINEAR, options.base_dtype, pattern)
 
 
 def _check_about_use(options: PlanOptions, use: Use) -> None:
@@ -132,7 +149,10 @@ def _build_budget(options: PlanOptions) -> EngineBudget | None:
 def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:
     """Build the work of training; what was not asked for is as `TrainingWorkload` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
-    usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
+    precision: Precision = options.precision or "mixed"
+    if precision != "mixed":
+        computes = _DTYPES[precision]
+    usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes, precision=precision)
     for name in ("no_gradient_fusion", "fused_loss", "exchanged_heads"):
         if getattr(options, name) and options.profile != "megatron":
             profile = options.profile or usual.profile

@@ -313,6 +313,7 @@ def format_workload(planned: PlanResult) -> str:
         f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
     ]
     more = [
+        *([f"all in {work.precision}"] if work.precision != "mixed" else []),
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
         *(["eager attention"] if not work.flash else []),

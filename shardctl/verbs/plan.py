@@ -18,7 +18,7 @@ from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model, has_coded_weights
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
 from shardctl.planning.plan_result import PlanResult, describe_conversion, describe_unstored_model
-from shardctl.planning.workload import decide_use
+from shardctl.planning.workload import choose_tuning, decide_use
 
 if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
@@ -137,6 +137,9 @@ def _build_unstored_model(
 ) -> EstimatedModel | None:
     """Build the model if it would be other than stored: only described, quantised, or trained as it was before."""
     trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
+    tuning = choose_tuning(plan_options)
+    if trained and tuning is not None:
+        return build_estimated_model(checkpoint, reshard_options, tuning=tuning)
     if (
         checkpoint.hypothetical
         or plan_options.quantised_type is not None
