@@ -103,6 +103,11 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     training = options("plan") - options("reshard") - own
     assert own <= options("plan")
     assert training == {
+        "--lora-rank",
+        "--lora-targets",
+        "--base-dtype",
+        "--train-only",
+        "--precision",
         "--optimizer",
         "--zero",
         "--profile",

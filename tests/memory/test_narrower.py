@@ -141,7 +141,7 @@ def test_what_is_quantised_is_not_estimated_in_another_type():
 def test_an_unknown_type_lists_those_there_are():
     with pytest.raises(UsageError, match="unknown type 'int3'") as error:
         narrow_inventory(stock(TINY["llama"]), "int3")
-    assert error.value.hint == "use fp32, fp16, bf16, fp8, int8, int4"
+    assert error.value.hint == "use fp32, fp16, bf16, fp8, int8, nf4, int4"
 
 
 @pytest.mark.parametrize(

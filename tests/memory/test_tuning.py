@@ -20,7 +20,8 @@ LLAMA = FIXTURES / "configs_public/llama-3.1-8b.json"
 
 
 def tuned(path=LLAMA, mesh=None, **options):
-    return plan(path, ReshardOptions(mesh=mesh), plan_options=PlanOptions(use="train", **options))
+    """A plan of training, of which the second microbatch finds the gradients of the first."""
+    return plan(path, ReshardOptions(mesh=mesh), plan_options=PlanOptions(use="train", microbatches=2, **options))
 
 
 def nbytes(planned, *categories):
