@@ -347,7 +347,8 @@ class _AnatomyReader:
             wide = not self.traits.narrow_experts
             width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
             experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width)
-        mlp = next((n for n in ("ffn", "dffn", *(() if experts else ("sffn",))) if named.has(n)), "")
+        widths = ("ffn", "dffn", *(() if experts else ("sffn",)), *(n for n in self.facts.dims if n.startswith("ffn_")))
+        mlp = next((n for n in widths if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]
         states = {named.known("hidden"), named.known("streams")}

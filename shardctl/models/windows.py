@@ -75,6 +75,8 @@ def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> t
     all layers.
     """
     kinds = config.values.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers + config.count("num_nextn_predict_layers", 0):
+        kinds = kinds[:layers]  # the last are of layers that predict (Step-3.5)
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise SourceError(f"config.json has layer_types = {kinds!r} where a list of {layers} kinds is expected")
     if isinstance(kinds, list):

@@ -38,10 +38,13 @@ def test_every_family_has_a_config():
 
 
 def test_every_row_is_used():
-    used = {tensor.row for name in NAMES for tensor in describe_model(hub_config(name)).tensors.values()}
+    full = hub_config("step3p5", layer_types=["full_attention"] * 5)
+    configs = (*map(hub_config, NAMES), full)
+    used = {tensor.row for config in configs for tensor in describe_model(config).tensors.values()}
     shared = {*HEADS, *(row for family in BUILT for row in family.rows)}
     rows = {row for family in FAMILY.values() for row in family.rows if ".language_model." not in row.name}
-    assert {row.name for row in rows - used - shared} == set()
+    spare = {row for row in rows if " width_" in f" {row.when}"}  # of which Nemotron-NAS has more than a model uses
+    assert {row.name for row in rows - used - shared - spare} == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
