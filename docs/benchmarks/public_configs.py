@@ -48,7 +48,8 @@ def plan_config(path):
             )
         except ShardctlError as error:
             why = error.message.replace(place, path.name).partition(f", and {path.name}")[0]
-            return False, ("", "", f"refused: {why}", f"{time.perf_counter() - began:.1f}")
+            hint = f"; {error.hint}" if error.hint else ""
+            return False, ("", "", f"refused: {why}{hint}", f"{time.perf_counter() - began:.1f}")
         took = time.perf_counter() - began
     estimate = found.forecast.estimate
     weights = max(rank.weight_bytes for rank in found.ranks) / GIB

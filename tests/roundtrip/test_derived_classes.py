@@ -20,8 +20,10 @@ CLASSES = (
     "AriaTextForCausalLM",
     "CTRLLMHeadModel",
     "BarkCausalModel",
+    "FlaubertWithLMHeadModel",
 )
-"""A decoder with biases, numbered experts, experts in a stack, names that few have."""
+"""A decoder with biases, numbered experts, experts in a stack, names that few have, and
+layers that fill a cache whatever the config says."""
 KNOWN = {name for family in load_families() for name in family.classes}
 
 

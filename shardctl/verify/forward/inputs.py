@@ -159,8 +159,9 @@ def _draw_pixels(config: Torch, generator: Torch) -> Torch:
 
 
 def copy_arguments(value: Torch) -> Torch:
-    """Return the same arguments with tensors of their own, because some blocks write into what they are given."""
+    """Return the same arguments with tensors and caches of their own: some blocks write into what they are given."""
     import torch
+    from transformers.cache_utils import Cache
 
     if isinstance(value, torch.Tensor):
         return value.clone()
@@ -171,4 +172,4 @@ def copy_arguments(value: Torch) -> Torch:
         for key, each in value.items():
             mine[key] = copy_arguments(each)
         return mine
-    return value
+    return copy.deepcopy(value) if isinstance(value, Cache) else value
