@@ -330,7 +330,7 @@ class _AnatomyReader:
     def described(self, index: str, rows: list[Row], window: int | None) -> ModelLayer:
         """Return the layer that has `rows`."""
         named = RowDims(self.facts, index, rows)
-        if not named.has("qs") and any(self.count_copies(row) > 1 for row in rows if " " in row.dims):
+        if any(self.count_copies(row) > 1 for row in rows if row.dims.split() == ["q", "hidden"]):
             raise UnsupportedError(f"{self.family.name} has several blocks in a layer", hint=_WEIGHTS_ONLY)
         attention = self.attention(named, rows, window)
         state = _find_state(named, _find_scan(named))

@@ -156,6 +156,12 @@ def test_query_heads_are_those_of_the_config(name):
     assert counts <= {texts.num_attention_heads} if counts else not hasattr(texts, "num_attention_heads")
 
 
+def test_several_blocks_in_a_layer_are_not_counted_as_one():
+    assert len(build_anatomy(fixture("albert")).layers) == 2
+    with pytest.raises(UnsupportedError, match="several blocks in a layer"):
+        build_anatomy(fixture("albert", inner_group_num=2))
+
+
 def test_the_text_model_decides_about_windows():
     """LLaVA 1.6 around Mistral; its own default is Llama, which has none."""
     changes = {"model_type": "mistral", "sliding_window": 4096}

@@ -99,7 +99,8 @@ def other_names():
         for within, one in (((), kind), *(((key,), sub) for key, sub in inside)):
             held = config[within[0]] if within else config
             for other, key in one.attribute_map.items():
-                if key in held and other not in held:
+                # Of this name DBRX's experts in transformers 5.23 know nothing.
+                if key in held and other not in held and (name, other) != ("dbrx", "hidden_size"):
                     yield name, (*within, key), other
 
 
@@ -121,7 +122,15 @@ def test_the_default_config_says_the_same_whole_and_sparse(family):
     assert describe_model({"model_type": family.name}).state() == found
     # By default, transformers 5.23 cannot compute the rotary embeddings of these, count heads, tell layers apart, or
     # make an indexer without sizes.
-    if family.name not in {*UNBUILDABLE, "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron"}:
+    if family.name not in {
+        *UNBUILDABLE,
+        "dbrx",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "lfm2_moe",
+        "ministral",
+        "nemotron",
+    }:
         with torch.device("meta"):
             assert found == state(kind(kind.config_class()))
 

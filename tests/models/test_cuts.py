@@ -67,6 +67,7 @@ PARTLY_PLANNED = {
     "afmoe": "its plan is for the routed experts, and leaves attention and the shared ones whole",
     "bailing_hybrid": "its plan is for the MLPs, and leaves attention of both kinds whole",
     "bamba": "its plan is for the head alone",
+    "dbrx": "its plan is for the head alone",
     "deepseek_v3": "its plan is for the MLPs, and leaves latent attention whole",
     "deepseek_v4": "its plan is for the routed experts, and leaves attention and the shared ones whole",
     "falcon_h1": "its plan is for the head alone",

@@ -175,7 +175,7 @@ def text_part(family):
     classes = next(iter(family.classes))
     config = getattr(transformers, classes).config_class()
     traits, _ = family.text(ModelConfig(fixture(family.name))) if family.text else (family.traits, None)
-    return traits, config.text_config if family.text else config
+    return traits, getattr(config, "text_config", config) if family.text else config
 
 
 ELSEWHERE = re.compile(

@@ -24,6 +24,7 @@ FAMILY_FILES: Final = {
     "bloom": ("bloom",),
     "clip": ("clip", "clip_text_model", "clip_vision_model", "siglip"),
     "cohere": ("cohere", "cohere2"),
+    "dbrx": ("dbrx",),
     "deberta": ("deberta-v2",),
     "deepseek": ("deepseek", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     "deepseek_sparse": ("deepseek_v32", "glm_moe_dsa"),

@@ -34,6 +34,8 @@ _ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
 _KEEPER: Final = "_gaussian_topk"
 """What transformers calls the method of an MLP that sets all but the largest results of its gate to zero."""
 _STACK: Final = 3
+_SUMMING: Final = {"DbrxExpertGLU"}
+"""Classes that multiply by matrices of their own, of which tp cuts what the last product sums over."""
 
 
 class RankModule:
@@ -109,11 +111,14 @@ class RankModule:
         if kind is not None and weight is not None:
             self._meet_leaf(kind, original, mine, weight)
             return
-        arrays = [s for (owner, _), s in self.slots.items() if owner == id(original) and len(s.shape) == _STACK]
+        own = [slot for (owner, _), slot in self.slots.items() if owner == id(original)]
+        arrays = [slot for slot in own if len(slot.shape) == _STACK]
         stacks = [slot for slot in arrays if self._is_expert(slot)]
         if not stacks and any(
             _STACK - 1 in self._cut_dims(slot) for slot in arrays
         ):  # experts of attention sum over heads
+            self._after(mine, self._adding("tp"))
+        if type(original).__name__ in _SUMMING and any(map(self._cut_dims, own)):
             self._after(mine, self._adding("tp"))
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
             self._add_biases_once(original, mine, stacks)
