@@ -14,6 +14,7 @@ from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
 from shardctl.estimate.profiles import get_runtime
 from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
 from shardctl.estimate.schedule import count_in_flight, count_losses
+from shardctl.estimate.selective import SELECTIVE_HINT, find_unselected_part
 from shardctl.estimate.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
 from shardctl.estimate.term import MemoryTerm
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.kept_tensors import Flag, Group, KeptTensor, RuntimeProfile
     from shardctl.estimate.sizes import Size
-    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.estimate.workload import Recompute, TrainingWorkload
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import ModelAnatomy, ModelLayer
 
@@ -114,6 +115,7 @@ class RankActivations:
         self.first = holding.stage == 0
         self.last = holding.stage == len(stages) - 1
         self.numbers = holding.layers
+        self.held = holding.parts
         self.anatomy = anatomy
         divided = self.runtime.sequence_parallel and work.sequence_parallel
         self.parts = mesh.degree("tp") if divided else 1
@@ -132,10 +134,11 @@ class RankActivations:
             raise UnsupportedError(
                 f"what training keeps of this model is not known: it has {self.style.unmodelled}", hint=PLAN_HINT
             )
-        alike: dict[ModelLayer, list[int]] = {}
-        for number in self.numbers:
-            alike.setdefault(self.anatomy.layers[number], []).append(number)
-        return [self._alike(layer, numbers) for layer, numbers in alike.items()]
+        alike: dict[tuple[ModelLayer, Recompute], list[int]] = {}
+        for place, number in enumerate(self.numbers, 1):
+            recompute: Recompute = "none" if place % self.work.recompute_every else self.work.recompute
+            alike.setdefault((self.anatomy.layers[number], recompute), []).append(number)
+        return [self._alike(layer, numbers, recompute) for (layer, recompute), numbers in alike.items()]
 
     def list_moments(self, flights: float | None = None) -> Iterator[BackwardMoment]:
         """Yield the moments of a backward pass in the order of time, with as many in `flights` as can be."""
@@ -191,7 +194,7 @@ class RankActivations:
                 skewed="experts" in moment.name,
             )
 
-    def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
+    def _alike(self, layer: ModelLayer, numbers: Sequence[int], recompute: Recompute) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes = dict(compute_layer_sizes(layer, self.style, self.share))
         flags = self.flags | list_layer_flags(layer, self.style.norm)
@@ -199,26 +202,41 @@ class RankActivations:
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
-        full, selective = self.work.recompute == "full", self.work.recompute == "selective"
-        groups = self.runtime.kept
-        again = ByteAmount()
-        if full:
-            kept = {"inputs of layers": self._amount(self.runtime.checkpoint, sizes, flags)}
-            for tensors in groups.values():
-                again += self._amount(tensors, sizes, flags)
-            again += self._amount(self.runtime.shared, sizes, flags).without()
-        else:
-            kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
-        if selective:
-            again = self._amount([saved for g in groups.values() for saved in g if saved.core], sizes, flags)
+        kept, again = self._count_layer(recompute, sizes, flags)
+        if recompute == "selective" and self.runtime.selected and (why := find_unselected_part(layer, self.held)):
+            message = f"what selective recomputation keeps of layer {numbers[0]} is not known: {why}"
+            raise UnsupportedError(message, hint=SELECTIVE_HINT)
         moments = [("backward pass of a layer", again)]
+        behind = " of a layer computed again" if self._is_whole_layer(recompute) else ""
         for moment in self.runtime.layer:
             alive = self._amount(moment.alive, sizes, flags)
             for group in moment.gone:
-                alive += self._amount(groups[group], sizes, flags).without()
+                alive += self._amount(self.runtime.kept[group], sizes, flags).without()
             if alive.nbytes > 0:
-                moments.append((moment.name + (" of a layer computed again" if full else ""), again + alive))
+                moments.append((moment.name + behind, again + alive))
         return _AlikeLayers(tuple(numbers), kept, max(moments, key=lambda one: one[1].nbytes))
+
+    def _is_whole_layer(self, recompute: Recompute) -> bool:
+        """Return whether a layer's forward pass runs again, from its input and what else was kept."""
+        return recompute == "full" or (recompute == "selective" and bool(self.runtime.selected))
+
+    def _count_layer(
+        self, recompute: Recompute, sizes: Mapping[Size, float], flags: frozenset[Flag]
+    ) -> tuple[dict[str, ByteAmount], ByteAmount]:
+        """Return what a layer keeps, by the name of the term, and what its backward pass computes again at first."""
+        groups, runtime = self.runtime.kept, self.runtime
+        if self._is_whole_layer(recompute):
+            name, some, shared = "inputs of layers", runtime.checkpoint, runtime.shared
+            if recompute == "selective":
+                name, some, shared = "results of selected operations", runtime.selected, runtime.selected_shared
+            again = self._amount(shared, sizes, flags).without()
+            for tensors in groups.values():
+                again += self._amount(tensors, sizes, flags)
+            return {name: self._amount(some, sizes, flags)}, again
+        selective = recompute == "selective"
+        kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
+        core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
+        return kept, self._amount(core, sizes, flags)
 
     def _head(self) -> ByteAmount:
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)

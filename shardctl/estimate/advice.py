@@ -240,10 +240,10 @@ def _list_training_changes(ask: EstimateRequest, work: TrainingWorkload) -> Iter
     recomputed = []
     # Fused attention keeps no scores, which is all that selective recomputation would spare.
     if work.recompute == "none" and not work.flash:
-        some = replace(work, recompute="selective")
+        some = replace(work, recompute="selective", recompute_every=1)
         recomputed.append(_ProposedChange("recompute attention", "--recompute selective", replace(ask, work=some)))
-    if work.recompute != "full":
-        every = replace(work, recompute="full")
+    if work.recompute != "full" or work.recompute_every > 1:
+        every = replace(work, recompute="full", recompute_every=1)
         recomputed.append(_ProposedChange("recompute all activations", "--recompute full", replace(ask, work=every)))
     yield recomputed
     # Stages of a pipeline add up the gradients of all microbatches, which ZeRO-2 and 3 would reduce one by one.

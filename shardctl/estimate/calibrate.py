@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNKNOWNS: Final = 2
 """Coefficients that are fitted, and so the least measurements that can be fitted to."""
 _MODELLED: Final = frozenset({"activations", "workspace"})
-_WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages"})
+_WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages", "recompute_every"})
 _SWITCHES: Final = frozenset(
     {"sequence_parallel", "flash", "offload_parameters", "dropout", "fused_gradients", "fused_loss", "exchanged_heads"}
 )

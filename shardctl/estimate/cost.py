@@ -146,7 +146,9 @@ class _StagePacer:
         layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
         matrices = count_matrix_operations(self.anatomy, holding, mesh, tokens)
         looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
-        again = {"none": 0.0, "selective": looks, "full": matrices + looks}[work.recompute]
+        # torchtitan's list saves attention and every second product of matrices.
+        selected = matrices / 2 if work.profile == "fsdp2" else looks
+        again = {"none": 0.0, "selective": selected, "full": matrices + looks}[work.recompute] / work.recompute_every
         rate = self.device.flops_bf16 * self.pace.operations
         # Of weights that are not trained, there is no gradient to compute, but what goes through them has one.
         trained = holding.gathered(trainable=True) / (holding.gathered() or 1)

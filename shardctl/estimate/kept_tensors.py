@@ -112,6 +112,10 @@ class RuntimeProfile:
     """Of one layer that will be recomputed."""
     shared: tuple[KeptTensor, ...]
     """What such a layer, once recomputed, keeps of it too, and is not there twice."""
+    selected: tuple[KeptTensor, ...]
+    """Of one layer of which only some operations' results are kept; empty where a runtime has no such list."""
+    selected_shared: tuple[KeptTensor, ...]
+    """What of these such a layer keeps in its own pass too, and is not there twice once the rest is computed again."""
     layer: tuple[PeakMoment, ...]
     """While a layer's backward pass runs; the gradient of its output is part of it."""
     head: tuple[KeptTensor, ...]

@@ -179,6 +179,8 @@ _HF: Final = RuntimeProfile(
     },
     checkpoint=(KeptTensor("the layer's input", "hidden"), KeptTensor("what is wider of it", "hidden", 2, ("wide",))),
     shared=(KeptTensor("the layer's input", "hidden", None, ("layer",)),),
+    selected=(),
+    selected_shared=(),
     layer=(*_HF_LAYER, *RECURRENT_MOMENTS),
     head=_HF_LOSS,
     loss=_HF_LOSS_MOMENT,
@@ -231,6 +233,8 @@ _MEGATRON: Final = RuntimeProfile(
     },
     checkpoint=(KeptTensor("the layer's input", "hidden", sequence=True),),
     shared=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    selected=(),
+    selected_shared=(),
     layer=(
         PeakMoment(
             "backward pass of an MLP",
@@ -287,6 +291,13 @@ _MEGATRON: Final = RuntimeProfile(
     recurrence=MEGATRON,
 )
 
+_SELECTED: Final = (
+    KeptTensor("the layer's input", "hidden", sequence=True),
+    KeptTensor("values", "values"),
+    KeptTensor("attention's result", "contexts"),
+    KeptTensor("logarithms of the scores' sums", "rows", 4),
+    KeptTensor("gate", "intermediate"),
+)
 _FSDP2: Final = RuntimeProfile(
     kept={
         "norms": (
@@ -306,6 +317,13 @@ _FSDP2: Final = RuntimeProfile(
     },
     checkpoint=(KeptTensor("the layer's input", "hidden", sequence=True),),
     shared=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    # torchtitan's `_op_sac_save_list`: attention, and every second product of matrices: q, v, gate and down of seven.
+    selected=(
+        *_SELECTED,
+        KeptTensor("queries, before their positions", "queries"),
+        KeptTensor("result of the projection down", "hidden"),
+    ),
+    selected_shared=_SELECTED,
     layer=_HF_LAYER,
     head=(KeptTensor("fp32 logarithms of probabilities", "logits", 4), KeptTensor("labels", "tokens", 16)),
     loss=PeakMoment(

@@ -80,6 +80,11 @@ class TrainingWorkload:
     precision: Precision = "mixed"
     """Whether fp32 copies of the parameters are updated, or all is kept in `dtype`."""
     recompute: Recompute = "none"
+    """What is computed again: all of a layer (`full`), or what the profile's runtime means by `selective`: attention
+    between its projections (Megatron-LM's `core_attn`), with `fsdp2` all but what torchtitan's list saves."""
+    recompute_every: int = 1
+    """Of this many layers that follow each other, the last is computed again, the others keep everything
+    (torchtitan's `selective_ac_option`)."""
     sequence_parallel: bool = True
     """Whether norms and dropouts are divided over tp too (Korthikanti et al. 2022); without tp it changes nothing."""
     flash: bool = True

@@ -226,8 +226,16 @@ class PlanOptions:
     ] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        CommandOption(HelpPanel.TRAINING, "Which activations to recompute instead of keeping them. Default: none."),
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Which activations to recompute instead of keeping them; selective is attention between its projections, "
+            "and with --profile fsdp2 all but what torchtitan's list of operations saves. Default: none.",
+        ),
     ] = None
+    recompute_every: Annotated[
+        int,
+        CommandOption(HelpPanel.TRAINING, "Recompute only the last of so many layers, as --recompute says.", least=1),
+    ] = 1
     microbatches: Annotated[
         int | None,
         CommandOption(

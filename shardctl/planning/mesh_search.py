@@ -250,9 +250,9 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         return search(other, other.build_checks())
 
     settings = search_settings(about, work, search_with)
-    if settings or not isinstance(work, TrainingWorkload) or work.recompute == "full":
+    if settings or not isinstance(work, TrainingWorkload) or (work.recompute == "full" and work.recompute_every == 1):
         return replace(made, settings=settings)
-    leaner = explorer.with_settings(about, replace(work, recompute="full"))
+    leaner = explorer.with_settings(about, replace(work, recompute="full", recompute_every=1))
     few, _ = _find_fewest(leaner, budget)
     return replace(made, recomputed=few[1] if few else None)
 

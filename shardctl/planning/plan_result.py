@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.amounts import format_memory_size
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages, filter_tensors
 from shardctl.estimate.search import WeightTotals
+from shardctl.estimate.selective import list_recomputation_remarks
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.mesh import Mesh
 from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
@@ -221,7 +222,7 @@ def _build_result(
         explored=None,
         counsel=advise_plan(about, mesh, forecast),
         conversion=conversion,
-        warnings=checkpoint.manifest.warnings,
+        warnings=(*checkpoint.manifest.warnings, *list_recomputation_remarks(forecast.work)),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
     )
 

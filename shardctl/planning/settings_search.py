@@ -132,8 +132,8 @@ def _list_training_sorts(work: TrainingWorkload) -> Iterator[list[SettingChange]
         yield [SettingChange("--schedule 1f1b --vp 1", "keep fewer microbatches", _MILD, plain)]
     if work.micro_batch > 1:
         yield [SettingChange("--batch 1", "take one sequence at a time", _MILD, (("micro_batch", 1),))]
-    if work.recompute != "full":
-        full = (("recompute", "full"),)
+    if work.recompute != "full" or work.recompute_every > 1:
+        full = (("recompute", "full"), ("recompute_every", 1))
         yield [SettingChange("--recompute full", "recompute all activations", _SLOWER, full)]
     if work.optimizer == "adamw":
         yield [

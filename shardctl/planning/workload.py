@@ -167,6 +167,8 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
             f"--vp {stages} applies to the interleaved schedule, not to {schedule}",
             hint="give --schedule interleaved, or leave --schedule out",
         )
+    if options.recompute_every > 1 and options.recompute in {None, "none"}:
+        raise UsageError("--recompute-every needs --recompute", hint="give --recompute full")
     return replace(
         usual,
         microbatches=options.microbatches,
@@ -174,6 +176,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         optimizer=_choose_value(options.optimizer, usual.optimizer),
         zero=_choose_value(options.zero, usual.zero),
         recompute=_choose_value(options.recompute, usual.recompute),
+        recompute_every=options.recompute_every,
         schedule=schedule,
         virtual_stages=stages,
         offload=_choose_value(options.offload, usual.offload),

@@ -307,10 +307,11 @@ def format_workload(planned: PlanResult) -> str:
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
     many = "microbatch" if work.microbatches == 1 else "microbatches"
     steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""
+    every = f" of every {work.recompute_every} layers the last" if work.recompute_every > 1 else ""
     parts = [
         f"train: {format_plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{steps}",
         f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
-        f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
+        f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}{every}",
     ]
     more = [
         *([f"all in {work.precision}"] if work.precision != "mixed" else []),

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
+from shardctl.errors import UnsupportedError
 from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.selective import list_recomputation_remarks
 from shardctl.estimate.training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 PROGRAM = Path(__file__).with_name("fsdp2_moments.py")
 MODEL = {
     "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 128256,
@@ -34,6 +37,8 @@ CASES = {
     "all is kept": ({"layers": 4}, {}),
     "recomputed": ({"layers": 4}, {"recompute": "full"}),
     "recomputed, at its real depth": ({"layers": 32}, {"recompute": "full"}),
+    "torchtitan's list": ({"layers": 4}, {"recompute": "op"}),
+    "every second layer": ({"layers": 4}, {"recompute": "2"}),
     "two microbatches": ({"layers": 4}, {"recompute": "full", "microbatches": 2}),
     "few tokens, many ranks": ({"layers": 4}, {"ranks": 64, "tokens": 512}),
     "one rank": ({"layers": 4}, {"ranks": 1, "tokens": 2048}),
@@ -86,11 +91,13 @@ def moments(layers, more):
     }  # fmt: skip
     mesh, stages = Mesh.of(fsdp=case["ranks"]), [layers["layers"]]
     holding, *_ = list_holdings(stock(config), mesh, stages)
+    recompute, every = {"op": ("selective", 1), "2": ("full", 2)}.get(case["recompute"], (case["recompute"], 1))
     work = TrainingWorkload(
         case["tokens"],
         case["batch"],
         microbatches=case["microbatches"],
-        recompute=case["recompute"],
+        recompute=recompute,
+        recompute_every=every,
         zero=case.get("zero", 0),
     )
     line = build_timeline(build_anatomy(config), holding, mesh, work, stages=stages)
@@ -114,3 +121,23 @@ def test_every_moment_is_torchs(torchs, name):
     theirs = join(torchs[name])
     off = {moment: round(nbytes / theirs[moment] - 1, 4) for moment, nbytes in join(ours).items()}
     assert max(map(abs, off.values())) < 0.03, off
+
+
+def test_what_torchtitans_list_saves_of_other_layers_is_not_guessed():
+    for name, why in (("mixtral", "experts"), ("qwen2", "biases"), ("phi3", "4 matrices"), ("gpt2", "no gate")):
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        layers = len(build_anatomy(config).layers)
+        holding, *_ = list_holdings(stock(config), Mesh.of(), [layers])
+        with pytest.raises(UnsupportedError, match=why):
+            build_timeline(
+                build_anatomy(config), holding, Mesh.of(), TrainingWorkload(64, recompute="selective"), stages=[layers]
+            )
+
+
+def test_selective_recomputation_that_changes_nothing_says_so():
+    def said(**options):
+        return list_recomputation_remarks(TrainingWorkload(64, **options))
+
+    assert "almost nothing with fused attention" in said(profile="megatron", recompute="selective")[0]
+    assert said(profile="megatron", recompute="selective", flash=False) == ()
+    assert said(recompute="selective") == said(recompute="full") == list_recomputation_remarks(None) == ()
