@@ -199,13 +199,16 @@ def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
 
 
-@pytest.mark.parametrize(("name", "change", "usual"), [("awq", "version", "gemm"), ("gptq-4", "format", "gptq")])
-def test_weights_in_the_order_of_a_kernel_are_refused_with_what_to_take_instead(tmp_path, name, change, usual):
+@pytest.mark.parametrize(
+    ("name", "change", "form", "usual"),
+    [("awq", "version", "gemv_fast", "gemm"), ("gptq-4", "format", "marlin_24", "gptq")],
+)
+def test_weights_in_the_order_of_a_kernel_are_refused_with_what_to_take_instead(tmp_path, name, change, form, usual):
     codec = CODECS[name]
-    config = {**LLAMA, "quantization_config": {**codec.settings, change: "marlin"}}
+    config = {**LLAMA, "quantization_config": {**codec.settings, change: form}}
     source = write(tmp_path / "source", config, encoded(codec, plain_state(LLAMA)))
     for wish in (ReshardOptions(to="hf", dtype="bf16"), ReshardOptions(mesh=Mesh.of(tp=2))):
-        with pytest.raises(UnsupportedError, match="'marlin' are ordered for one kernel") as caught:
+        with pytest.raises(UnsupportedError, match=f"'{form}' are ordered for one kernel") as caught:
             reshard(source, tmp_path / "out", wish)
         assert f"take the model in the format '{usual}'" in caught.value.hint
     reshard(source, tmp_path / "copy", ReshardOptions(to="hf"))

@@ -487,8 +487,8 @@ class TestMistakes:
         [
             ({"quant_method": "eetq"}, "quantised weights by 'eetq' are not known"),
             ({}, "quantization_config names no quant_method"),
-            ({**AWQ, "version": "gemv"}, "AWQ weights in the format 'gemv'"),
-            ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ weights in the format 'marlin'"),
+            ({**AWQ, "version": "gemv_fast"}, "AWQ weights in the format 'gemv_fast'"),
+            ({**GPTQ, "checkpoint_format": "marlin_24"}, "GPTQ weights in the format 'marlin_24'"),
             ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
             (
                 {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"},

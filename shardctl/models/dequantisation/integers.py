@@ -56,7 +56,8 @@ def unpack_codes(words: NDArray[Any], bits: int, axis: int, places: tuple[int, .
     return np.moveaxis(codes, -1, axis)
 
 
-def _get_scale_type(tile: WeightTile, scale: QuantisedArray) -> str:
+def get_scale_type(tile: WeightTile, scale: QuantisedArray) -> str:
+    """Return the type of the scales, in which owners have their result."""
     kind = tile.arrays[scale.names[0]].tensor.dtype.name
     return kind if kind in IN_BETWEEN else "F32"
 
@@ -78,7 +79,7 @@ def decode_scaled_integers(decoder: ScaledIntegers, tile: WeightTile) -> Decoded
         also = {1: (int(columns.min()), int(columns.max()) + 1)}
         _check_groups(also[1], tile, decoder.scale, 1)
         columns = columns - also[1][0]
-    rounded = decoder.rounded or _get_scale_type(tile, decoder.scale)
+    rounded = decoder.rounded or get_scale_type(tile, decoder.scale)
     zeros = decoder.zero if decoder.zero is not None and tile.has(decoder.zero) else None
     if zeros is not None and not decoder.added:
         _combine(np.subtract, values, _read_zeros(decoder, tile, also), columns)
@@ -132,7 +133,7 @@ def decode_packed_integers(decoder: PackedByInput, tile: WeightTile) -> DecodedT
     for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
         values[start:stop] -= zeros[rows[start]]
         values[start:stop] *= scales[rows[start]]
-    return DecodedTile(values, _get_scale_type(tile, decoder.scale))
+    return DecodedTile(values, get_scale_type(tile, decoder.scale))
 
 
 def _find_groups(decoder: PackedByInput, tile: WeightTile) -> NDArray[np.int64]:

@@ -16,14 +16,17 @@ from shardctl.dtype import BY_NAME
 from shardctl.models.dequantisation.flat_codes import decode_byte_rows, decode_flat_codes
 from shardctl.models.dequantisation.floats import decode_packed_floats, decode_scaled_floats
 from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
+from shardctl.models.dequantisation.kernel_orders import decode_kernel_tiles, decode_packed_rows
 from shardctl.models.dequantisation.stacked_codes import decode_stacked_codes
 from shardctl.models.dequantisation.tile import WeightTile
 from shardctl.models.quantisation.storage import (
     OUT,
     ByteRows,
     FlatCodes,
+    KernelTiles,
     PackedByInput,
     PackedFloats,
+    PackedRows,
     ScaledFloats,
     ScaledIntegers,
     StackedCodes,
@@ -105,6 +108,8 @@ _DECODERS: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], Decode
     PackedFloats: decode_packed_floats,
     ScaledIntegers: decode_scaled_integers,
     PackedByInput: decode_packed_integers,
+    PackedRows: decode_packed_rows,
+    KernelTiles: decode_kernel_tiles,
     FlatCodes: decode_flat_codes,
     ByteRows: decode_byte_rows,
     StackedCodes: decode_stacked_codes,

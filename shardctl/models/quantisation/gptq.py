@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.quantisation.expressions import compile_expression
+from shardctl.models.quantisation.marlin import BITS, build_marlin_storage
 from shardctl.models.quantisation.module_list import match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _BITS: Final = (2, 3, 4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
 """Both have the same arrays; in the first, zeros are stored less one."""
+_MARLIN: Final = "marlin"
 MIXED: Final = "run of inputs, because act-order (desc_act) mixed their groups"
 
 
@@ -59,9 +61,13 @@ def refuse_kernel_order(weights: str, usual: str) -> UnsupportedError:
 def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     """Build the arrays of a weight with the bits, groups and order that a config says."""
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
+    if config.switch("is_marlin_format", default=False):  # as AutoGPTQ says it up to 0.7
+        form = _MARLIN
+    bits, group = parse_bits_and_groups(config)
+    if form.lower() == _MARLIN and bits == BITS:
+        return build_marlin_storage("B", "s", group)
     if form.lower() not in _FORMATS:
         raise refuse_kernel_order(f"GPTQ weights in the format {form!r}", "gptq")
-    bits, group = parse_bits_and_groups(config)
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
     codes = QuantisedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),))

@@ -192,6 +192,34 @@ class PackedByInput:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedRows:
+    """AWQ's integers for its `gemv` kernel: packed along the inputs, and rows of zeros and scales with a padded end."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray
+    group: int
+    """Inputs that share a scale; -1 for all."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+TILE_INPUTS: Final = 16
+TILE_OUTPUTS: Final = 64
+"""Inputs and outputs of the blocks in which Marlin stores codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTiles:
+    """Marlin's integers of four bits, in the order in which a GPU's threads take them; the middle code is zero."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    group: int
+    """Inputs that share a scale; -1 for all."""
+    order: tuple[int, int] = BY_INPUT
+
+
+@dataclass(frozen=True, slots=True)
 class FlatCodes:
     """bitsandbytes' codes of four bits, each an index of a table, in blocks that run on from row to row."""
 
@@ -231,7 +259,17 @@ class StackedCodes:
     order: tuple[int, int] = BY_OUTPUT
 
 
-WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput | FlatCodes | ByteRows | StackedCodes
+WeightDecoder = (
+    ScaledFloats
+    | PackedFloats
+    | ScaledIntegers
+    | PackedByInput
+    | PackedRows
+    | KernelTiles
+    | FlatCodes
+    | ByteRows
+    | StackedCodes
+)
 """How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
 
 
