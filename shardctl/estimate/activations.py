@@ -81,6 +81,11 @@ class BackwardMoment:
     """Microbatches in flight, this one included."""
 
 
+_FROZEN: Final = 0.6
+"""The least of it that a model keeps of which some matrices are not trained: the inputs of those are not needed, and
+are a quarter of what layers of Llama keep."""
+
+
 @dataclass(frozen=True, slots=True)
 class _AlikeLayers:
     """Layers that are alike."""
@@ -114,7 +119,8 @@ class RankActivations:
         self.share = MicrobatchShare.of(mesh, work)
         self.first = holding.stage == 0
         self.last = holding.stage == len(stages) - 1
-        self.numbers = holding.layers
+        self.numbers = list_kept_layers(holding)
+        self.frozen = any(part.kind.matrix and not part.kind.trainable for part in holding.parts)
         self.held = holding.parts
         self.anatomy = anatomy
         divided = self.runtime.sequence_parallel and work.sequence_parallel
@@ -283,6 +289,7 @@ class RankActivations:
         skewed: bool,
     ) -> MemoryTerm:
         low, high = self.runtime.spread
+        low *= _FROZEN if self.frozen else 1
         return MemoryTerm(
             name,
             category,
@@ -292,6 +299,19 @@ class RankActivations:
             f"profile {self.work.profile}: {self.runtime.source}",
             (round(nbytes * low), round(nbytes * high * (_SKEW if skewed else 1))),
         )
+
+
+def list_kept_layers(holding: RankHolding) -> range:
+    """List the layers of a rank that keep anything: none do before the first that is trained.
+
+    Of a later stage all do, because layers of earlier ones may be trained.
+    """
+    trained = [part.kind for part in holding.parts if part.kind.trainable]
+    layers, stop = holding.layers, holding.layers.stop
+    if not trained or holding.stage:
+        return layers
+    first = min((0 if ("first", 0) in kind.spec.where else min(kind.layers, default=stop)) for kind in trained)
+    return range(max(layers.start, first), stop)
 
 
 def _find_unknown_part(layer: ModelLayer) -> str:

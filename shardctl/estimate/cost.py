@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from shardctl.estimate.activations import list_kept_layers
 from shardctl.estimate.communication import list_traffic
 from shardctl.estimate.devices import get_device
 from shardctl.estimate.operations import compute_touched_share, count_attention_operations, count_matrix_operations
@@ -150,18 +151,19 @@ class _StagePacer:
         selected = matrices / 2 if work.profile == "fsdp2" else looks
         again = {"none": 0.0, "selective": selected, "full": matrices + looks}[work.recompute] / work.recompute_every
         rate = self.device.flops_bf16 * self.pace.operations
-        # Of weights that are not trained, there is no gradient to compute, but what goes through them has one.
+        # Of weights that are not trained, there is no gradient to compute, but what goes through them has one, behind
+        # the first layer that is.
         trained = holding.gathered(trainable=True) / (holding.gathered() or 1)
-        compute = ((2 + trained) * matrices + 3 * looks + again) / rate
-        formula = "((2 + trained) * matrices + 3 * attention + recomputed) * m / (flops * pace)"
+        behind = len(list_kept_layers(holding)) / (len(layers) or 1)
+        compute = ((1 + behind + trained) * matrices + (1 + 2 * behind) * looks + behind * again) / rate
+        formula = "(forward + backward behind the first trained + gradients of the trained) * m / (flops * pace)"
         shares = [TimeShare("compute", compute * times, formula)]
         sent = list_traffic(self.anatomy, holding, mesh, work)
         shares += self.exposed(sent, compute, times)
         waits = compute_bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)
         shares.append(TimeShare("bubble", waits * _sum_seconds(shares), "(p-1)/(m v) of compute and traffic within"))
         ends = [t for t in sent if t.hidden and t.times == 1 < times]
-        behind = 2 / 3 * compute
-        shares += self.excess(ends, behind, 1)
+        shares += self.excess(ends, 2 / 3 * compute, 1)
         plan = choose_scheme(mesh, work)
         updated = sum(
             holding.elements(expert=expert, trainable=True) // (plan.among(expert=expert) if work.zero else 1)

@@ -29,6 +29,10 @@ def nbytes(planned, *categories):
     return sum(term.nbytes for term in terms if term.category in categories)
 
 
+def find_mlps(planned):
+    return next(term for term in planned.forecast.estimate.binding.terms if term.name == "kept by MLPs")
+
+
 @pytest.mark.parametrize("one", TRAINED, ids=lambda one: f"{one['config'].rpartition('/')[2]} {one['targets']}")
 def test_an_adapter_has_the_parameters_that_peft_says(one):
     found = tuned(FIXTURES / f"{one['config']}.json", lora_rank=one["rank"], lora_targets=one["targets"])
@@ -64,12 +68,33 @@ def test_some_layers_alone_are_trained():
     assert found.adapter is None
 
 
+def test_layers_before_the_first_that_is_trained_keep_nothing():
+    """Autograd records nothing below: of 32 layers two keep what they did."""
+    part, whole = tuned(train_only=r"layers\.3[01]\.", profile="hf"), tuned(profile="hf")
+    kept = [
+        next(t.nbytes for t in one.forecast.estimate.binding.terms if t.name == "kept by MLPs") for one in (part, whole)
+    ]
+    assert kept[0] * 16 == kept[1]
+    first = tuned(train_only=r"layers\.0\.", profile="hf")
+    assert nbytes(first, "activations") == nbytes(whole, "activations")
+
+
+def test_what_a_frozen_matrix_need_not_keep_is_within_the_interval():
+    part, whole = tuned(lora_rank=8, lora_targets="q_proj"), tuned()
+    low = [
+        next(t.low for t in one.forecast.estimate.binding.terms if t.name == "kept by MLPs") for one in (part, whole)
+    ]
+    assert low[0] == pytest.approx(0.6 * low[1])
+
+
 def test_a_step_of_frozen_weights_computes_no_gradients_of_them():
     from shardctl.estimate.devices import get_device
 
     device = get_device("h100")
     part, whole = (tuned(device=device, **some).forecast.cost.share("compute") for some in ({"lora_rank": 1}, {}))
     assert 0.65 < part / whole < 0.72
+    late = tuned(device=device, train_only=r"layers\.31\.").forecast.cost.share("compute")
+    assert 1 / 3 < late / whole < 0.4
 
 
 @pytest.mark.parametrize(
