@@ -149,3 +149,26 @@ def test_planning_prints_what_the_page_says(command, said, capfd):
 
     run([str(ROOT / word) if word.startswith("fixtures/") else word for word in command.split()[1:]])
     assert capfd.readouterr().out == said
+
+
+def questions():
+    """Every question of `questions.md` with its command and the lines that answer it."""
+    text = (ROOT / "docs/questions.md").read_text()
+    return re.findall(r"^### (.*?)$.*?```console\n\$ (.*?)\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_there_are_the_questions_of_a_practitioner():
+    assert len(questions()) == (ROOT / "docs/questions.md").read_text().count("### ") >= 24
+
+
+@pytest.mark.parametrize(("question", "command", "answer"), questions(), ids=[one for one, _, _ in questions()])
+def test_a_question_has_the_answer_that_the_page_gives(question, command, answer, capfd):
+    """The page has the lines of the output that answer it, in order."""
+    from shardctl.cli.program import run
+
+    assert question.endswith("?")
+    assert answer
+    run([str(ROOT / word) if word.startswith("fixtures/") else word for word in command.split()[1:]])
+    said = iter(capfd.readouterr().out.splitlines())
+    missing = [line for line in answer.splitlines() if line not in said]
+    assert not missing, f"{command} does not say {missing}"
