@@ -194,6 +194,8 @@ class Family:
     """The `model_type` of text models without a head of their own that have these layers, and what the config class of
     each assumes otherwise than this family's; a `head_dim` of None is the hidden size over the heads."""
 
+    towers: tuple[str, ...] = ()
+    """Modules that see or hear inside the base model, whole on every tp rank."""
     outer_classes: tuple[str, ...] = ()
     """Classes of the Hub's own code around this model, whose configs have its keys among their own; of several families
     that name one, the files tell which it is."""

@@ -80,6 +80,7 @@ def build_tower_family(
         text=partial(_read_text, text=text),
         aliases={},
         inner_kinds={},
+        towers=tuple(tower.module for tower in towers),
         assumed={"text_config": {}, **{tower.key: {} for tower in towers if not tower.optional}, **(assumed or {})},
     )
 

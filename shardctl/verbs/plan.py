@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import format_memory_size
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
@@ -14,6 +16,7 @@ from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.mesh import Mesh
+from shardctl.models import find_family
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model, has_coded_weights
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
@@ -77,7 +80,8 @@ def plan(
             if plan_options.out is not None:
                 plan_file.write_plan_file(plan_options.out, work, source_options)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
-        return replace(planned, explored=explored, warnings=(*planned.warnings, *shared))
+        assumed = [*shared, *_note_whole_towers(checkpoint, planned)]
+        return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
 
 
 def _refuse_division(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions) -> None:
@@ -111,6 +115,24 @@ def _choose_kv_heads(
     """
     serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
     return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
+
+
+def _note_whole_towers(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:
+    """Say which models that see or hear are taken to be whole on every tp rank."""
+    model, config = checkpoint.model, checkpoint.config
+    found = find_family(config) if model is not None and model.family and config is not None else None
+    if model is None or found is None or planned.mesh.degree("tp") == 1:
+        return []
+    sizes: Counter[str] = Counter()
+    for tensor in model.own():
+        for tower in found[0].towers:
+            if f".{tensor.name}".startswith((f".{tower}.", f".{model.prefix}.{tower}.")):
+                sizes[tower] += tensor.dtype.nbytes(tensor.shape)
+    return [
+        f"{tower}.** is taken to be whole on every tp rank, {format_memory_size(size)} on each, as in vLLM with "
+        "--mm-encoder-tp-mode data; the default of vLLM, weights, cuts the layers of encoders"
+        for tower, size in sizes.items()
+    ]
 
 
 def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:

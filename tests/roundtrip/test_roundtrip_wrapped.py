@@ -206,3 +206,38 @@ def test_a_config_that_leaves_the_text_model_open_is_not_guessed(tmp_path, capfd
     save_hub_class("MiniCPMO", tmp_path)
     assert run(["plan", str(tmp_path / "source" / "config.json"), "--tp", "2"]) != 0
     assert "MiniCPMO is not known" in capfd.readouterr().err
+
+
+def test_gemma_3n_with_its_towers_is_cut_as_without(tmp_path):
+    """transformers builds its vision model with timm only, so that its names here are made up after those of timm's."""
+    alone = save(tmp_path / "alone", {**config_of("gemma3n_text"), "dtype": "float32"})
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored(alone.path).items()
+    }
+    towers = {
+        "model.vision_tower.timm_model.conv_stem.conv.weight": torch.randn(8, 3, 3, 3),
+        "model.audio_tower.conformer.0.norm.weight": torch.randn(16),
+        "model.embed_vision.embedding_projection.weight": torch.randn(32, 16),
+    }
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(tensors | towers, whole / "model.safetensors", {"format": "pt"})
+    text = json.loads((alone.path / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": text,
+        "vision_config": {"model_type": "gemma3n_vision"},
+        "audio_config": {"model_type": "gemma3n_audio"},
+    }
+    (whole / "config.json").write_text(json.dumps(config))
+    done = reshard(whole, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert any("has gemma3n_text inside, model.language_model.**" in line for line in done.warnings)
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(whole))
+    reshard(whole, tmp_path / "text", ReshardOptions(only="text"))
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = alone.kind.from_pretrained(alone.path).eval()(input_ids=tokens).logits
+        assert torch.equal(half(input_ids=tokens).logits, expected)

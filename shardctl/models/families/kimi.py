@@ -124,6 +124,7 @@ def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Fa
         },
         renamed=renamed,
         text=read_text,
+        towers=("vision_tower",),
         assumed={"text_config": {}, "vision_config": {}},
     )
 

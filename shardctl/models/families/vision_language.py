@@ -198,6 +198,7 @@ def _build_family(
         prefixes=("model",),
         legacy=legacy,
         text=partial(_read_text, usual=text),
+        towers=("visual",) if "qwen" in vision else ("vision_tower",),
         assumed=assumed or {"vision_config": {}},
     )
 
