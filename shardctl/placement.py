@@ -142,7 +142,7 @@ def check_cuts(
                 raise CutError(
                     f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
                     f"{units} {section.noun or 'rows or columns'}",
-                    hint=f"use {whole}{_suggest_degrees(cut.axis, degree, (spec, *beside))}",
+                    hint=f"use {whole}{_suggest_degrees(cut.axis, mesh, (spec, *beside))}",
                 )
 
 
@@ -162,13 +162,18 @@ def can_divide(section: CutSection, degree: int) -> bool:
     return units % degree == 0 or (section.shared and degree % units == 0)
 
 
-def _suggest_degrees(axis: str, degree: int, specs: Iterable[PartitionSpec]) -> str:
-    """Suggest the degrees of an axis that work for all of `specs`; say whether sharing heads would allow `degree`."""
+def _suggest_degrees(axis: str, mesh: Mesh, specs: Iterable[PartitionSpec]) -> str:
+    """Suggest the degrees of an axis that work for all of `specs`; say whether sharing heads would allow the mesh's.
+
+    Those inside experts are only what the ranks of a stage can be divided into, because etp adds none.
+    """
+    degree, ranks = mesh.degree(axis), mesh.world // mesh.degree("pp") // mesh.degree("ep")
     sections = {
         section for spec in specs for cut in _list_exact_cuts(spec) if cut.axis == axis for section in cut.sections
     }
     most = min((s.size // s.unit for s in sections if not s.shared), default=degree)
-    degrees = [str(d) for d in range(1, most + 1) if all(can_divide(s, d) for s in sections)]
+    possible = (d for d in range(1, most + 1) if axis != "etp" or ranks % d == 0)
+    degrees = [str(d) for d in possible if all(can_divide(s, d) for s in sections)]
     shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
     listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
     refusing = [section for section in sections if not can_divide(section, degree)]

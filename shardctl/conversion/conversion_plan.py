@@ -43,6 +43,7 @@ from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
+from shardctl.models.families import load_family
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.record import DERIVED, GIVEN
@@ -161,7 +162,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         {**fusions, **build_state_fusions(have, fusions)},
         dtypes,
         experts=reshard_options.experts,
-        spelled=layout.source_names or reshard_options.names == "keep",
+        spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
     )
     have, arrays = name_state_arrays(have, arrays, fusions)
     dtypes = choose_dtypes(have, reshard_options, coded)
@@ -314,6 +315,12 @@ def _get_cast_type(reshard_options: ReshardOptions) -> DType:
     if reshard_options.dtype not in FLOATS:
         raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
     return FLOATS[reshard_options.dtype]
+
+
+def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
+    """Return whether a text model that was split off can be loaded by the names of its class alone."""
+    family = load_family(checkpoint.model.family) if checkpoint.part == "text" and checkpoint.model else None
+    return family is not None and family.class_names_only
 
 
 def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:

@@ -196,6 +196,10 @@ class Family:
 
     towers: tuple[str, ...] = ()
     """Modules that see or hear inside the base model, whole on every tp rank."""
+    class_names_only: bool = False
+    """Whether transformers' classes load their own state dict and none of the Hub's names, where it is no part of
+    another model (MiniMax-M3)."""
+
     outer_classes: tuple[str, ...] = ()
     """Classes of the Hub's own code around this model, whose configs have its keys among their own; of several families
     that name one, the files tell which it is."""

@@ -199,7 +199,7 @@ def test_experts_1_and_10_are_two_experts(tmp_path):
         (
             Mesh.of(dp=5, etp=5),
             r"experts\.0\.w1\.weight \[48, 32\] over etp=5: 48 columns of each",
-            "use --etp 1, 2, 3",
+            "use --etp 1",  # etp divides the ranks of a stage, which are five
         ),
     ],
 )

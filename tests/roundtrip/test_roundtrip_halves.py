@@ -37,6 +37,7 @@ TEXTS = {
     "llava": "LlamaForCausalLM",
     "mistral3": "MistralForCausalLM",
     "mllama": "MllamaForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
 }
 """Wrappers, and the class of the text model inside."""
 TOWERS = (
@@ -79,7 +80,8 @@ def load_strictly(kind, path):
 def test_the_text_half_computes_what_it_did_inside(wrapped, tmp_path, name):
     whole = wrapped(name)
     done = reshard(whole.path, tmp_path / "text", ReshardOptions(only="text"))
-    kind = transformers.MllamaForCausalLM if name == "mllama" else transformers.AutoModelForCausalLM  # no Auto has it
+    lone = {"mllama", "minimax_m3_vl"}  # which no Auto has
+    kind = getattr(transformers, TEXTS[name]) if name in lone else transformers.AutoModelForCausalLM
     alone = load_strictly(kind, tmp_path / "text")
     assert type(alone).__name__ == TEXTS[name]
     tokens = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(1))

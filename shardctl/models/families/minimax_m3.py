@@ -150,6 +150,7 @@ MINIMAX_M3_TEXT: Final = Family(
         ),
     ),
     traits=LayerTraits(activation=("", "silu"), norm="rms32", experts_per_token=4),
+    class_names_only=True,
     aliases={"num_experts": "num_local_experts"},
     assumed={
         **assume_sizes(200064, 6144, 3072, 60, 64),
