@@ -101,7 +101,7 @@ def test_it_is_converted_back_bit_for_bit(extended, llama, written, tmp_path):
 
 
 def test_the_help_names_both(extended):
-    said = " ".join(ask(extended, "plan", "--help").stdout.replace("│", " ").split())
+    said = " ".join(ask(extended, "plan", "--help-all").stdout.replace("│", " ").split())
     assert re.search(r"--to LAYOUT .*\btoy\b.*Default: ranks for a mesh", said)
     assert re.search(r"--from FORMAT .*\btoy\b.*Default: detected", said)
 

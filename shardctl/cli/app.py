@@ -1,10 +1,11 @@
 """Registers the commands of the program, and says in its help what the exit codes mean."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shardctl.cli import diff, digest, finish, inspect, plan, reshard, streams, verify
+from shardctl.cli.short_help import format_short_help
 from shardctl.cli.signature import spread_options
 from shardctl.version import __version__
 
@@ -19,6 +20,8 @@ Exit codes:
   6         destination refused: not written by shardctl, no space, read-only
   7         temporary failure after all retries: the same command resumes
   130, 143  interrupted, terminated: the same command resumes
+
+shardctl VERB --help shows what most people need, --help-all every option.
 
 Examples:
   shardctl inspect ./llama
@@ -54,6 +57,14 @@ def shardctl(
     """Take the options that stand before the command."""
 
 
-for verb in (inspect, plan, reshard, finish, verify, diff, digest):
-    name = verb.__name__.rpartition(".")[2]
+VERBS = {
+    verb.__name__.rpartition(".")[2]: verb for verb in (inspect, plan, reshard, finish, verify, diff, digest)
+}  # fmt: skip
+for name, verb in VERBS.items():
     app.command(name, epilog=verb.EXAMPLES)(spread_options(getattr(verb, name)))
+
+
+def format_verb_help(name: str, command: Any) -> str:  # noqa: ANN401 - click's group
+    """Format the help of a verb on one screen."""
+    verb = VERBS[name]
+    return format_short_help(f"shardctl {name}", command.commands[name], verb.COMMON, verb.EXAMPLES)

@@ -7,6 +7,9 @@ from shardctl.cli.signature import OmittedOptions
 from shardctl.options import SourceOptions
 from shardctl.options.reshard_options import Threads
 
+COMMON = ("--json",)
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl diff ./llama ./llama-tp4

@@ -10,6 +10,9 @@ from shardctl.options.reshard_options import Threads
 
 _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
+COMMON = ("--expect", "--tensors", "--json")
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl digest ./llama --tensors

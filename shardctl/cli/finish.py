@@ -5,6 +5,9 @@ from typing import Annotated
 
 from shardctl.cli import arguments, streams
 
+COMMON = ("--json",)
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl finish ./llama-tp8

@@ -7,6 +7,9 @@ from shardctl.cli.signature import OmittedOptions
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
+COMMON = ("--tensors", "--show-rules", "--json", "--from", "--config", "--rules")
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl inspect ./llama

@@ -12,6 +12,12 @@ from shardctl.options.places import parse_output_file
 _PAGES = (".html", ".htm")
 """The suffixes of a report; with another suffix, the name may be a mistake that would overwrite a valuable file."""
 
+COMMON = (
+    "--tp", "--pp", "--ep", "--fsdp", "--dp", "--mesh", "--for", "--gpu", "--gpus", "--search", "--seq-len",
+    "--batch", "--recompute", "--optimizer", "--dtype", "--to", "--detail", "--report", "--json",
+)  # fmt: skip
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl plan ./llama --tp 8 --gpu h100-80g --seq-len 32768

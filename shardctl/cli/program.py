@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardctl.cli import streams
-from shardctl.cli.app import app
+from shardctl.cli.app import VERBS, app, format_verb_help
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.cli.parser_errors import translate_parser_error
+from shardctl.cli.short_help import ALL
 from shardctl.errors import UsageError
 from shardctl.report.documents import format_schema_name
 from shardctl.report.failure import FailureReport, describe_failure
@@ -45,9 +46,16 @@ def run(args: Sequence[str]) -> int:
 
 def _invoke_command(args: list[str]) -> int:
     _refuse_empty_values(args)
+    args = _spell_out_help(args)
     command = typer.main.get_command(app)
-    if "--help" in args:
+    asked = {"--help", ALL}.intersection(_list_given(args))
+    if asked:
         _fill_in_choices(command, args)
+        verb = next((each for each in VERBS if each in args), None)
+        if verb is not None and ALL not in asked:
+            streams.print_text(format_verb_help(verb, command))
+            return 0
+        args = ["--help" if arg == ALL else arg for arg in args]
     try:
         with command.make_context("shardctl", args) as context:
             code: int | None = command.invoke(context)
@@ -56,9 +64,23 @@ def _invoke_command(args: list[str]) -> int:
         return done.exit_code
 
 
+def _list_given(args: list[str]) -> list[str]:
+    return args[: args.index("--")] if "--" in args else args
+
+
+def _spell_out_help(args: list[str]) -> list[str]:
+    """Return the long form of `-h`, `-V` and `help VERB`."""
+    if args[:1] == ["help"]:
+        return [*args[1:], "--help"]
+    if args[:1] == ["-V"]:
+        return ["--version"]
+    given = _list_given(args)
+    return ["--help" if arg == "-h" else arg for arg in given] + args[len(given) :]
+
+
 def _refuse_empty_values(args: list[str]) -> None:
     """Raise UsageError for `--option ""`, as scripts write it whose variable is not set: it would mean the default."""
-    given = args[: args.index("--")] if "--" in args else args
+    given = _list_given(args)
     spread = [part for arg in given for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     for option, value in pairwise(spread):
         if option.startswith("--") and not value:
@@ -80,7 +102,7 @@ def _fill_in_choices(command: object, args: Sequence[str]) -> None:
 
 def _asks_help(args: Sequence[str]) -> bool:
     """Return whether nothing is done but to print help, which its printer writes by itself."""
-    return not args or not {"--help", "--version"}.isdisjoint(args)
+    return not args or not {"--help", "--version", "-h", "-V", "help", ALL}.isdisjoint(args)
 
 
 def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:

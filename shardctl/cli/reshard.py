@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.execute.worker import WorkerId
 
+COMMON = (
+    "--to", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--only", "--merge",
+    "--memory", "--max-shard-size", "--worker", "--each", "--prove", "--dry-run", "--overwrite", "--from",
+    "--json",
+)  # fmt: skip
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl reshard ./llama ./llama-tp4 --tp 4

@@ -13,6 +13,12 @@ from shardctl.options.reshard_options import Threads
 if TYPE_CHECKING:
     from shardctl.verify.level import VerifyResult
 
+COMMON = (
+    "--level", "--against", "--load", "--forward", "--engine", "--mesh", "--require", "--strict", "--junit",
+    "--summary", "--newest-good", "--threads", "--json",
+)  # fmt: skip
+"""What the help of one screen shows."""
+
 EXAMPLES = """
 Examples:
   shardctl verify ./llama-tp4 --level full --against ./llama

@@ -28,14 +28,37 @@ def test_help_says_what_each_exit_code_means(say):
     assert tail[-len(golden) :] == golden
 
 
-def test_help_fits_a_terminal_of_80_columns(say):
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+def test_help_fits_a_terminal_of_80_columns(say, asked):
     for verb in ([], *([v] for v in VERBS)):
-        assert max(map(len, say(*verb, "--help").out.splitlines())) <= 80
+        assert max(map(len, say(*verb, asked).out.splitlines())) <= 80
+
+
+def test_short_forms_of_help_and_version(say):
+    assert say("-V") == say("--version")
+    assert say("-h") == say("--help")
+    for asked in (["plan", "-h"], ["help", "plan"], ["plan", "./llama", "--tp", "2", "-h"]):
+        assert say(*asked) == say("plan", "--help")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_fits_a_screen_and_names_what_lists_the_rest(say, verb):
+    code, out, err = say(verb, "--help")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 45
+    common, every = (
+        set(re.findall(r"^[ │]+(--[a-z0-9-]+)", text, re.MULTILINE)) for text in (out, say(verb, "--help-all").out)
+    )
+    assert common <= every | {"--help"}
+    assert len(common) <= 20
+    if len(every) > len(common) + 1:
+        assert re.search(rf"^shardctl {verb} --help-all lists all \d+ options\.$", out, re.MULTILINE)
+    assert out.count(f"\n  shardctl {verb} ") == 2
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_every_command_ends_with_two_examples(say, verb):
-    code, out, err = say(verb, "--help")
+    code, out, err = say(verb, "--help-all")
     assert (code, err) == (0, "")
     lines = [line.rstrip() for line in out.rstrip().splitlines()][-3:]
     assert lines[0].strip() == "Examples:"
@@ -45,7 +68,7 @@ def test_help_of_every_command_ends_with_two_examples(say, verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_examples_are_command_lines_that_exist(say, verb):
     """They end for want of a source, not for want of an option."""
-    for line in say(verb, "--help").out.rstrip().splitlines()[-2:]:
+    for line in say(verb, "--help-all").out.rstrip().splitlines()[-2:]:
         code, _, err = say(*line.split()[1:])
         assert code == 4, err
 
@@ -63,13 +86,13 @@ def test_every_verb_is_listed_and_none_that_does_not_exist(say):
 
 
 def test_help_names_every_layout(say):
-    said = words(say("plan", "--help").out).partition("--to LAYOUT")[2]
+    said = words(say("plan", "--help-all").out).partition("--to LAYOUT")[2]
     assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == [layout.name for layout in LAYOUTS]
 
 
 def test_plan_and_reshard_take_the_same_wishes(say):
     def options(verb):
-        return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help").out.partition("Examples:")[0]))
+        return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help-all").out.partition("Examples:")[0]))
 
     assert options("reshard") - options("plan") == {
         "--dry-run",
@@ -149,6 +172,6 @@ def test_python_dash_m_is_the_same_program():
 @pytest.mark.parametrize("columns", ["9" * 20, "10001", "0"])
 def test_help_for_a_terminal_that_cannot_be_so_wide(say, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    found = say("plan", "--help")
+    found = say("plan", "--help-all")
     assert found.code == 0
     assert max(map(len, found.out.splitlines())) < 1000

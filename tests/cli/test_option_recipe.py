@@ -93,7 +93,7 @@ def test_the_recipe_is_the_one_of_the_page():
 
 @pytest.mark.parametrize("verb", ["inspect", "plan", "reshard", "verify", "diff", "digest"])
 def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
-    said = ask(copied, verb, "--help").stdout
+    said = ask(copied, verb, "--help-all").stdout
     panel = said.partition("Source")[2]
     assert "--skip-empty" in panel
     assert "Leave out tensors" in panel
@@ -112,7 +112,7 @@ def test_an_option_of_one_verb_takes_one_place_too(copied, source, tmp_path, ver
         done = ask(copied, verb, source, *destination, *given, "--", verb, OWNERS[verb][0])
         assert f"own option {bool(given)}" in done.stdout, done.stderr
     for other in OWNERS:
-        assert (f"--odd-{verb}" in ask(copied, other, "--help").stdout) is (other == verb)
+        assert (f"--odd-{verb}" in ask(copied, other, "--help-all").stdout) is (other == verb)
 
 
 def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):

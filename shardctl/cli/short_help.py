@@ -1,0 +1,64 @@
+"""Formats the help of a verb on one screen: the options that most people use, a line each."""
+
+from __future__ import annotations
+
+import re
+from textwrap import fill, wrap
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.amounts import format_plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALL: Final = "--help-all"
+"""What lists every option."""
+_WIDTH: Final = 80
+_NAMES: Final = 26
+"""Columns of the flags and what they take."""
+_SENTENCE: Final = re.compile(r"[.;](?= |$)")
+
+
+def format_short_help(program: str, command: Any, common: Sequence[str], examples: str) -> str:  # noqa: ANN401 - click's
+    """Format the usage, the `common` options in this order, and the `examples` of a verb."""
+    parameters = {flag: parameter for parameter in command.params for flag in parameter.opts}
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    names = " ".join(_format_argument(parameter) for parameter in arguments)
+    number = sum(flag.startswith("--") for flag in parameters)
+    rows = [(_format_argument(parameter), parameter.help) for parameter in arguments]
+    rows += [(f"{flag} {_format_value(parameters[flag])}".rstrip(), parameters[flag].help) for flag in common]
+    return "\n".join(
+        [
+            f"Usage: {program} [OPTIONS] {names}",
+            "",
+            fill(" ".join((command.help or "").split()), _WIDTH),
+            "",
+            *(_format_row(name, help_ or "") for name, help_ in rows),
+            "",
+            examples.strip(),
+            "",
+            f"{program} {ALL} lists all {format_plural(number, 'option')}." if number > len(common) else "",
+            "",
+        ]
+    )
+
+
+def _format_argument(parameter: Any) -> str:  # noqa: ANN401 - click's
+    name = parameter.metavar or parameter.name.upper()
+    return name if parameter.required else f"[{name.strip('[]')}]"
+
+
+def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
+    """Format what an option takes, without the limits that follow; nothing for a flag."""
+    if parameter.is_flag:
+        return ""
+    listed = str(parameter.metavar or parameter.display_type(None)).partition(" [")[0].strip("<>")
+    return listed if len(listed) <= _NAMES // 2 else "NAME"
+
+
+def _format_row(name: str, text: str) -> str:
+    """Format the first sentence of a help text beside the name, on two lines at most."""
+    sentence = _SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
+    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=2, placeholder=" ...")
+    head = [f"  {name:{_NAMES}}{lines[0]}"] if len(name) < _NAMES - 1 else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
+    return "\n".join([*head, *(f"{'':{_NAMES + 2}}{line}" for line in lines[1:])])
