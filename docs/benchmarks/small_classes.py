@@ -117,7 +117,25 @@ def _find_sizes(config: Any) -> dict[str, Any]:
         chosen["head_dim"] = chosen["qk_rope_head_dim"]  # that of rotary tables, in latent attention
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
-    return chosen | _narrow_picture_axes(config, chosen)
+    return chosen | _narrow_picture_axes(config, chosen) | _fit_together(config, chosen)
+
+
+def _fit_together(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config's class wants to fit the small sizes: heads of Mamba 2, and which layers are looked at."""
+    fitting: dict[str, Any] = {}
+    held = vars(config)
+    if "mamba_n_heads" in held and "mamba_d_head" in held:
+        width = held.get("mamba_d_ssm") or held.get("mamba_expand", 2) * chosen["hidden_size"]
+        fitting = {"mamba_n_heads": 4, "mamba_d_head": width // 4, "mamba_n_groups": 2}
+        if "attn_layer_indices" in held:
+            fitting["attn_layer_indices"] = [1]
+    if config.model_type == "mamba2":
+        fitting = {"head_dim": held["expand"] * chosen["hidden_size"] // chosen["num_heads"], "n_groups": 2}
+    if isinstance(held.get("vision_feature_layer"), list | tuple):
+        fitting["vision_feature_layer"] = [-1, -2][: len(held["vision_feature_layer"])]
+    if type(config).__name__ == "DbrxAttentionConfig":
+        fitting = {"rope_theta": 10000.0, "clip_qkv": 8, "kv_n_heads": 2}  # without which DBRX does not run
+    return fitting
 
 
 def _narrow_picture_axes(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
