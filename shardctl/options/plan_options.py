@@ -202,6 +202,17 @@ class PlanOptions:
         str | None,
         CommandOption(HelpPanel.TRAINING, "Train only the tensors with a matching name.", metavar="REGEX"),
     ] = None
+    beside: Annotated[
+        tuple[Path, ...],
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Keep the weights of this model beside the trained one, such as a reference or a reward model; may be "
+            "repeated.",
+            metavar="PATH",
+            accepts=list[Path],
+        ),
+    ] = ()
+    """Models that the same ranks hold on the same mesh, and which are not trained."""
     precision: Annotated[
         Literal["mixed", "bf16", "fp32"] | None,
         CommandOption(

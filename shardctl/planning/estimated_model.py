@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from shardctl.conversion.conversion_plan import choose_dtypes, filter_tensors
 from shardctl.dtype import FLOATS
 from shardctl.errors import UnsupportedError, UsageError
+from shardctl.estimate.heaviest import HeaviestRanks
 from shardctl.estimate.inventory import TensorInventory, build_inventory
 from shardctl.estimate.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
+from shardctl.estimate.search import WeightTotals
 from shardctl.manifest import Tensor
 from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
 from shardctl.models.anatomy import build_anatomy
@@ -46,6 +48,15 @@ class AdaptedBase:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideModel:
+    """A model that ranks hold beside the one that is trained."""
+
+    name: str
+    heaviest: HeaviestRanks
+    totals: WeightTotals
+
+
+@dataclass(frozen=True, slots=True)
 class EstimatedModel:
     """A model as estimates see it."""
 
@@ -61,6 +72,8 @@ class EstimatedModel:
     """Whether weights stand for codes that are stored, as training would have them."""
     base: AdaptedBase | None = None
     """Of an adapter: what it changes. `inventory` and `anatomy` are then those of both, `parameters` its own."""
+    beside: tuple[BesideModel, ...] = ()
+    """What ranks hold besides: of the policy that RLHF trains, a reference and a reward model."""
     quantised: QuantisedLayout | None = None
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
 
@@ -77,6 +90,12 @@ class EstimatedModel:
                 hint="name the config of a quantised base with --config PATH",
             )
         return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantised_layout(name))
+
+
+def build_beside_model(name: str, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> BesideModel:
+    """Build a model that is held and not trained, its weights as they are stored."""
+    inventory = build_estimated_model(checkpoint, reshard_options).inventory
+    return BesideModel(name, HeaviestRanks(inventory), WeightTotals(inventory))
 
 
 def build_estimated_model(

@@ -20,6 +20,7 @@ from shardctl.estimate.operations import compute_used_share
 from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.serving import find_largest_batch, find_longest_context
+from shardctl.estimate.term import MemoryTerm
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.workload import plan_workload
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.devices import DeviceSpec
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.rank_estimate import MeshEstimate
-    from shardctl.estimate.term import MemorySum, MemoryTerm, Tier
+    from shardctl.estimate.term import MemorySum, Tier
     from shardctl.mesh import Mesh
     from shardctl.options import PlanOptions
     from shardctl.planning.estimated_model import EstimatedModel
@@ -171,6 +172,7 @@ def estimate_needs(
     The weights of a model that nobody has quantised yet are modelled.
     """
     estimate = estimate_ranks(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
+    estimate = _add_beside_models(estimate, about, mesh)
     layout = about.quantised
     if layout is None:
         return estimate
@@ -181,6 +183,25 @@ def estimate_needs(
         return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
 
     ranks = tuple(replace(rank, terms=tuple(map(modelled, rank.terms))) for rank in estimate.ranks)
+    return replace(estimate, ranks=ranks)
+
+
+def _add_beside_models(estimate: MeshEstimate, about: EstimatedModel, mesh: Mesh) -> MeshEstimate:
+    """Add the weights of models beside the trained one, each divided into stages of its own.
+
+    Of a stage the rank that holds most is counted. Raises UsageError for a mesh that one of them cannot have.
+    """
+    if not about.beside:
+        return estimate
+    held = [(one.name, one.heaviest.hold(mesh, one.totals.stages(mesh))) for one in about.beside]
+    source = (
+        "the headers; what its forward passes need, which are without gradients, is taken to be less than training's"
+    )
+    terms = [
+        tuple(MemoryTerm(f"weights of {name}", "weights", ranks[n].nbytes, source=source) for name, ranks in held)
+        for n in range(mesh.degree("pp"))
+    ]
+    ranks = tuple(replace(rank, terms=(*rank.terms, *terms[rank.holding.stage])) for rank in estimate.ranks)
     return replace(estimate, ranks=ranks)
 
 

@@ -18,7 +18,13 @@ from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.mesh import Mesh
 from shardctl.models import find_family
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
-from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model, has_coded_weights
+from shardctl.planning.estimated_model import (
+    BesideModel,
+    EstimatedModel,
+    build_beside_model,
+    build_estimated_model,
+    has_coded_weights,
+)
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
 from shardctl.planning.plan_result import PlanResult, describe_conversion, describe_unstored_model
 from shardctl.planning.workload import choose_tuning, decide_use
@@ -58,6 +64,9 @@ def plan(
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
         about = _build_unstored_model(checkpoint, reshard_options, plan_options)
+        if plan_options.beside:
+            about = about or build_estimated_model(checkpoint, reshard_options)
+            about = replace(about, beside=_build_beside_models(source_options, reshard_options, plan_options))
         explored = (
             explore_meshes(
                 about or build_estimated_model(checkpoint, reshard_options), plan_options, reshard_options.mesh
@@ -82,6 +91,20 @@ def plan(
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         assumed = [*shared, *_note_whole_towers(checkpoint, planned)]
         return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
+
+
+def _build_beside_models(
+    source_options: SourceOptions, reshard_options: ReshardOptions, plan_options: PlanOptions
+) -> tuple[BesideModel, ...]:
+    """Build the models that ranks hold beside the one that is trained, each read by itself."""
+    found = []
+    for number, path in enumerate(plan_options.beside):
+        own = SourceOptions(kv_heads=source_options.kv_heads, described=True)
+        with open_checkpoint(path, own) as checkpoint:
+            twice = path in plan_options.beside[:number]
+            name = f"{path.name} ({number + 1})" if twice else path.name
+            found.append(build_beside_model(name, checkpoint, replace(reshard_options, only=None)))
+    return tuple(found)
 
 
 def _refuse_division(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions) -> None:

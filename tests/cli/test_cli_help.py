@@ -126,6 +126,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     training = options("plan") - options("reshard") - own
     assert own <= options("plan")
     assert training == {
+        "--beside",
         "--lora-rank",
         "--lora-targets",
         "--base-dtype",

@@ -162,3 +162,20 @@ def test_muon_keeps_what_torch_keeps(dtype):
     momentum = next(t for t in found.forecast.estimate.binding.terms if t.name == "momentum of matrices")
     assert kept == weight.nbytes
     assert momentum.nbytes == momentum.inputs["elements"] * weight.element_size()
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(fsdp=8), Mesh.of(pp=2, tp=4)], ids=str)
+def test_models_beside_the_trained_one_add_their_weights(mesh):
+    """A policy, its reference and a reward model: the sum of a plan of training and two of weights."""
+    alone = tuned(mesh=mesh)
+    both = tuned(mesh=mesh, beside=(LLAMA, LLAMA))
+    own = max(rank.holding.nbytes for rank in alone.forecast.estimate.ranks)
+    added = [t for t in both.forecast.estimate.binding.terms if t.name.startswith("weights of llama-3.1-8b.json")]
+    assert len({term.name for term in added}) == 2
+    assert all(0.9 * own <= term.nbytes <= own for term in added)
+    assert nbytes(both, "optimizer") == nbytes(alone, "optimizer")
+
+
+def test_a_model_beside_serves_nothing():
+    with pytest.raises(UsageError, match="--beside applies to training"):
+        plan(LLAMA, ReshardOptions(), plan_options=PlanOptions(use="serve", beside=(LLAMA,)))
