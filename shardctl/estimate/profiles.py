@@ -188,8 +188,9 @@ _HF: Final = RuntimeProfile(
     embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",)),),
     sequence_parallel=False,
     # More, because padded batches repeat keys and values for each query head and copy attention's result: 54 sbh
-    # were measured of a Llama-3-8B layer, 49 are kept without padding.
-    spread=(0.95, 1.12),
+    # were measured of a Llama-3-8B layer, 49 are kept without padding; and because autocast leaves what norms return
+    # and what flows between layers in fp32, which this sum, of a model in 16 bits, does not.
+    spread=(0.95, 1.3),
     source="tensors that torch 2.13 keeps of transformers 5.23's modules, counted under FakeTensorMode",
     recurrence=TRANSFORMERS,
 )

@@ -79,7 +79,7 @@ class StepTimeline:
 
     def _list_counts(self, microbatches: int) -> Iterator[_MomentCount]:
         flights = self._activations.flights if self._activations is not None else 1.0
-        if microbatches == 1 or flights >= microbatches:
+        if flights > microbatches - 1:  # interleaved schedules hold parts of microbatches
             yield from self._count_pass(flights, later=False)
         if microbatches > 1:
             yield from self._count_pass(min(flights, microbatches - 1), later=True)

@@ -183,7 +183,7 @@ def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_
         if t.name.startswith("kept by") and "head" not in t.name
     ]
     assert kept(found) / (S * 4096) == pytest.approx(49, abs=0.1)
-    assert 54 < sum(t.high for t in found) / (S * 4096) < 56
+    assert 54 < sum(t.high for t in found) / (S * 4096) < 64
 
 
 @pytest.mark.parametrize("profile", PROFILES)
