@@ -22,7 +22,10 @@ from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torchao"
-CASES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+ALL = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir() and path.name != "__pycache__")
+BLOCKED = [name for name in ALL if name.startswith(("mx", "nvfp4"))]
+"""Those whose scales are in blocks of 128 outputs, and stay whole along the inputs."""
+CASES = [name for name in ALL if name not in BLOCKED]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -33,18 +36,31 @@ def read_metadata(path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_the_numbers_are_those_of_torchao(tmp_path, case, dtype):
     source, owners = FIXTURES / case, load_file(FIXTURES / f"{case}.safetensors")
     reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype=dtype))
     found = read(tmp_path / "out")
-    assert len(owners) == (6 if case == "by-name" else 7)
+    assert len(owners) == (6 if case == "by-name" else 2 if case in BLOCKED else 7)
     for name, values in owners.items():
         assert torch.equal(found[name], values.to(DTYPES[dtype])), name
     assert not [name for name in found if "_weight_" in name]
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert read_metadata(tmp_path / "out").keys() == {"format"}  # no class of torchao is left there
     assert verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+def test_scales_in_blocks_are_cut_by_blocks_of_outputs_or_not_at_all(tmp_path, case):
+    source, owners = FIXTURES / case, load_file(FIXTURES / f"{case}.safetensors")
+    assert inspect(source).warnings == ()
+    with pytest.raises(CutError, match="cannot split"):
+        reshard(source, tmp_path / "tp2", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(source, tmp_path / "fsdp2", ReshardOptions(mesh=Mesh.of(fsdp=2)))
+    reshard(tmp_path / "fsdp2", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "back"), read(source))
+    reshard(tmp_path / "fsdp2", tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    assert all(torch.equal(read(tmp_path / "out")[name], values) for name, values in owners.items())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -130,6 +130,8 @@ class ScaledFloats:
     """Whether the owner computes in the type of the scales, rather than in F32."""
     rounded: str = "F32"
     """The type of the owner's result, if it does not compute in that of the scales."""
+    blocked: int = 0
+    """How many inputs share a scale, if scales are in the order of cuBLAS; else 0."""
     order: tuple[int, int] = BY_OUTPUT
 
 
@@ -147,6 +149,8 @@ class PackedFloats:
     """The type of the owner's result."""
     smoothing: QuantisedArray | None = None
     """What each input is multiplied with before the weight is used."""
+    blocked: int = 0
+    """How many inputs share a scale, if scales are in the order of cuBLAS; else 0."""
     order: tuple[int, int] = BY_OUTPUT
 
 

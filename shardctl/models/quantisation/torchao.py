@@ -22,6 +22,7 @@ from shardctl.models.quantisation.storage import (
     OUT,
     PAIRS,
     AlongDim,
+    PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
@@ -43,6 +44,10 @@ _CLASS: Final = '{"_type":'
 """How what such a key says begins."""
 _REGEX: Final = "re:"
 _USUAL: Final = "_default"
+_NVFP4_GROUP: Final = 16
+_MX_GROUP: Final = 32
+_MX_CODES: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float4_e2m1fn_x2": "U8"}
+_BLOCKED: Final = "row of scales, because those of 128 outputs are in the order of a kernel"
 _ROW: Final[Form] = (AlongDim(OUT), 1)
 _SMOOTHING: Final = QuantisedArray("_weight_act_pre_scale", FLOAT, ((AlongDim(IN),), (1, AlongDim(IN))), optional=True)
 """What inputs are multiplied with."""
@@ -101,6 +106,32 @@ def _build_pair_storage(config: ModelConfig, _dtype: str) -> WeightStorage:
     return WeightStorage((codes, scale, zero, _SMOOTHING), decoder=decoder)
 
 
+def _build_blocked_scale(dtype: str, group: int) -> QuantisedArray:
+    """Build scales of `group` inputs each in the order of cuBLAS, which torchao's configs always ask for."""
+    return QuantisedArray("_weight_scale", (dtype,), ((AlongDim(OUT, 128, 32), AlongDim(IN, 4 * group, 16)),))
+
+
+def _build_nvfp4_storage(_config: ModelConfig, dtype: str) -> WeightStorage:
+    codes, scale = QuantisedArray("_weight_qdata", ("U8",), (PAIRS,)), _build_blocked_scale("F8_E4M3", _NVFP4_GROUP)
+    whole = QuantisedArray("_weight_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
+    inputs = QuantisedArray("_weight_act_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
+    decoder = PackedFloats(codes, scale, whole, rounded=dtype, blocked=_NVFP4_GROUP)
+    return WeightStorage((codes, scale, whole, inputs), uncut={IN: _BLOCKED}, decoder=decoder)
+
+
+def _build_mx_storage(config: ModelConfig, dtype: str) -> WeightStorage:
+    """Build the arrays of codes of 8 or 4 bits whose scales are powers of two; both kinds are rounded alike."""
+    group, kind = config.size("block_size", _MX_GROUP), config.text("weight_dtype", "float8_e4m3fn")
+    if group != _MX_GROUP or kind not in _MX_CODES:
+        raise UnsupportedError(f"torchao's MX weights of {kind} in blocks of {group} are not known")
+    scale = _build_blocked_scale("F8_E8M0", group)
+    codes = QuantisedArray("_weight_qdata", (_MX_CODES[kind],), (MATRIX if _MX_CODES[kind] in FP8 else PAIRS,))
+    decoder = ScaledFloats if _MX_CODES[kind] in FP8 else PackedFloats
+    return WeightStorage(
+        (codes, scale), uncut={IN: _BLOCKED}, decoder=decoder(codes, scale, rounded=dtype, blocked=group)
+    )
+
+
 _BUILDERS: Final[Mapping[str, Callable[[ModelConfig, str], WeightStorage]]] = {
     "Int8WeightOnlyConfig": _build_byte_storage,
     "Int8DynamicActivationInt8WeightConfig": _build_byte_storage,
@@ -112,6 +143,9 @@ _BUILDERS: Final[Mapping[str, Callable[[ModelConfig, str], WeightStorage]]] = {
     "Int8DynamicActivationIntxWeightConfig": _build_small_storage,
     "Int4WeightOnlyConfig": _build_pair_storage,
     "Float8DynamicActivationInt4WeightConfig": _build_pair_storage,
+    "NVFP4WeightOnlyConfig": _build_nvfp4_storage,
+    "NVFP4DynamicActivationNVFP4WeightConfig": _build_nvfp4_storage,
+    "MXDynamicActivationMXWeightConfig": _build_mx_storage,
 }
 _BY_NAME: Final = ("FqnToConfig", "ModuleFqnToConfig", "AOPerModuleConfig")
 
