@@ -51,7 +51,7 @@ def build_passing_hold(holding: RankHolding, mesh: Mesh, work: TrainingWorkload,
         return UnitTransients(holding, plan, ranks=ranks, waits=waits)
     if plan.runtime == "autocast":
         return CastTransients(holding, plan, again=work.recompute == "full")
-    return PartitionTransients(holding, plan)
+    return PartitionTransients(holding, plan, bucket=_REDUCE if work.profile == "deepspeed" else None)
 
 
 def list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
@@ -157,10 +157,12 @@ class CastTransients:
 class PartitionTransients:
     """What DeepSpeed gathers and reduces in, in all passes; and nothing of Megatron and of pipelines without ZeRO."""
 
-    def __init__(self, holding: RankHolding, plan: TrainingScheme) -> None:
+    def __init__(self, holding: RankHolding, plan: TrainingScheme, *, bucket: int | None) -> None:
+        """Count what is held; without a `bucket`, in elements, there are no more than all that is trained."""
         self.plan = plan
         parts = [part for part in holding.parts if part.kind.trainable]
         self.whole, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
+        self.bucket = bucket or min(self.whole, _REDUCE)
         self.small = _count_trained_elements(p for p in parts if p.gathered <= _PERSISTENT)
         self.loss: tuple[MemoryTerm, ...] = ()
         self.passes: tuple[MemoryTerm, ...] = ()
@@ -212,15 +214,15 @@ class PartitionTransients:
         )
 
     def _build_bucket(self) -> MemoryTerm:
-        """Build the term of the buckets; DeepSpeed allocates them whole, however small the model."""
+        """Build the term of the buckets, which DeepSpeed allocates whole, however small the model."""
         width = self.plan.compute.unit_bytes
         buckets = 1 if self.plan.zero == _PARAMETERS else 2
         return MemoryTerm(
             "buckets that gradients are reduced in",
             "workspace",
-            width * _REDUCE,
-            f"{width} * {_REDUCE}",
-            {},
+            width * self.bucket,
+            f"{width} * bucket",
+            {"bucket": self.bucket},
             _DEEPSPEED,
             interval=(width * min(self.largest, _REDUCE), buckets * width * _REDUCE),
         )
