@@ -75,3 +75,12 @@ def test_ranks_that_exchange_heads_keep_the_result_of_attention_twice():
     config = {**LLAMA_3_405B, "num_hidden_layers": 4}
     ring, heads = (terms(config, "cp=4", exchanged_heads=each)["kept by attention"].nbytes for each in (False, True))
     assert heads - ring == 4 * 2 * 1024 * 16384
+
+
+def test_an_interleaved_stage_keeps_the_parts_of_microbatches_that_are_in_flight():
+    config = {**GPT_3, "n_layer": 32}
+    layers, chunks = (8, 8, 8, 8), (8 - 1) * 4 + 1  # that the last stage has before its first backward pass
+    options = {"schedule": "interleaved", "virtual_stages": 8}
+    piped = terms(config, "pp=4", layers, 3, **options)["kept by MLPs"]
+    alone = terms(config, "pp=4", layers, 3)["kept by MLPs"]
+    assert piped.nbytes == alone.nbytes * chunks / 8
