@@ -60,7 +60,7 @@ def matrices(layer):
     return found
 
 
-_BESIDE = re.compile(r"bias|\.index_[qk]_proj|\.pos_(key|query)_proj")
+_BESIDE = re.compile(r"bias|\.index_[qk]+_proj|\.pos_(key|query)_proj")
 """Tensors that the matrices of a layer do not count: biases, what chooses the tokens that are attended to, and what
 scores words against relative positions."""
 

@@ -170,6 +170,9 @@ def distribute(model, mine, offsets, rank):
             experts(module, {name: cut[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False)}, rank)
             continue
         weight = cut.get(f"{prefix}.weight") if "weight" in dict(module.named_parameters(recurse=False)) else None
+        if prefix.endswith(".ngram_embedding"):
+            all_columns(module)  # Qwen4-Exp: other embeddings with cut columns have one for each head
+            continue
         exchange(module, weight, offsets.get(f"{prefix}.weight"), rank, is_head=module is head)
     for name, buffer in model.named_buffers():
         if cut.get(name) is not None:
@@ -207,6 +210,12 @@ def exchange(module, dim, offset, rank, *, is_head):  # noqa: C901 - one case a 
             module.forward = lambda x: gather(local(x))
     else:
         raise AssertionError(f"{kind} has a cut weight and no rule here")
+
+
+def all_columns(module):
+    """Each rank looks up its columns of every row."""
+    local = module.forward
+    module.forward = lambda ids: gather(local(ids))
 
 
 def over_all_channels(module, dim, rank):
