@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -473,6 +474,21 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
         ):
             pass
         shutil.rmtree(tmp_path / "stacked")
+
+
+def test_the_matrices_of_an_adapter_are_named_for_what_they_are(place):
+    where, old = place(), "decoder.final_layernorm.weight"
+
+    def rename(metadata) -> None:
+        new = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
+        metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
+        stored = metadata.storage_data
+        metadata.storage_data = {replace(k, fqn=new) if k.fqn == old else k: v for k, v in stored.items()}
+
+    edited(where, rename)
+    with pytest.raises(UnsupportedError, match=r"linear_qkv\.adapter\.linear_in") as caught, open_checkpoint(where):
+        pass
+    assert "export_adapter_ckpt" in caught.value.hint
 
 
 def drafted(name: str, **reshard_options) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_plural
 from shardctl.box import Box, BoxIndex
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.schema import Schema
     from shardctl.manifest import Chunk, Manifest, TrainingState
     from shardctl.models import Model
+
+
+_ADAPTER: Final = (
+    "matrices of an adapter of Megatron-Bridge: its AutoBridge.export_adapter_ckpt makes a PEFT adapter of them, which "
+    "shardctl reads and merges"
+)
 
 
 def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, int, int], bytes]) -> Manifest:
@@ -56,7 +62,9 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
     if unknown:
         raise UnsupportedError(
             f"{schema.title} has no {format_first_few(unknown)} in {model.architecture or 'this model'}",
-            hint="the config may belong to another model, or the files to another version",
+            hint=_ADAPTER
+            if any(".adapter." in name for name in unknown)
+            else "the config may belong to another model, or the files to another version",
         )
     if missing:
         raise SourceError(
