@@ -70,6 +70,23 @@ def test_gpt_oss_has_its_experts_in_four_bits():
     assert round(found.nbytes / 1e9, 1) == 65.2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "published"),
+    [
+        ({}, 65_248_815_744),
+        ({"num_hidden_layers": 24, "num_local_experts": 32}, 13_761_264_768),
+    ],
+    ids=["gpt-oss-120b", "gpt-oss-20b"],
+)
+def test_gpt_oss_has_to_the_byte_the_size_that_its_index_states(tmp_path, sizes, published):
+    """`total_size` in `model.safetensors.index.json` of openai/gpt-oss-120b and openai/gpt-oss-20b on the Hub."""
+    config = config_of("gpt-oss-120b") | sizes
+    if sizes and "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: sizes["num_hidden_layers"]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inspect(tmp_path / "config.json").nbytes == published
+
+
 @pytest.mark.parametrize(("name", "group"), [("deepseek-v4-flash", 32), ("deepseek-v4-flash-nvfp4", 16)])
 def test_experts_of_deepseek_v4_have_four_bits_beside_fp8(name, group):
     found = inspect(CONFIGS / f"{name}_config.json")
