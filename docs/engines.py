@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from docs import engines_quantised
 from shardctl.api import Mesh, ReshardOptions, VerifyOptions, reshard, verify
 from shardctl.errors import ShardctlError
 from shardctl.report.documents import build_verify_document
@@ -170,7 +171,8 @@ difference of two natural log-probabilities; 1e-3 is allowed. A case that is not
 
 def build_page(kept: dict[str, dict[str, Any]]) -> str:
     """The page of the cases that were run."""
-    return HEAD + "".join(f"{describe(each.name, kept[each.name])}\n" for each in CASES if each.name in kept)
+    rows = "".join(f"{describe(each.name, kept[each.name])}\n" for each in CASES if each.name in kept)
+    return HEAD + rows + engines_quantised.build_section(json.loads(engines_quantised.KEPT.read_text()))
 
 
 def main(python: str, names: list[str]) -> None:
