@@ -85,6 +85,8 @@ BLOCK: Final = 256
 """Elements that share one fp32 scale (bitsandbytes, `blocksize` in `Optimizer2State.init_state`)."""
 PAGED: Final = 100_000
 """States of tensors with fewer elements are never paged (bitsandbytes, `Optimizer8bit.get_state_buffer`)."""
+WIDEST: Final = 10_000
+"""Dims that are longer have no preconditioner (SOAP, `max_precondition_dim`)."""
 CODES: Final = 256 * 4
 """Bytes of the table that says what each of 256 codes means; all tensors share it."""
 
@@ -131,6 +133,11 @@ def _count_rows(seen: OptimizedTensor) -> int:
 
 def _count_columns(seen: OptimizedTensor) -> int:
     return prod((*seen.kept[:-2], seen.kept[-1])) if _is_factored(seen) and seen.elements else 0
+
+
+def _count_sides(seen: OptimizedTensor) -> int:
+    """Count the elements of one square matrix for each dim of a matrix that is not too long."""
+    return sum(n * n for n in seen.kept if n <= WIDEST) if _is_factored(seen) and seen.elements else 0
 
 
 def _count_unfactored(seen: OptimizedTensor) -> int:
@@ -222,6 +229,16 @@ OPTIMIZERS: Final = (
         ),
         "torch 2.13, torch.optim.Muon and AdamW; Jordan et al. 2024",
         splits=True,
+    ),
+    OptimizerSpec(
+        "soap",
+        "SOAP: Adam in the eigenbasis of Shampoo's preconditioners",
+        (
+            *(StateSlot(name, _count_elements) for name in _ADAM),
+            StateSlot("preconditioners", _count_sides),
+            StateSlot("their eigenvectors", _count_sides),
+        ),
+        "Vyas et al. 2024, algorithm 3; pytorch_optimizer 4.1, optimizer/soap.py",
     ),
     OptimizerSpec(
         "lion",

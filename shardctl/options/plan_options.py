@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.calibrate import FittedCalibration
     from shardctl.estimate.devices import DeviceSpec
 
-_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion and others"
+_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
 _SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 

@@ -69,6 +69,18 @@ def test_states_after_a_step(name):
     assert kept(real) == told(name, shapes)
 
 
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [
+        ((70, 64), 107808), ((4096,), 32768), ((257, 16), 563336), ((1, 5), 248), ((3,), 24), ((2, 64, 64), 131104),
+        ((10001, 3), 240096),
+    ],
+)  # fmt: skip
+def test_soap(shape, nbytes):
+    """Bytes that pytorch_optimizer 4.1.0's SOAP has after two steps with torch 2.13, in fp32."""
+    assert told("soap", [shape]) == nbytes
+
+
 def test_transformers_adafactor():
     """transformers 5.23, optimization.Adafactor, without first moment as by default."""
     real = transformers.optimization.Adafactor(parameters(SHAPES, torch.float32))
@@ -94,7 +106,7 @@ def test_muon_for_matrices_and_adamw_for_the_others():
 
 
 def test_every_optimizer_is_checked_here():
-    assert {o.name for o in OPTIMIZERS} == {*REAL, "adamw-bf16", "muon"}
+    assert {o.name for o in OPTIMIZERS} == {*REAL, "adamw-bf16", "muon", "soap"}
     assert all(o.source and o.title for o in OPTIMIZERS)
 
 
