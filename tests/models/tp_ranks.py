@@ -139,6 +139,21 @@ def experts(module, cut, rank):
             setattr(module, width, getattr(module, width) // WORLD)
 
 
+def own_experts(module, dim):
+    """Say whether a module is of a kind of its own, JetMoE's experts or DBRX's, and needs nothing more."""
+    kind = type(module).__name__
+    if kind == "JetMoeParallelExperts":
+        module.forward = added(module.forward) if dim == 2 else module.forward
+    elif kind == "DbrxExperts":
+        module.ffn_hidden_size //= WORLD
+        module.forward = added(module.forward)
+    elif kind in {"JetMoeMoA", "DbrxAttention"}:
+        module.hidden_size //= WORLD
+    elif kind == "RecurrentGemmaRglru":
+        module.num_attention_heads //= WORLD
+    return kind in {"JetMoeParallelExperts", "DbrxExperts"}
+
+
 def added(local):
     """A forward whose results the ranks add."""
     return lambda *inputs, **others: summed(local(*inputs, **others))
@@ -166,6 +181,8 @@ def distribute(model, mine, offsets, rank):
         }
         if any(dim is not None for dim in projections.values()):
             shrink(module, projections)
+        if own_experts(module, cut.get(f"{prefix}.weight")):
+            continue
         if "Experts" in type(module).__name__:
             experts(module, {name: cut[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False)}, rank)
             continue
