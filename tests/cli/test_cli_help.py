@@ -149,6 +149,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--no-grad-accum-fusion",
         "--fused-loss",
         "--cp-a2a",
+        "--recompute-every",
     }
 
 
