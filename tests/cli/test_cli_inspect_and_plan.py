@@ -190,7 +190,19 @@ def test_plan_as_json(say, source):
         *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
         "weight_types",
         "quantised_degrees",
-        *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "offload", "strategies"),
+        *(
+            "mesh",
+            "stages",
+            "ranks",
+            "needs",
+            "timeline",
+            "replication",
+            "purpose",
+            "device",
+            "verdict",
+            "offload",
+            "strategies",
+        ),
         *("calibration", "search", "advice", "types", "conversion", "adapter", "warnings"),
     ]
     assert document["mesh"] == {

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_SAFETENSORS
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, holds_adapter
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.writer import Layout
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
 
 NAME: Final = "hf"
+_DIFFUSION: Final = "diffusion_pytorch_model.safetensors"
+"""What diffusers calls the weights of one part of a pipeline (diffusers, `utils/constants.py`)."""
+_DIFFUSION_CLASS: Final = "_class_name"
+"""Where its configs name the class."""
 USUAL_SHARD: Final = 5_000_000_000
 """Bytes of tensors per file, as huggingface_hub's `split_torch_state_dict_into_shards` has it."""
 
@@ -36,7 +40,7 @@ def pack_hf(request: PackRequest) -> Manifest:
             room = max_shard_size
         groups[-1].append(array)
         room -= array.nbytes
-    return _build_manifest(request.have, groups, request.dtypes)
+    return _build_manifest(request, groups)
 
 
 def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType]) -> Iterator[TensorArray]:
@@ -54,19 +58,28 @@ def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType])
             yield TensorArray(place.array, dtype, places.shape, Box.whole(places.shape), held, known[id(places)])
 
 
-def _build_manifest(have: Manifest, groups: list[list[TensorArray]], dtypes: dict[str, DType]) -> Manifest:
+def _choose_file_name(request: PackRequest) -> str:
+    """Choose what the class in the config looks for if there is one file."""
+    if holds_adapter(request.have.tensors):
+        return ADAPTERS[0]
+    return _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
+
+
+def _build_manifest(request: PackRequest, groups: list[list[TensorArray]]) -> Manifest:
+    have, dtypes = request.have, request.dtypes
     builder = FileBuilder(build_container_metadata(have))
     weight_map: dict[str, str] = {}
-    whole = ADAPTERS[0] if holds_adapter(have.tensors) else WHOLE_SAFETENSORS
+    whole = _choose_file_name(request)
+    stem, suffix = whole.removesuffix(SAFETENSORS), SAFETENSORS
     for number, arrays in enumerate(groups, 1):
-        path = whole if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        path = whole if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}{suffix}"
         builder.add(path, arrays)
         weight_map |= {array.name: path for array in arrays}
     if len(groups) > 1:
         total = sum(array.dtype.nbytes(array.box.shape) for arrays in groups for array in arrays)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         content = (json.dumps(index, indent=2) + "\n").encode()
-        path = WHOLE_SAFETENSORS + INDEX_SUFFIX
+        path = whole + INDEX_SUFFIX
         builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
     return builder.manifest(NAME, have, dtypes)
 
