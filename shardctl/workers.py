@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from shardctl.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 Item = TypeVar("Item")
 
@@ -42,6 +42,9 @@ def raise_if_stopped(stop: StopRequest) -> None:
 class ProgressWatcher(Protocol):
     """Is told how work goes on; called from several threads, and must not raise."""
 
+    def warn(self, messages: Sequence[str]) -> None:
+        """Note what is odd about the work that is about to begin."""
+
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Begin a phase of this many bytes in this many files; 0 where that is not known."""
 
@@ -57,6 +60,9 @@ class ProgressWatcher(Protocol):
 
 class NullWatcher:
     """Watches nothing."""
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Ignore."""
 
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Ignore."""

@@ -14,7 +14,7 @@ from shardctl.report.documents import build_progress_document
 from shardctl.report.meter import TransferMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardctl.workers import ExecutionOptions, ProgressWatcher
 
@@ -35,12 +35,16 @@ class _ProgressView(Protocol):
 class _ProgressWatch:
     """Takes the news of the threads that work, and lets one thread of its own do all the showing."""
 
-    def __init__(self, view: _ProgressView) -> None:
-        self._view = view
+    def __init__(self, view: _ProgressView, said: set[str]) -> None:
+        self._view, self._said = view, said
         self._meter = view.meter
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
         self._thread.start()
+
+    def warn(self, messages: Sequence[str]) -> None:
+        streams.print_warnings(messages)
+        self._said.update(messages)
 
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         self._meter.begin(total_bytes, files, phase)
@@ -142,9 +146,9 @@ def _choose_terminal_view(verb: str) -> _ProgressView:
 
 
 @contextmanager
-def watch_progress(verb: str, *, json: bool = False) -> Iterator[ProgressWatcher]:
-    """Give someone to tell how a task goes on."""
-    watch = _ProgressWatch(_JsonRecords() if json else _choose_terminal_view(verb))
+def watch_progress(verb: str, *, json: bool = False, said: set[str] | None = None) -> Iterator[ProgressWatcher]:
+    """Give someone to tell how a task goes on; the warnings that it is told are added to `said`."""
+    watch = _ProgressWatch(_JsonRecords() if json else _choose_terminal_view(verb), set() if said is None else said)
     try:
         yield watch
     finally:

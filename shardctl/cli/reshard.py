@@ -109,8 +109,8 @@ def reshard(
         )
     from shardctl.cli.progress import watch_progress
 
-    began = time.monotonic()
-    with watch_progress("reshard", json=json) as progress:
+    began, said = time.monotonic(), set[str]()
+    with watch_progress("reshard", json=json, said=said) as progress:
         done = verb(
             src,
             dst,
@@ -122,7 +122,7 @@ def reshard(
         )
     with raise_when_finished():
         seconds = time.monotonic() - began
-        streams.print_warnings(done.warnings)
+        streams.print_warnings(warning for warning in done.warnings if warning not in said)
         if json:
             streams.print_record(document(done, seconds))
         else:
@@ -145,8 +145,12 @@ def _convert_each(
     from shardctl.verbs.reshard_each import EachOutcome
     from shardctl.verbs.reshard_each import reshard_each as verb
 
+    said = set[str]()
+
     def tell(outcome: EachOutcome) -> None:
-        streams.print_warnings(outcome.result.warnings if outcome.result is not None else ())
+        warnings = outcome.result.warnings if outcome.result is not None else ()
+        streams.print_warnings(warning for warning in warnings if warning not in said)
+        said.clear()
         if json:
             streams.print_record(build_outcome_document(outcome))
         else:
@@ -159,7 +163,7 @@ def _convert_each(
         source_options=source_options,
         destination_options=destination_options,
         fail_fast=fail_fast,
-        watch=partial(watch_progress, "reshard", json=json),
+        watch=partial(watch_progress, "reshard", json=json, said=said),
         tell=tell,
     )
     with raise_when_finished():

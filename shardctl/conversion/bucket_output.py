@@ -76,6 +76,7 @@ def convert_into_bucket(
         if uploads.published is not None:
             uploads.forget()
             return parse_record(uploads.published), None, ()
+        progress.warn(work.have.warnings)
         sender = ShareSender(work, versions, scratch, uploads, progress, stop, options.sha256)
         parts = sender.send(groups, work.carried)
         work.checkpoint.prove()
@@ -267,6 +268,9 @@ class _CombinedProgress:
 
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Do nothing: it has begun."""
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Do nothing: they were said before it began."""
 
     def work_on(self, place: str) -> None:
         self._progress.work_on(place)

@@ -205,6 +205,7 @@ class _WorkerRun:
             self.crew.forget_part(self.worker)
         self.staging.require_space(work.write_bytes)
         stop = StopRequest(kept=True)
+        progress.warn(work.have.warnings)
         with stop_on_signals(stop):
             part = move_share(
                 work,

@@ -128,6 +128,7 @@ def _run_conversion(
     staging.begin(hash_result_name(identity, versions, sha256), keep=block is not None)
     staging.require_space(work.write_bytes)
     stop = StopRequest(kept=True)
+    progress.warn(work.have.warnings)
     with stop_on_signals(stop):
         part = move_share(
             work,

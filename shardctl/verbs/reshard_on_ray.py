@@ -83,7 +83,7 @@ def reshard_on_ray(
     reshard_options = reshard_options or (plan.reshard_options if plan else ReshardOptions())
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         location = work.checkpoint.source.location
-        files, size = _count_data_files(work), work.plan.write_bytes
+        files, size, warnings = _count_data_files(work), work.plan.write_bytes, work.have.warnings
     reshard_options = replace(reshard_options, threads=reshard_options.threads or min(choose_thread_count(), 4))
     order = _TaskOrder(
         source=location,
@@ -96,6 +96,7 @@ def reshard_on_ray(
     )
     with _join_cluster(ray):
         count = _count_begun_workers(destination) or _choose_task_count(ray, files, reshard_options)
+        progress.warn(warnings)
         progress.begin(size, files)
         _run_tasks(ray, order, count, progress)
     return finish(destination)
@@ -211,6 +212,9 @@ class _TaskReporter:
         self._bytes, self._last = 0, 0.0
         self._files: list[str] = []
         self._lock = threading.Lock()
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Do nothing: the driver says it."""
 
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
         """Do nothing: the driver knows."""

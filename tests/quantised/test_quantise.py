@@ -27,6 +27,7 @@ from shardctl.verbs.diff import diff
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+from shardctl.workers import NullWatcher
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/llmcompressor"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -456,6 +457,20 @@ class TestStacksOfExperts:
         assert not verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
 
 
+class Heard(NullWatcher):
+    """Keeps what a watcher is told, in order."""
+
+    def __init__(self):
+        self.events, self.warnings = [], []
+
+    def warn(self, messages):
+        self.events.append("warn")
+        self.warnings += messages
+
+    def begin(self, *_, **__):
+        self.events.append("begin")
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])
 def test_experts_that_no_loader_takes_quantised_are_named_beforehand_and_at_the_end(tmp_path, capsys, kind):
     config = json.loads((FIXTURES.parent / f"configs/{kind}.json").read_text())
@@ -468,8 +483,12 @@ def test_experts_that_no_loader_takes_quantised_are_named_beforehand_and_at_the_
     assert said in capsys.readouterr().err
     assert run(["reshard", str(source), str(tmp_path / "out"), "--quantize", "fp8-channel", "--json"]) == 0
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert captured.err.count(said) == 1  # beforehand, and not again at the end
     assert any(said in warning for warning in json.loads(captured.out.splitlines()[-1])["warnings"])
+    heard = Heard()
+    reshard(source, tmp_path / "again", ReshardOptions(quantize="fp8-channel"), progress=heard)
+    assert heard.events.index("warn") < heard.events.index("begin")
+    assert any(said in warning for warning in heard.warnings)
     before = load_file(source / "model.safetensors")
     stacks = {name: tensor for name, tensor in read(tmp_path / "out").items() if tensor.ndim == 3}
     assert stacks
