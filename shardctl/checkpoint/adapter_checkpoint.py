@@ -23,7 +23,7 @@ from shardctl.mesh import EXPERT_FSDP
 from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.placement import AxisCut, PartitionSpec
-from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,13 +76,17 @@ def describe_adapter(
     *,
     kv_heads: KvHeads = "error",
     config_file: str = ADAPTER_CONFIG,
+    settings: AdapterSettings | None = None,
 ) -> OpenedCheckpoint:
-    """Return an adapter as a checkpoint, whose matrices are cut if `base`, the config of its base, is known."""
+    """Return an adapter as a checkpoint, whose matrices are cut if `base`, the config of its base, is known.
+
+    Its `settings` are read from `config_file` unless they are given.
+    """
     model, problem = None, None
     if base is not None:
         try:
             described = models.describe_model(models.drop_quantisation_config(base), kv_heads=kv_heads)
-            model = build_adapter_model(described, stored, read_adapter_settings(source, config_file))
+            model = build_adapter_model(described, stored, settings or read_adapter_settings(source, config_file))
         except UnsupportedError as error:
             problem = error
     said = model.warnings if model is not None else ()
@@ -132,8 +136,13 @@ class AdapterSummary:
 
 def summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:
     """Summarise an adapter from its config and its headers; raises SourceError for a config that makes no sense."""
+    made = next((each.content for each in checkpoint.manifest.objects if each.name == ADAPTER_CONFIG), None)
     try:
-        settings = read_adapter_settings(checkpoint.source)
+        settings = (
+            parse_settings(parse_json(made, ADAPTER_CONFIG, CONFIG_TEXT), merged=False)
+            if made is not None
+            else read_adapter_settings(checkpoint.source)
+        )
         found = sort_tensors(checkpoint.manifest.tensors.values())
     except UnsupportedError as error:
         values = read_json(checkpoint.source, ADAPTER_CONFIG, CONFIG_TEXT)

@@ -25,6 +25,7 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
+from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
 from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
@@ -109,12 +110,9 @@ def _read_checkpoint(
     if described is not None:
         return described
     stored = _scan_container(source, source_options)
-    named = not stored.files.keys().isdisjoint(ADAPTERS)
-    if ADAPTER_CONFIG in source.files() and (named or holds_adapter(stored.tensors)):
-        from shardctl.checkpoint.adapter_checkpoint import open_adapter_checkpoint
-
-        adapter = open_adapter_checkpoint(source, stored, record, source_options)
-        return adapter if record is None else replace(adapter, manifest=_apply_record(adapter.manifest, record, None))
+    adapter = _open_adapter(source, stored, record, source_options)
+    if adapter is not None:
+        return adapter
     found = read_config(source, source_options.config)
     config, stored = found.values, replace(stored, warnings=(*stored.warnings, *found.warnings))
     own = stored.own_config
@@ -158,6 +156,23 @@ def _read_checkpoint(
         allow_unverified=source_options.allow_unverified,
         ruled=rules is not None or source_options.rules_from == "transformers",
     )
+
+
+def _open_adapter(
+    source: Source, stored: Manifest, record: CheckpointRecord | None, source_options: SourceOptions
+) -> OpenedCheckpoint | None:
+    """Open an adapter by itself, as PEFT or Megatron-Bridge stores it; None for anything else."""
+    if is_adapter_alone(stored):  # then nothing is PEFT's
+        from shardctl.checkpoint.bridge_adapter import open_bridge_adapter
+
+        return open_bridge_adapter(source, stored, source_options)
+    named = not stored.files.keys().isdisjoint(ADAPTERS)
+    if ADAPTER_CONFIG not in source.files() or not (named or holds_adapter(stored.tensors)):
+        return None
+    from shardctl.checkpoint.adapter_checkpoint import open_adapter_checkpoint
+
+    adapter = open_adapter_checkpoint(source, stored, record, source_options)
+    return adapter if record is None else replace(adapter, manifest=_apply_record(adapter.manifest, record, None))
 
 
 def _prepare_derivation(

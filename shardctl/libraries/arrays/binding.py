@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.models import Model
 
 
-_ADAPTER: Final = (
+BRIDGE_ADAPTER: Final = (
     "matrices of an adapter of Megatron-Bridge: its AutoBridge.export_adapter_ckpt makes a PEFT adapter of them, which "
     "shardctl reads and merges"
 )
@@ -52,7 +52,7 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
         elif entry.constant is not None:
             _check_constant(entry, tensor, read)
         else:
-            for part, chunk in _pull_chunks(entry, tensor):
+            for part, chunk in pull_chunks(entry, tensor):
                 chunks.setdefault(part, []).append(chunk)
             if entry.content.padding and not _is_zero(entry, tensor, read):
                 padded.append(name)
@@ -62,7 +62,7 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
     if unknown:
         raise UnsupportedError(
             f"{schema.title} has no {format_first_few(unknown)} in {model.architecture or 'this model'}",
-            hint=_ADAPTER
+            hint=BRIDGE_ADAPTER
             if any(".adapter." in name for name in unknown)
             else "the config may belong to another model, or the files to another version",
         )
@@ -145,7 +145,7 @@ def _build_tensor(model: Model, name: str, chunks: list[Chunk]) -> Tensor:
     return Tensor(name, chunks[0].dtype, model.tensors[name].shape, tuple(chunks))
 
 
-def _pull_chunks(entry: SchemaEntry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
+def pull_chunks(entry: SchemaEntry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
     """Yield what an array that is stored holds of each tensor."""
     if tensor.shape != entry.declared:
         raise SourceError(
@@ -216,7 +216,7 @@ def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored
                 raise UnsupportedError(
                     f"{tensor.name} has shape {list(tensor.shape)}, unlike its parameter {list(entry.declared)}"
                 )
-            for part, chunk in _pull_chunks(entry, tensor):
+            for part, chunk in pull_chunks(entry, tensor):
                 plain = replace(chunk, affine="")  # a gradient is the same, whatever is added to its parameter
                 found.setdefault(part, {}).setdefault(format_state_name(state, part), []).append(plain)
     by_array = {
