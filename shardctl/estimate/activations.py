@@ -12,6 +12,7 @@ from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.kept_tensors import GROUPS
 from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
 from shardctl.estimate.profiles import get_runtime
+from shardctl.estimate.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
 from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
 from shardctl.estimate.schedule import count_in_flight, count_losses
 from shardctl.estimate.selective import SELECTIVE_HINT, find_unselected_part
@@ -112,6 +113,7 @@ class RankActivations:
         self, anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, stages: Sequence[int]
     ) -> None:
         self.work = work
+        self.mesh = mesh
         recurrent = any(layer.state is not None for layer in anatomy.layers)
         self.runtime: RuntimeProfile = get_runtime(work.profile, recurrent=recurrent)
         self.style = anatomy.style
@@ -209,10 +211,18 @@ class RankActivations:
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         kept, again = self._count_layer(recompute, sizes, flags)
+        late = ByteAmount()
         if recompute == "selective" and self.runtime.selected and (why := find_unselected_part(layer, self.held)):
             message = f"what selective recomputation keeps of layer {numbers[0]} is not known: {why}"
             raise UnsupportedError(message, hint=SELECTIVE_HINT)
-        moments = [("backward pass of a layer", again)]
+        if recompute == "selective" and (why := find_unknown_module(layer, self.work, self.mesh)):
+            message = f"what layer {numbers[0]} keeps with these --recompute-modules is not known: {why}"
+            raise UnsupportedError(message, hint=MODULES_HINT)
+        if recompute == "selective" and not self.runtime.selected:
+            less, more, late = self._count_modules(layer, sizes, flags)
+            kept = {name: amount + less.get(name, ByteAmount()) for name, amount in kept.items()}
+            again += more
+        moments = [("backward pass of a layer", again + late)]
         behind = " of a layer computed again" if self._is_whole_layer(recompute) else ""
         for moment in self.runtime.layer:
             alive = self._amount(moment.alive, sizes, flags)
@@ -239,10 +249,36 @@ class RankActivations:
             for tensors in groups.values():
                 again += self._amount(tensors, sizes, flags)
             return {name: self._amount(some, sizes, flags)}, again
-        selective = recompute == "selective"
+        selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
         kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
         core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
         return kept, self._amount(core, sizes, flags)
+
+    def _count_modules(
+        self, layer: ModelLayer, sizes: Mapping[Size, float], flags: frozenset[Flag]
+    ) -> tuple[dict[str, ByteAmount], ByteAmount, ByteAmount]:
+        """Return by what modules that are recomputed change the terms of a layer, and what is computed again.
+
+        The last is what attention computes again, which is after the MLP's backward pass.
+        """
+        less: dict[str, ByteAmount] = {}
+        again: dict[bool, ByteAmount] = {False: ByteAmount(), True: ByteAmount()}
+        gone: set[KeptTensor] = set()
+        for checkpoint in list_checkpoints(layer, self.work.recompute_modules):
+            for group in {**checkpoint.dropped, **checkpoint.partly}:
+                names = checkpoint.dropped.get(group)
+                whole = [
+                    saved
+                    for saved in self.runtime.kept[group]
+                    if names is not None and saved not in gone and (not names or saved.name in names)
+                ]
+                gone.update(whole)
+                amount = self._amount((*whole, *checkpoint.partly.get(group, ())), sizes, flags)
+                less[_NAMES[group]] = less.get(_NAMES[group], ByteAmount()) + amount.without()
+                again[group == "attention"] += amount.times(2 if checkpoint.frees_output else 1)
+            more = self._amount(checkpoint.instead, sizes, flags)
+            less[_NAMES["attention"]] = less.get(_NAMES["attention"], ByteAmount()) + more
+        return less, again[False], again[True]
 
     def _head(self) -> ByteAmount:
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)

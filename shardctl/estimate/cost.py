@@ -13,6 +13,7 @@ from shardctl.estimate.activations import list_kept_layers
 from shardctl.estimate.communication import list_traffic
 from shardctl.estimate.devices import get_device
 from shardctl.estimate.operations import compute_touched_share, count_attention_operations, count_matrix_operations
+from shardctl.estimate.recomputed_modules import count_module_operations
 from shardctl.estimate.schedule import compute_bubble
 from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.term import sum_terms
@@ -148,7 +149,8 @@ class _StagePacer:
         matrices = count_matrix_operations(self.anatomy, holding, mesh, tokens)
         looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
         # torchtitan's list saves attention and every second product of matrices.
-        selected = matrices / 2 if work.profile == "fsdp2" else looks
+        selected = matrices / 2 if work.profile == "fsdp2" else looks * ("core_attn" in work.recompute_modules)
+        selected += count_module_operations(layers, mesh, tokens, work.recompute_modules)
         again = {"none": 0.0, "selective": selected, "full": matrices + looks}[work.recompute] / work.recompute_every
         rate = self.device.flops_bf16 * self.pace.operations
         # Of weights that are not trained, there is no gradient to compute, but what goes through them has one, behind

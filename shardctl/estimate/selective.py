@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.estimate.recomputed_modules import list_idle_modules
 from shardctl.estimate.workload import TrainingWorkload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from shardctl.estimate.holding import HeldPart
     from shardctl.estimate.workload import ServingWorkload
@@ -42,11 +43,23 @@ def find_unselected_part(layer: ModelLayer, parts: Iterable[HeldPart]) -> str:
     return f"it has {count} matrices, not {_MATRICES}" if inside and count != _MATRICES else ""
 
 
-def list_recomputation_remarks(work: ServingWorkload | TrainingWorkload | None) -> tuple[str, ...]:
-    """List what to know of selective recomputation: that it changes nearly nothing with fused attention."""
-    if not isinstance(work, TrainingWorkload) or work.recompute != "selective" or not work.flash:
+def list_recomputation_remarks(
+    work: ServingWorkload | TrainingWorkload | None, layers: Sequence[ModelLayer] = ()
+) -> tuple[str, ...]:
+    """List what to know of selective recomputation: what of it changes nothing, or nearly nothing, of `layers`."""
+    if not isinstance(work, TrainingWorkload) or work.recompute != "selective" or work.profile == "fsdp2":
         return ()
-    if work.profile == "fsdp2":
+    idle = list_idle_modules(layers, work.recompute_modules)
+    remarks = tuple(
+        f"--recompute-modules {name} changes nothing: no layer of this model has what it drops" for name in idle
+    )
+    return (*remarks, *_list_core_remarks(work))
+
+
+def _list_core_remarks(work: TrainingWorkload) -> tuple[str, ...]:
+    if not work.flash or "core_attn" not in work.recompute_modules:
         return ()
+    if len(work.recompute_modules) > 1:
+        return ("--recompute-modules core_attn drops almost nothing with fused attention",)
     what = "drops what attention keeps between its projections, which is almost nothing with fused attention"
     return (f"with the profile {work.profile}, --recompute selective {what}; --recompute full drops all",)

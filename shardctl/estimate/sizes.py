@@ -24,6 +24,7 @@ Size = Literal[
     "head_norm_rows",
     "latent_norms",
     "latent_products",
+    "rotary_keys",
     "queries",
     "keys",
     "values",
@@ -63,7 +64,8 @@ Size = Literal[
 """What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`: of all
 norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
 dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
-latent attention compresses to; what it makes keys and values from. `repeated_...`: keys, values, once per query head.
+latent attention compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all
+heads share. `repeated_...`: keys, values, once per query head.
 `contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
 but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
 function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the
@@ -170,6 +172,7 @@ def _add_attention_sizes(
         sizes["head_norm_rows"] = n * (heads + kv_heads)
     if attention.kind == "latent":
         sizes["latent_norms"] = n * (attention.query_rank + attention.key_rank)
+        sizes["rotary_keys"] = n * (attention.latent - attention.key_rank)
         sizes["latent_products"] = n * heads * (wide - (attention.latent - attention.key_rank) + value)
 
 

@@ -9,6 +9,7 @@ Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
 """Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""
 PROFILES: Final[tuple[Profile, ...]] = ("megatron", "hf", "fsdp2", "deepspeed")
 Recompute = Literal["none", "selective", "full"]
+RecomputedModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 Precision = Literal["mixed", "bf16", "fp32"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -82,6 +83,8 @@ class TrainingWorkload:
     recompute: Recompute = "none"
     """What is computed again: all of a layer (`full`), or what the profile's runtime means by `selective`: attention
     between its projections (Megatron-LM's `core_attn`), with `fsdp2` all but what torchtitan's list saves."""
+    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
+    """What `selective` means with Megatron-LM (`--recompute-modules`)."""
     recompute_every: int = 1
     """Of this many layers that follow each other, the last is computed again, the others keep everything
     (torchtitan's `selective_ac_option`)."""

@@ -243,6 +243,15 @@ class PlanOptions:
             "and with --profile fsdp2 all but what torchtitan's list of operations saves. Default: none.",
         ),
     ] = None
+    recompute_modules: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: what --recompute selective recomputes, separated by commas: core_attn, moe_act, "
+            "layernorm, mla_up_proj, mlp, moe, shared_experts. Default: core_attn.",
+            metavar="NAMES",
+        ),
+    ] = None
     recompute_every: Annotated[
         int,
         CommandOption(HelpPanel.TRAINING, "Recompute only the last of so many layers, as --recompute says.", least=1),

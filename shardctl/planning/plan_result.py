@@ -204,6 +204,7 @@ def _build_result(
             counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
     files = _RankFiles(work)
     ranks = tuple(_build_rank_plan(held, files.sizes(held.rank), *counted[id(held.parts)]) for held in holdings)
+    layers = about.anatomy.layers if about.anatomy is not None else ()
     own = about.base.adapter if about.base is not None else about.inventory
     weights = own.nbytes
     return PlanResult(
@@ -222,7 +223,7 @@ def _build_result(
         explored=None,
         counsel=advise_plan(about, mesh, forecast),
         conversion=conversion,
-        warnings=(*checkpoint.manifest.warnings, *list_recomputation_remarks(forecast.work)),
+        warnings=(*checkpoint.manifest.warnings, *list_recomputation_remarks(forecast.work, layers)),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
     )
 

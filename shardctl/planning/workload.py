@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
-from shardctl.estimate.workload import USUAL_UTILIZATION, EngineBudget, Precision, ServingWorkload, TrainingWorkload
+from shardctl.estimate.workload import (
+    USUAL_UTILIZATION,
+    EngineBudget,
+    Precision,
+    RecomputedModule,
+    ServingWorkload,
+    TrainingWorkload,
+)
 from shardctl.options import PlanOptions
 from shardctl.options.declaration import HelpPanel, find_flag, given_options
 from shardctl.planning.tuning import ALL_LINEAR, TuningChoice
@@ -176,6 +183,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         optimizer=_choose_value(options.optimizer, usual.optimizer),
         zero=_choose_value(options.zero, usual.zero),
         recompute=_choose_value(options.recompute, usual.recompute),
+        recompute_modules=_parse_modules(options) or usual.recompute_modules,
         recompute_every=options.recompute_every,
         schedule=schedule,
         virtual_stages=stages,
@@ -189,6 +197,25 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         fused_loss=options.fused_loss,
         exchanged_heads=options.exchanged_heads,
     )
+
+
+def _parse_modules(options: PlanOptions) -> tuple[RecomputedModule, ...]:
+    """Parse `--recompute-modules`, in the order in which Megatron-LM lists them; empty if nobody gives any."""
+    if options.recompute_modules is None:
+        return ()
+    if options.profile != "megatron" or options.recompute != "selective":
+        raise UsageError(
+            "--recompute-modules says what Megatron-LM's selective recomputation computes again",
+            hint="add --profile megatron --recompute selective, or leave it out",
+        )
+    known = get_args(RecomputedModule)
+    names = {name.strip() for name in options.recompute_modules.split(",")}
+    if wrong := sorted(names.difference(known)):
+        raise UsageError(
+            f"--recompute-modules does not know {', '.join(map(repr, wrong))}",
+            hint=f"the modules are {', '.join(known)}",
+        )
+    return tuple(name for name in known if name in names)
 
 
 def _choose_value(value: Value | None, usual: Value) -> Value:

@@ -307,11 +307,16 @@ def format_workload(planned: PlanResult) -> str:
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
     many = "microbatch" if work.microbatches == 1 else "microbatches"
     steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""
+    modules = (
+        f" ({', '.join(work.recompute_modules)})"
+        if work.recompute == "selective" and work.recompute_modules != ("core_attn",)
+        else ""
+    )
     every = f" of every {work.recompute_every} layers the last" if work.recompute_every > 1 else ""
     parts = [
         f"train: {format_plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{steps}",
         f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
-        f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}{every}",
+        f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}{modules}{every}",
     ]
     more = [
         *([f"all in {work.precision}"] if work.precision != "mixed" else []),

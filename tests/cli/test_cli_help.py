@@ -150,6 +150,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--fused-loss",
         "--cp-a2a",
         "--recompute-every",
+        "--recompute-modules",
     }
 
 
