@@ -257,6 +257,14 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
     model = checkpoint.find_placement(mesh) if mesh is not None and not unnamed else None
     if mesh is not None and model is not None and checkpoint.manifest.tensors.keys() <= model.tensors.keys():
         specs = {name: model.tensors[name].spec for name in checkpoint.manifest.tensors}
+        layers = 1 + max((n for spec in specs.values() for kind, n in spec.where if kind == "layer"), default=-1)
+        if layers > sum(checkpoint.stages):
+            message = (
+                f"shardctl did not check which rank should hold what: tensors name {layers} layers, "
+                f"and the stages have {sum(checkpoint.stages)}"
+            )
+            yield CheckFinding("warning", rank_parts.CHECK, message)
+            return
         placed = PlacedCheckpoint(tuple(checkpoint.manifest.tensors.values()), specs, mesh, checkpoint.stages)
         yield from rank_parts.check_rank_parts(checkpoint.manifest, placed, known)
     elif mesh is None and len(ranks) > 1:

@@ -200,6 +200,7 @@ def test_plan_as_json(say, source):
             "purpose",
             "device",
             "verdict",
+            "cost",
             "offload",
             "strategies",
         ),

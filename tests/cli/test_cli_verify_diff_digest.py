@@ -1,11 +1,17 @@
 import json
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from cli_checkpoints import llama
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
+from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import _check_ranks
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +213,14 @@ def test_digest_as_json(say, source):
     ]
     assert document["source_hashes"] == {"verified": [], "unverified": {}}, "of a directory nothing is promised"
     assert set(document["tensors"]["lm_head.weight"]) == {"digest", "dtype", "shape"}
+
+
+def test_stages_of_fewer_layers_than_tensors_name_are_said_and_no_bug(tmp_path):
+    """A model of which only a part is recognised has such stages."""
+    reshard(llama(tmp_path / "llama"), tmp_path / "cut", ReshardOptions(mesh=Mesh.of(pp=2, tp=2)))
+    (tmp_path / "cut/shardctl.json").unlink()
+    with open_checkpoint(tmp_path / "cut") as checkpoint:
+        given = replace(checkpoint, given_mesh=Mesh.of(pp=2, tp=2), given_stages=(1, 0))
+        (found,) = _check_ranks(given, set())
+    assert found.severity == "warning"
+    assert "tensors name 2 layers, and the stages have 1" in found.message
