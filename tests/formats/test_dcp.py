@@ -615,3 +615,14 @@ def test_damaged_files_have_verdicts_and_never_a_traceback(name, tmp_path):
             verdicts["refused"] += 1
         path.write_bytes(whole_file)
     assert verdicts["refused"] > verdicts["read"]
+
+
+def test_safetensors_inside_distcp_are_not_supported_and_not_called_hostile(tmp_path):
+    """What torch's own writer does if it is told to; its metadata says that every tensor begins at byte 0."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    writer = FileSystemWriter(tmp_path / "save", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"a": torch.arange(12.0), "b": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedError, match="is not what torch.save writes") as refused:
+        scan(tmp_path / "save")
+    assert "HuggingFaceStorageWriter" in refused.value.hint

@@ -46,6 +46,17 @@ class _ItemLayout(NamedTuple):
     strides: tuple[int, ...]
 
 
+def require_saved_item(source: Source, file: str, offset: int, length: int, where: str) -> None:
+    """Raise UnsupportedError unless what lies at `offset` begins as what torch.save writes."""
+    head = read_bytes(source, file, offset, min(length, len(LOCAL_MAGIC)))
+    if head != LOCAL_MAGIC:
+        raise UnsupportedError(
+            f"{where} is not what torch.save writes: it begins with {head.hex(' ')}",
+            hint="a FileSystemWriter told to write safetensors does this, and torch itself cannot read it; save "
+            "with a HuggingFaceStorageWriter",
+        )
+
+
 class ItemReader:
     """Reads items of one source.
 
@@ -83,7 +94,7 @@ class ItemReader:
         return region
 
     def _read(self, item: StoredItem, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
-        self._check_magic(item, where)
+        require_saved_item(self._source, item.file, item.offset, item.length, where)
         saved = read_torch_zip(self._source, item.file, start=item.offset, size=item.length)
         view = as_tensor(saved.tree, where)
         if view is None:
@@ -96,15 +107,6 @@ class ItemReader:
         if dtype.nbytes(shape) > view.storage.nbytes:
             raise UnsupportedError(f"{where} repeats elements: its strides make {view.storage.nbytes:,} bytes more")
         return saved.region(view, key)
-
-    def _check_magic(self, item: StoredItem, where: str) -> None:
-        head = read_bytes(self._source, item.file, item.offset, min(item.length, len(LOCAL_MAGIC)))
-        if head != LOCAL_MAGIC:
-            raise UnsupportedError(
-                f"{where} is not what torch.save writes: it begins with {head.hex(' ')}",
-                hint="a FileSystemWriter told to write safetensors does this, and torch itself cannot read it; save "
-                "with a HuggingFaceStorageWriter",
-            )
 
     def number(self, item: StoredItem, key: str, dtype: str) -> float | int | None:
         """Return the value of a tensor of one element; None if its type is not one of numbers."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.libraries.dcp.items import ItemReader
+from shardctl.libraries.dcp.items import ItemReader, require_saved_item
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.impostors import refuse_unfinished
 from shardctl.libraries.files.links import check_link
@@ -80,7 +80,8 @@ class DcpSave:
                     f"{path} has {size:,} bytes, but {key!r} should reach byte {end:,}",
                     hint="the file was truncated or its copy is incomplete; fetch it again",
                 )
-            if offset < free:
+            if offset < free:  # or a writer of safetensors, whose metadata has no places in the file
+                require_saved_item(source, path, 0, size, f"{path}: {key!r}")
                 raise HostileError(f"{path}: {key!r} at byte {offset:,} lies inside another entry")
             unused += offset - free
             free = end
