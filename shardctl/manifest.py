@@ -221,6 +221,11 @@ class Manifest:
         """Bytes of one dense copy of every tensor, ties counted once."""
         return sum(t.nbytes for t in self.tensors.values())
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names of files and objects that a conversion leaves behind."""
+        return tuple(dict.fromkeys(one.name for one in self.objects if one.policy == "drop"))
+
     def arrays(self) -> Iterator[tuple[Tensor, Chunk]]:
         """Yield every chunk with its tensor."""
         for tensor in self.tensors.values():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
 from shardctl.amounts import format_duration, format_file_size, format_plural, format_rate
+from shardctl.errors import format_first_few
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from shardctl.record import CheckpointRecord
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
+
+
+_FILES_SHOWN: Final = 5
 
 
 def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
@@ -101,6 +105,8 @@ def _list_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]
     yield "moved", moved + (f", {speed}" if speed else "")
     if done.kept_bytes:
         yield "kept", f"{format_file_size(done.kept_bytes)} that an earlier run had written"
+    if done.dropped:
+        yield "dropped", format_first_few(done.dropped, _FILES_SHOWN)
     if done.proof is not None and done.proof.forward is not None:
         forward = done.proof.forward
         yield "proved", f"{forward.output} of {forward.engine} are {forward.output_error:.1e} from the source's"

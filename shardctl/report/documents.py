@@ -130,6 +130,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "written_bytes": done.written_bytes,
         "kept_bytes": done.kept_bytes,
         "done_before": done.done_before,
+        "dropped": list(done.dropped),
         "projected_memory_bytes": done.projected_memory_bytes,
         "seconds": round(seconds, 3),
         "digest": record.digest,

@@ -153,7 +153,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         dtypes=_count_dtypes(checkpoint),
         tensors=tuple(_list_tensors(checkpoint)),
         carried=tuple(o.name for o in manifest.objects if o.policy == "carry"),
-        dropped=tuple(dict.fromkeys(o.name for o in manifest.objects if o.policy == "drop")),
+        dropped=manifest.dropped,
         digest=record.digest if record else "",
         rules=_list_rules(checkpoint),
         warnings=(*manifest.warnings, *lint_config(checkpoint)),

@@ -54,6 +54,8 @@ class ReshardResult:
     """Whether an earlier run had finished all of it, so that nothing was written."""
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
+    dropped: tuple[str, ...] = ()
+    """Other files of the source, and objects in its files, that were left behind."""
 
 
 def reshard(
@@ -188,4 +190,5 @@ def _build_result(
         proof=proof.level if proof is not None else None,
         done_before=parts is None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
+        dropped=work.checkpoint.manifest.dropped,
     )

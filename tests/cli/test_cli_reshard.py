@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from cli_checkpoints import large, shardctl, start
+from cli_checkpoints import large, llama, shardctl, start
 
 from shardctl.record import encode_record, parse_record
 
@@ -36,7 +36,7 @@ def test_json_lines_end_with_the_result(say, source, tmp_path):
     last = json.loads(found.out.splitlines()[-1])
     assert list(last) == [
         *("schema", "status", "exit_code", "dry_run", "destination", "layout", "architecture", "mesh", "stages"),
-        *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "kept_bytes", "done_before"),
+        *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "kept_bytes", "done_before", "dropped"),
         "projected_memory_bytes",
         *("seconds", "digest", "source_digest", "source_hashes", "rules", "proof", "notes", "warnings"),
     ]
@@ -153,3 +153,13 @@ def test_a_record_that_calls_a_tensor_by_a_name_that_the_model_has_not_is_the_so
         found = say(*verb)
         assert found.code == 4
         assert f"shardctl.json calls {name} '{name.upper()}'" in found.err
+
+
+def test_what_is_left_behind_is_named(say, tmp_path):
+    source = llama(tmp_path / "llama")
+    (source / "original").mkdir()
+    (source / "original/consolidated.00.pth").write_bytes(b"PK\x03\x04 weights in another format")
+    said = say("reshard", source, tmp_path / "out", "--tp", 2)
+    assert "  dropped  original/consolidated.00.pth\n" in said.out
+    document = json.loads(say("reshard", source, tmp_path / "again", "--json").out.splitlines()[-1])
+    assert document["dropped"] == ["original/consolidated.00.pth"]

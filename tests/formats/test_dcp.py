@@ -623,6 +623,6 @@ def test_safetensors_inside_distcp_are_not_supported_and_not_called_hostile(tmp_
 
     writer = FileSystemWriter(tmp_path / "save", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save({"a": torch.arange(12.0), "b": torch.ones(5)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(UnsupportedError, match="is not what torch.save writes") as refused:
+    with pytest.raises(UnsupportedError, match=r"is not what torch\.save writes") as refused:
         scan(tmp_path / "save")
     assert "HuggingFaceStorageWriter" in refused.value.hint
