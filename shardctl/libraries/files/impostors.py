@@ -143,6 +143,7 @@ FOREIGN: Final = {
 """Suffixes of containers that shardctl knows by name and does not convert."""
 _HINTS: Final = {
     ".gguf": "inspect and plan describe it, given the file itself; to convert, give the model's safetensors files",
+    ".ckpt": "a checkpoint of Lightning is read if its file is given instead of the directory, such as run/last.ckpt",
 }
 
 
