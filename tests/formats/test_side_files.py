@@ -85,6 +85,23 @@ def test_unused_weights_share_a_warning(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "marker",
+    [
+        *("universal/mp_rank_00_model_states.pt", "step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        *("universal/zero/lm_head.weight/fp32.pt", "dist/.metadata", "dist/__3_0.distcp", "iter_0000010/common.pt"),
+        *("iter_0000010/mp_rank_00/model_optim_rng.pt", "pipe/layer_00-model_00-model_states.pt"),
+    ],
+)
+def test_a_folder_with_the_checkpoint_of_a_trainer_is_left_behind_with_what_names_it(tmp_path, marker):
+    folder = marker.split("/")[0]
+    found, warnings = listed(tmp_path, marker, f"{folder}/more.txt", "latest", "notes/latest", "config.json")
+    kept = {one.name: one.policy for one in found}
+    assert {name for name, policy in kept.items() if policy == "carry"} == {"notes/latest", "config.json"}
+    assert warnings == (f"{folder}/ is left behind: 2 files of another checkpoint",)
+    assert {one.name: one.policy for one in listed(tmp_path, weights=(marker,))[0]}["latest"] == "carry", "its own"
+
+
 def test_a_folder_left_behind_is_named_once(tmp_path):
     objects, warnings = listed(tmp_path, "checkpoint-1/a.bin", "checkpoint-1/b.json", "checkpoint-2/a.bin")
     assert len(objects) == 3

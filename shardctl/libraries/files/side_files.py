@@ -38,6 +38,13 @@ _TRAINER: Final = re.compile(
 )
 """What Trainer and accelerate keep to resume training (transformers/trainer.py, accelerate/utils/constants.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
+_TRAINED: Final = re.compile(
+    r".*/(\.metadata|__\d+_\d+\.distcp|common\.pt|model_optim_rng\.pt|mp_rank_\d+(_\w+)?_model_states\.pt"
+    r"|layer_\d+-model_\d+-model_states\.pt|(\w+_)?zero_pp_rank_\w+_states\.pt|zero/[^/]+/(fp32|exp_avg|exp_avg_sq)\.pt)"
+)
+"""Files by which the folder of a trainer's checkpoint is known: torch's DCP, Megatron's, DeepSpeed's."""
+_TRACKERS: Final = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+"""Files of the root that name such a folder."""
 _WEIGHTS: Final = re.compile(f".+({'|'.join(map(re.escape, (*WEIGHT_SUFFIXES, '.ckpt')))})|{re.escape(DCP_METADATA)}")
 
 
@@ -47,7 +54,8 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     Configs, tokenizers, chat templates, code, `.gitattributes` and whole sub-folders are carried. The weights in a
     sub-folder are carried too, because they are a module of their own (`2_Dense/model.safetensors` of
     sentence-transformers), except in folders known to repeat the model. Left behind are exports for other programs,
-    the state of a trainer, and weights of the root that the checkpoint does not use. Indexes, `SHA256SUMS` and
+    the state of a trainer, folders with another checkpoint and what names them, and weights of the root that the
+    checkpoint does not use. Indexes, `SHA256SUMS` and
     `shardctl.json` describe the source's own files; they are not even listed.
 
     Raises:
@@ -56,16 +64,21 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     objects = []
     unused = []
     folders: dict[str, int] = {}
+    own = set(map(_get_folder, weights))
+    trained = {_get_folder(path) for path in source.files() if _TRAINED.fullmatch(path)} - own
     for path, stat in source.files().items():
         if path in weights or _is_remade(path):
             continue
+        of_another = _get_folder(path) in trained or (bool(trained) and path in _TRACKERS)
         policy, warn = _choose_policy(path)
+        if of_another:
+            policy, warn = "drop", True
         if policy == "carry":
             check_link(source, path)
-        folder = path.split("/", 1)[0] if "/" in path else ""
+        folder = _get_folder(path)
         if warn and folder:
             folders[folder] = folders.get(folder, 0) + 1
-        elif warn:
+        elif warn and path not in _TRACKERS:
             unused.append(path)
         objects.append(OpaqueObject(path, policy, file=path, size=stat.size))
     warnings = [_describe_unused(unused)] if unused else []
@@ -81,6 +94,11 @@ def list_unused_weights(manifest: Manifest) -> tuple[str, ...]:
         if side.file and "/" not in side.file and side.file.endswith(LOADED_SUFFIXES)
         if _choose_policy(side.file) == ("drop", True)
     )
+
+
+def _get_folder(path: str) -> str:
+    """Return the folder of the root that a file is in; empty for one of the root."""
+    return path.split("/", 1)[0] if "/" in path else ""
 
 
 def _describe_unused(paths: list[str]) -> str:
