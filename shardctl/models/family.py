@@ -194,6 +194,9 @@ class Family:
     """The `model_type` of text models without a head of their own that have these layers, and what the config class of
     each assumes otherwise than this family's; a `head_dim` of None is the hidden size over the heads."""
 
+    without_latents: str = ""
+    """The family of an inner config that calls itself this one, and says by `use_mla: false` that its attention has no
+    latents."""
     towers: tuple[str, ...] = ()
     """Modules that see or hear inside the base model, whole on every tp rank."""
     class_names_only: bool = False

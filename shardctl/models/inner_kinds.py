@@ -45,11 +45,12 @@ def find_inner_family(inner: Mapping[str, object]) -> Family | None:
     >>> find_inner_family({"architectures": ["DeepseekV2ForCausalLM"], "use_mla": False}).name
     'deepseek'
     """
-    if inner.get("use_mla") is False:
-        return load_family("deepseek")
     family = load_family(str(inner.get("model_type", ""))) or load_family(name_plain_kind(inner))
     named = "" if family is not None else ModelConfig(inner).architecture()
-    return family or next((each for each in load_families() if named and named in each.classes), None)
+    family = family or next((each for each in load_families() if named and named in each.classes), None)
+    if family is not None and family.without_latents and inner.get("use_mla") is False:
+        return load_family(family.without_latents)
+    return family
 
 
 def name_plain_kind(inner: Mapping[str, object]) -> str:

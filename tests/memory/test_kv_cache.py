@@ -86,6 +86,7 @@ def nbytes(cache):
 def cached(model, config):
     """Bytes of the cache that a forward pass makes."""
     ids = torch.randint(3, 90, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids %= config.get("decoder_vocab_size", 90)
     given = {"input_ids": ids}
     if config["model_type"] == "whisper":
         features = torch.zeros(BATCH, config["num_mel_bins"], 2 * config["max_source_positions"])

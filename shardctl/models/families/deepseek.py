@@ -170,6 +170,7 @@ DEEPSEEK_V2: Final = Family(
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
     aliases=_V2_NAMES,
     assumed=_V2_SIZES,
+    without_latents=DEEPSEEK.name,
 )
 DEEPSEEK_V3: Final = Family(
     name="deepseek_v3",
