@@ -51,7 +51,7 @@ def _invoke_command(args: list[str]) -> int:
     asked = {"--help", ALL}.intersection(_list_given(args))
     if asked:
         _fill_in_choices(command, args)
-        verb = next((each for each in VERBS if each in args), None)
+        verb = _find_verb(args)
         if verb is not None and ALL not in asked:
             streams.print_text(format_verb_help(verb, command))
             return 0
@@ -66,6 +66,11 @@ def _invoke_command(args: list[str]) -> int:
 
 def _list_given(args: list[str]) -> list[str]:
     return args[: args.index("--")] if "--" in args else args
+
+
+def _find_verb(args: Sequence[str]) -> str | None:
+    """Find the first argument that is a verb; one that follows is a checkpoint of that name."""
+    return next((arg for arg in args if arg in VERBS), None)
 
 
 def _spell_out_help(args: list[str]) -> list[str]:
@@ -107,8 +112,8 @@ def _asks_help(args: Sequence[str]) -> bool:
 
 def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
     """Say it on stderr, and as the last record where JSON was asked for; both must survive a bad command line."""
-    given = args[: list(args).index("--")] if "--" in args else args
-    verb = next((arg for arg in given if arg in {c.name for c in app.registered_commands}), None)
+    given = _list_given(list(args))
+    verb = _find_verb(given)
     try:
         if "--json" in given and verb:
             streams.print_record(failed.document(format_schema_name(verb)))

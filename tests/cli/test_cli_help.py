@@ -37,6 +37,7 @@ def test_help_fits_a_terminal_of_80_columns(say, asked):
 def test_short_forms_of_help_and_version(say):
     assert say("-V") == say("--version")
     assert say("-h") == say("--help")
+    assert say("reshard", "plan", "-h") == say("reshard", "--help"), "a checkpoint may be called as a verb is"
     for asked in (["plan", "-h"], ["help", "plan"], ["plan", "./llama", "--tp", "2", "-h"]):
         assert say(*asked) == say("plan", "--help")
 
