@@ -91,6 +91,7 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
         override=source_options.container,
         weights=source_options.weights,
         prefer_index=source_options.prefer_index,
+        etp=source_options.source_etp,
     )
     cautions = source.cautions()
     stored = replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored

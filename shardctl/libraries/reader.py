@@ -40,6 +40,8 @@ class Format:
     """The same, with the copy of the weights that is meant; only for containers that may hold two."""
     scan_indexed: Callable[[Source], Manifest] | None = None
     """The same without what an index places in another file; only for containers that have indexes."""
+    scan_divided: Callable[[Source, int | None], Manifest] | None = None
+    """The same, with over how many ranks each expert was divided; only for containers that may not say it."""
     names_safetensors: bool = False
     """Whether its files are safetensors files by names of its own, so that they are not meant as plain ones."""
     saved: bool = False

@@ -42,20 +42,33 @@ def detect_format(source: Source) -> Format:
 
 
 def scan_checkpoint(
-    source: Source, *, override: str | None = None, weights: Weights = None, prefer_index: bool = False
+    source: Source,
+    *,
+    override: str | None = None,
+    weights: Weights = None,
+    prefer_index: bool = False,
+    etp: int | None = None,
 ) -> Manifest:
     """Return what the source contains and where, by stored names; headers only, never tensor data.
 
     `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
     that is read, the manifest's warnings say that it is left behind. `weights` says which copy of them is meant, in
     formats that may hold two. What two files hold has two chunks, unless `prefer_index` says that an index decides.
+    `etp` is over how many ranks each expert was divided, in formats that may not say it.
 
     Raises:
-        UsageError: there is no format of that name, or it has one copy of weights only and `weights` is given.
+        UsageError: there is no format of that name, it has one copy of weights only and `weights` is given, or it
+            is not divided among ranks and `etp` is given.
         SourceError: as `detect_format`, and as the format's own `scan_checkpoint`.
     """
     refuse_adapter(source)
     chosen = _get_format(override) if override is not None else detect_format(source)
+    if etp is not None and chosen.scan_divided is None:
+        raise UsageError(
+            f"--source-etp {etp} was given, but {chosen.title} say how they are divided", hint="leave --source-etp out"
+        )
+    if weights is None and etp is not None and chosen.scan_divided is not None:
+        return _finish_scan(source, chosen.scan_divided(source, etp))
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
         return _finish_scan(source, (indexed or chosen.scan)(source))

@@ -50,6 +50,16 @@ class SourceOptions:
             least=1,
         ),
     ] = None
+    source_etp: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that do "
+            "not say it.",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
     kv_heads: Annotated[
         Literal["error", "replicate"] | None,
         CommandOption(

@@ -115,10 +115,12 @@ def written(tmp_path):
     return out
 
 
-def change(at: Path, **changed: object) -> None:
-    """Change every rank's file; `args_...` are changes of its args."""
+def change(at: Path, without: tuple[str, ...] = (), **changed: object) -> None:
+    """Change every rank's file; `args_...` are changes of its args, and those in `without` are not there."""
     for path in at.rglob(FILE):
         saved = load(path)
+        for key in without:
+            delattr(saved["args"], key)
         for key, value in changed.items():
             if key.startswith("args_"):
                 setattr(saved["args"], key.removeprefix("args_"), value)
@@ -163,6 +165,38 @@ class TestReading:
             inspect(FIXTURES / "llama-tp2-pp2", source_options=SourceOptions(true_vocab=100)).architecture
             == "LlamaForCausalLM"
         )
+
+    @pytest.mark.parametrize("name", ["qwen3-moe-ep2-etp1", "qwen3-moe-ep2-etp2", "mixtral-grouped", "deepseek-v3-tp2"])
+    def test_shapes_say_over_how_many_ranks_experts_are_divided_where_args_do_not(self, name, tmp_path):
+        shutil.copytree(FIXTURES / name, tmp_path / "old")
+        change(tmp_path / "old", without=("expert_tensor_parallel_size",))
+        found = scan_checkpoint(LocalSource(tmp_path / "old"))
+        assert found.dialect.mesh == scan_checkpoint(LocalSource(FIXTURES / name)).dialect.mesh
+        assert [warning for warning in found.warnings if "etp" in warning] == []
+        assert digest(tmp_path / "old", source_options=source_options(name)).digest == digest(source(name)).digest
+
+    def test_where_shapes_do_not_say_it_either_an_option_does(self, tmp_path):
+        name, config = "qwen3-moe-ep2-etp1", FIXTURES / "hf" / "qwen3-moe" / "config.json"
+        shutil.copytree(FIXTURES / name, tmp_path / "old")
+        change(tmp_path / "old", without=("expert_tensor_parallel_size", "moe_ffn_hidden_size", "ffn_hidden_size"))
+        with pytest.raises(SourceError, match="mp_rank_01_000 and 1 more folder") as raised:
+            scan_checkpoint(LocalSource(tmp_path / "old"))
+        assert "--source-etp" in raised.value.hint
+        said = SourceOptions(config=config, source_etp=1)
+        assert digest(tmp_path / "old", source_options=said).digest == digest(source(name)).digest
+        with pytest.raises(UsageError, match="--source-etp 1 was given, but safetensors files say how"):
+            digest(source(name), source_options=SourceOptions(source_etp=1))
+
+    def test_a_degree_that_is_assumed_is_said(self, tmp_path):
+        shutil.copytree(FIXTURES / "qwen3-moe-ep2-etp2", tmp_path / "old")
+        change(tmp_path / "old", without=("expert_tensor_parallel_size", "moe_ffn_hidden_size", "ffn_hidden_size"))
+        assert "etp=2 is assumed" in " ".join(scan_checkpoint(LocalSource(tmp_path / "old")).warnings)
+
+    def test_a_part_that_is_no_fraction_of_an_expert_is_refused(self, tmp_path):
+        shutil.copytree(FIXTURES / "qwen3-moe-ep2-etp1", tmp_path / "old")
+        change(tmp_path / "old", without=("expert_tensor_parallel_size",), args_moe_ffn_hidden_size=20)
+        with pytest.raises(SourceError, match="is no part of experts of 20, as the args say"):
+            scan_checkpoint(LocalSource(tmp_path / "old"))
 
     def test_one_iteration_is_read_and_others_are_said_to_be_left(self, tmp_path):
         shutil.copytree(FIXTURES / "llama-tp4", tmp_path, dirs_exist_ok=True)

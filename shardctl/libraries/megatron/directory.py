@@ -81,7 +81,8 @@ def list_rank_folders(found: RankDirectory, mesh: Mesh) -> dict[int, str]:
         more = f" and {short - 1:,} more folders are" if short > 1 else " is"
         raise SourceError(
             f"{found.folder}{missing[0]}{more} missing: the args say {said}",
-            hint="every rank's folder is needed; fetch the rest",
+            hint="every rank's folder is needed; fetch the rest"
+            + ("; if experts were divided in another way, say how with --source-etp N" if mesh.ep > 1 else ""),
         )
     extra = [name for name in found.files if name not in wanted]
     if extra:

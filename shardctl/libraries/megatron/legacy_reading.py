@@ -14,6 +14,7 @@ from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
 from shardctl.libraries.megatron.directory import choose_iteration, has_ranks, list_rank_folders
+from shardctl.libraries.megatron.expert_degree import infer_expert_degree
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.libraries.megatron.names import EXTRA_STATE
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from shardctl.libraries.megatron.directory import RankDirectory
     from shardctl.libraries.megatron.rank_file import MegatronRankFile
     from shardctl.mesh import Mesh
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
@@ -40,6 +40,7 @@ _OF_RANKS: Final = re.compile(
 )
 _OPTIMIZER: Final = re.compile(r".*/(distrib_optim|layer_wise_optimizer_[0-9]+|optim)\.pt")
 _MOST: Final = 1 << 20
+_ETP: Final = "expert_tensor_parallel_size"
 
 
 def detect_megatron(source: Source) -> bool:
@@ -47,8 +48,10 @@ def detect_megatron(source: Source) -> bool:
     return has_ranks(source)
 
 
-def scan_megatron(source: Source) -> Manifest:
+def scan_megatron(source: Source, etp: int | None = None) -> Manifest:
     """Read every rank's pickle without running it.
+
+    `etp` is over how many ranks each expert was divided, where neither args nor shapes say it.
 
     Arrays have the names of megatron-core's local layers, whatever theirs are, behind that of their rank's folder and
     of their chunk of a virtual pipeline; which tensors of a model lie in them, the model's config decides, which is
@@ -62,7 +65,7 @@ def scan_megatron(source: Source) -> Manifest:
     found = choose_iteration(source)
     files = {name: read_rank_file(source, path) for name, path in found.files.items()}
     first = next(iter(files.values()))
-    mesh = _build_mesh(first)
+    mesh = _build_mesh(files, etp)
     ranks = list_rank_folders(found, mesh)
     for each in files.values():
         _check_version(each)
@@ -85,6 +88,7 @@ def scan_megatron(source: Source) -> Manifest:
             *left,
             *_note_other_iterations(found),
             *_note_swapped_ranks(files, ranks, mesh),
+            *_note_expert_degree(files, etp, mesh),
         ),
         training=TrainingState(
             writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_list_notes(source, found, files))
@@ -100,8 +104,9 @@ def scan_megatron(source: Source) -> Manifest:
     )
 
 
-def _build_mesh(file: MegatronRankFile) -> Mesh:
-    """Build the mesh that the args describe, without replicas."""
+def _build_mesh(files: Mapping[str, MegatronRankFile], etp: int | None) -> Mesh:
+    """Build the mesh that the args describe, without replicas; `etp` is what the user says."""
+    file = next(iter(files.values()))
     said = file.arguments
     if not said:
         raise SourceError(f"{file.path} has no args of {TITLE}, so its mesh is not known")
@@ -116,15 +121,32 @@ def _build_mesh(file: MegatronRankFile) -> Mesh:
 
     tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
     pp, ep = degree("pipeline_model_parallel_size") or 1, degree("expert_model_parallel_size") or 1
+    etp = etp if etp is not None else _choose_etp(files, degree(_ETP), tp, ep)
     try:
-        return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=_choose_etp(said, degree("expert_tensor_parallel_size"), tp))
+        return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=etp)
     except UsageError as error:
         raise SourceError(f"{file.path} has impossible args: {error.message}") from error
 
 
-def _choose_etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
+def _choose_etp(files: Mapping[str, MegatronRankFile], said: int | None, tp: int, ep: int) -> int:
     """Choose over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
-    return tp if etp is None or not said.get("num_experts") else etp
+    if not _has_experts(files):
+        return tp
+    return said or infer_expert_degree(files.values(), ep) or tp
+
+
+def _has_experts(files: Mapping[str, MegatronRankFile]) -> bool:
+    return bool(next(iter(files.values())).arguments.get("num_experts"))
+
+
+def _note_expert_degree(files: Mapping[str, MegatronRankFile], etp: int | None, mesh: Mesh) -> Iterator[str]:
+    """Note that etp is assumed: the args do not say it, and nothing says how large an expert is."""
+    said = next(iter(files.values())).arguments.get(_ETP)
+    if etp is None and said is None and _has_experts(files) and infer_expert_degree(files.values(), mesh.ep) is None:
+        yield (
+            f"the args say neither {_ETP} nor the size of an expert: etp={mesh.etp} is assumed, as Megatron-LM does; "
+            "--source-etp gives another"
+        )
 
 
 def _check_version(file: MegatronRankFile) -> None:
@@ -244,4 +266,11 @@ def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, Megatr
         )
 
 
-FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect_megatron, scan_megatron, saved=True)
+FORMAT: Final = Format(
+    "megatron",
+    "Megatron-LM's directories of ranks",
+    detect_megatron,
+    scan_megatron,
+    scan_divided=scan_megatron,
+    saved=True,
+)
