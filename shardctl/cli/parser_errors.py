@@ -23,6 +23,18 @@ _TYPES: Final = {
     **dict.fromkeys(("float32", "float", "f32"), "fp32"),
 }
 """Other spellings of element types, and those that options take."""
+_VERBS: Final = {
+    **dict.fromkeys(("convert", "split", "shard", "consolidate", "export", "unshard"), "reshard"),
+    "merge": "reshard --to hf, or reshard --merge for an adapter",
+    **dict.fromkeys(("quantize", "quantise"), "reshard --quantize"),
+    **dict.fromkeys(("dequantize", "dequantise", "cast"), "reshard --dtype"),
+    **dict.fromkeys(("info", "show", "list", "ls", "cat", "describe"), "inspect"),
+    **dict.fromkeys(("estimate", "estimate-memory", "fit", "memory", "search"), "plan"),
+    **dict.fromkeys(("check", "validate", "test"), "verify"),
+    **dict.fromkeys(("compare", "cmp"), "diff"),
+    **dict.fromkeys(("hash", "checksum", "sha256"), "digest"),
+}
+"""What other tools call what a verb does."""
 _REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _CHOICE: Final = re.compile(r"'(?P<value>\w+)' is not one of (?P<choices>'.*)", re.DOTALL)
 
@@ -50,6 +62,9 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
         choice = _CHOICE.fullmatch(rest)
         meant = _TYPES.get(choice["value"].lower()) if choice is not None else None
         guess = guess or (meant if choice is not None and meant and f"'{meant}'" in choice["choices"] else "")
+    unknown = re.fullmatch(r"no such command '(?P<verb>.*)'", message)
+    if unknown is not None:
+        guess = _VERBS.get(unknown["verb"], guess)
     short = re.fullmatch(r"no such option: -\w", message)
     if short is not None and not guess:
         guess = _find_long_option(args, context)

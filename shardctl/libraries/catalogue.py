@@ -72,13 +72,37 @@ LAYOUTS: Final = tuple(each.layout for each in LIBRARIES if each.layout is not N
 SCHEMAS: Final = tuple(each.schema for each in LIBRARIES if each.schema is not None)
 """Every naming scheme but that of transformers, which `models` has."""
 
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(
+        ("safetensors", "huggingface", "transformers", "sglang", "lmdeploy"), "write --to hf, which this loads"
+    ),
+    **dict.fromkeys(("deepspeed", "zero", "ucp"), "write --to universal, which DeepSpeed resumes from at any size"),
+    **dict.fromkeys(("fsdp", "fsdp2", "torchtitan", "distcp"), "write --to dcp, which this resumes from"),
+    **dict.fromkeys(
+        ("mcore", "megatron-core", "nemo"), "write --to torch_dist, or --to megatron for mp_rank directories"
+    ),
+    **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt"), "write --to trtllm, or --to hf from version 1.3 on"),
+    **dict.fromkeys(("llama", "consolidated"), "write --to meta for consolidated.NN.pth files"),
+    **dict.fromkeys(("bin", "pt", "pth", "pytorch", "torch"), "shardctl writes safetensors: write --to hf"),
+    **dict.fromkeys(
+        ("gguf", "ggml", "llama.cpp"),
+        "shardctl writes no GGUF: write --to hf, which convert_hf_to_gguf.py of llama.cpp reads",
+    ),
+    **dict.fromkeys(
+        ("awq", "gptq", "fp8", "fp4", "int8", "int4", "nvfp4", "mxfp4", "mxfp8"),
+        "a layout is no quantisation: see --quantize",
+    ),
+}
+"""What to do for words that people take for a layout."""
+
 
 def get_layout(name: str) -> Layout:
     """Return the layout that `--to` calls so; raises UsageError if there is none."""
     for layout in LAYOUTS:
         if layout.name == name:
             return layout
-    raise UsageError(f"unknown layout {name!r}", hint=f"the layouts are {', '.join(layout.name for layout in LAYOUTS)}")
+    known = f"the layouts are {', '.join(layout.name for layout in LAYOUTS)}"
+    raise UsageError(f"unknown layout {name!r}", hint=_OTHER_NAMES.get(name.lower(), known))
 
 
 def list_layouts_with(option: str) -> tuple[str, ...]:

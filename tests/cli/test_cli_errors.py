@@ -56,6 +56,8 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
         (["reshard", "x", "y", "--dtype", "BFloat16"], f"{DTYPE} 'BFloat16' {DTYPES}", "did you mean bf16?"),
         (["reshard", "x", "y", "--dtype", "half"], f"{DTYPE} 'half' {DTYPES}", "did you mean fp16?"),
         (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
+        (["convert", "x"], "no such command 'convert'", "did you mean reshard?"),
+        (["merge", "x"], "no such command 'merge'", "did you mean reshard --to hf, or reshard --merge for an adapter?"),
         (["plan", "x", "--memory", "3"], "size '3' has no unit", "write 3GB, 3GiB, 3MB or 3MiB"),
         (
             ["plan", "x", "--memory", "1Gb"],
@@ -287,3 +289,18 @@ def test_a_token_that_cannot_be_read_is_exit_code_5(tmp_path, content):
     found = shardctl_run("inspect", "hf://me/model", HF_TOKEN_PATH=str(place if content else place / "token"))
     assert found.returncode == 5, found.stderr
     assert "the token in " in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        ("deepspeed", "write --to universal, which DeepSpeed resumes from at any size"),
+        ("FSDP", "write --to dcp, which this resumes from"),
+        ("gguf", "shardctl writes no GGUF: write --to hf, which convert_hf_to_gguf.py of llama.cpp reads"),
+        ("fp8", "a layout is no quantisation: see --quantize"),
+    ],
+)
+def test_words_that_people_take_for_a_layout_get_the_option_that_does_it(say, source, tmp_path, layout, hint):
+    code, _, err = say("reshard", source, tmp_path / "out", "--to", layout)
+    assert code == 2
+    assert err == f"error: unknown layout {layout!r}\nhint:  {hint}\n"
