@@ -72,6 +72,14 @@ class ReshardOptions:
             HelpPanel.WRITING, "How --to trtllm stores the embedding: whole, or cut along a dim. Default: whole."
         ),
     ] = None
+    meta_embedding: Annotated[
+        Literal["vocabulary", "hidden"] | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Dim along which --to meta cuts the embedding: vocabulary (the code of Llama 3) or hidden (Llama 2). "
+            "Default: by rope_theta.",
+        ),
+    ] = None
     megatron: Annotated[
         str | None,
         CommandOption(

@@ -30,10 +30,16 @@ MESHES = {
     "llama_tp2_pp2": Mesh.of(tp=2, pp=2),
     "llama_pp3": Mesh.of(pp=3),
     "llama_tied_tp2": Mesh.of(tp=2),
+    "llama_padded_tp2": Mesh.of(tp=2),
+    "llama_padded_cut_tp2": Mesh.of(tp=2),
     "qwen2_tp4": Mesh.of(tp=4),
     "mixtral_tp2": Mesh.of(tp=2),
 }
 CASES = tuple(MESHES)
+PADDED = {"llama_tied_tp2": 63, "llama_padded_tp2": 63, "llama_padded_cut_tp2": 61}
+"""Those whose vocabulary is padded, and how many tokens it has."""
+WRITTEN = tuple(name for name in CASES if not name.startswith("llama_padded"))
+"""Those whose vocabulary Megatron-LM did not pad to 256 rows: what is written is padded for tp only."""
 NEEDED = (
     *("architecture", "dtype", "logits_dtype", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_size", "intermediate_size", "hidden_act", "norm_epsilon", "rotary_base"),
@@ -54,7 +60,7 @@ def place(tmp_path):
 
 def source_options(name: str) -> SourceOptions:
     """How a case is read: the exporter says the padded vocabulary, so of a padded one the true size is given."""
-    return SourceOptions(true_vocab=63) if name == "llama_tied_tp2" else SourceOptions()
+    return SourceOptions(true_vocab=PADDED.get(name))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -84,7 +90,7 @@ class TestReading:
         config = json.loads((FIXTURES / name / "source" / "config.json").read_text())
         config |= {"rope_theta": config["rope_parameters"]["rope_theta"]}
         unlike = {key for key in made.keys() & config.keys() if made[key] != config[key] is not None}
-        assert unlike == ({"vocab_size"} if name == "llama_tied_tp2" else set())
+        assert unlike == ({"vocab_size"} if name in PADDED else set())
         assert made["model_type"] == config["model_type"]
 
     def test_it_is_recognised_and_its_mesh_is_known(self):
@@ -101,7 +107,7 @@ class TestReading:
 
 
 class TestWriting:
-    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("name", WRITTEN)
     def test_every_array_is_nvidias(self, name, tmp_path):
         """But two, where TensorRT-LLM's own converters are followed: a router in float32, and the head of a tie."""
         out = written(name, tmp_path / "out")
@@ -115,7 +121,7 @@ class TestWriting:
             assert [key for key in rest if not same(ours[key], theirs[key])] == []
         assert len(list(out.glob("rank*"))) == MESHES[name].world
 
-    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("name", WRITTEN)
     def test_the_config_says_what_nvidias_says(self, name, tmp_path):
         ours = json.loads((written(name, tmp_path / "out") / "config.json").read_text())
         theirs = json.loads((FIXTURES / name / "exported" / "config.json").read_text())
@@ -195,6 +201,10 @@ class TestWriting:
 
 
 class TestRefusals:
+    def test_more_tokens_than_were_exported(self):
+        with pytest.raises(SourceError, match="vocab_size 256, but the model has 300 tokens"):
+            inspect(FIXTURES / "llama_padded_tp2" / "exported", source_options=SourceOptions(true_vocab=300))
+
     @pytest.mark.parametrize(
         ("mesh", "message"),
         [

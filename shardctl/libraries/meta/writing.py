@@ -1,8 +1,8 @@
 """Plans Llama as Meta's own code loads it: one `consolidated.NN.pth` per rank, and `params.json`.
 
-Names, order of rows and cuts are those that `formats/meta` reads. The embedding is cut along the vocabulary, as by the
-code of Llama 3, if `rope_theta` is that of Llama 3 or the head is tied to it, as in no Llama 2; else along the hidden
-dim, as by the code of Llama 2.
+Names, order of rows and cuts are those that `formats/meta` reads. Unless `--meta-embedding` says otherwise, the
+embedding is cut along the vocabulary, as by the code of Llama 3, if `rope_theta` is that of Llama 3 or the head is tied
+to it, as in no Llama 2; else along the hidden dim, as by the code of Llama 2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.meta.params import LLAMA3_THETA, PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 NAME: Final = "meta"
 _EMBEDDING: Final = "model.embed_tokens.weight"
+_CUT: Final = "meta_embedding"
+_HIDDEN: Final = "hidden"
 _MULTIPLES: Final = (256, 1_024, 4_096)
 _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
@@ -55,7 +57,11 @@ def pack_meta(request: PackRequest) -> Manifest:
     builder: dict[str, list[Chunk]] = {}
     files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
-    for rank, held in _list_rank_boxes(have, placed, hidden=theta != LLAMA3_THETA and not tied):
+    cut = request.options.get(_CUT)
+    if cut not in (None, _HIDDEN, "vocabulary"):
+        raise UsageError(f"unknown --meta-embedding {cut!r}", hint="use vocabulary or hidden")
+    hidden = theta != LLAMA3_THETA and not tied if cut is None else cut == _HIDDEN
+    for rank, held in _list_rank_boxes(have, placed, hidden=hidden):
         path = f"{_number_file(rank)}pth"
         arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]
@@ -177,4 +183,4 @@ def _list_multiplier_pairs() -> Iterable[tuple[int, float | None]]:
     return ((multiple, multiplier) for multiplier in _MULTIPLIERS for multiple in _MULTIPLES)
 
 
-LAYOUT: Final = Layout(NAME, pack_meta, ranks="optional", prefix=_format_file_prefix)
+LAYOUT: Final = Layout(NAME, pack_meta, ranks="optional", options=frozenset({_CUT}), prefix=_format_file_prefix)

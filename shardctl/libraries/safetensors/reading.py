@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +22,8 @@ from shardctl.libraries.files.impostors import (
 from shardctl.libraries.files.index import read_index
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.meta.native_params import read_native_config
+from shardctl.libraries.meta.params import PARAMS
 from shardctl.libraries.reader import Format, find_given_file
 from shardctl.libraries.safetensors.header import (
     HeaderArray,
@@ -91,13 +93,17 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
         warnings += copies.check_undecided(source)
     metadata, differing = _merge_metadata(headers)
     objects, left = list_side_files(source, set(headers))
+    own_config, unlike = read_native_config(source, headers, tensors)
+    if own_config is not None:
+        objects = tuple(replace(each, policy="drop") if each.name == PARAMS else each for each in objects)
     return Manifest(
         format=FORMAT.name,
         tensors=tensors,
         files={path: CheckpointFile(path, header.size) for path, header in headers.items()},
         objects=objects,
         metadata=metadata,
-        warnings=(*warnings, *differing, *left),
+        warnings=(*warnings, *differing, *left, *unlike),
+        own_config=own_config,
     )
 
 

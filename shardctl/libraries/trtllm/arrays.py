@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 from shardctl.pieces import split_layers_evenly
@@ -31,6 +31,9 @@ PARALLEL_EMBEDDING: Final = "parallel_embedding"
 """The fact that says whether each tp rank has a part of the embedding; else all have the whole of it."""
 EMBEDDING_DIM: Final = "embedding_dim"
 """The fact that says which dim of a parallel embedding is cut: 0, the vocabulary, or 1."""
+VOCABULARY: Final = "vocabulary"
+"""The fact that says how many rows the vocabulary had before it was padded for tp: Megatron-LM pads it itself, to a
+multiple of 128 x tp. Without it, there are as many rows as tokens."""
 FAMILIES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """Those whose config and arrays are known here; others of the same names have other norms or multipliers."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -50,6 +53,8 @@ class _TrtllmRank(SchemaRank):
     """Over how many of them whole experts are divided, and which share is this one's."""
     inner_ranks: tuple[int, int]
     """The same inside each expert."""
+    exported_rows: int
+    """Rows of the vocabulary before they are padded for tp, if the files say so, else 0."""
 
     def heads(self, name: str, like: str) -> CompositeArray:
         """Return this rank's heads, or the one that it shares with neighbours if there are fewer heads than ranks.
@@ -65,9 +70,19 @@ class _TrtllmRank(SchemaRank):
         first = self.index * count // self.tp
         return whole.part(0, first * unit, (first + 1) * unit)
 
+    def tokens(self, name: str) -> CompositeArray:
+        """Return an embedding or a head with as many rows as it had when it was exported."""
+        whole = self[name]
+        if self.exported_rows and self.exported_rows < whole.shape[0]:
+            raise SourceError(
+                f"config.json has vocab_size {self.exported_rows:,}, but the model has {whole.shape[0]:,} tokens",
+                hint="the config, or --true-vocab, may belong to another model",
+            )
+        return whole.padded(self.exported_rows or whole.shape[0])
+
     def vocabulary(self, name: str) -> CompositeArray:
         """Return this rank's rows of an embedding or a head, zeros behind the last token."""
-        whole = self[name]
+        whole = self.tokens(name)
         return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
@@ -80,7 +95,9 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
             f"{TITLE} divides experts over the ranks of tp, but ep={ep} x etp={etp} is not tp={tp}",
             hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
         )
-    here = _TrtllmRank(ModelParts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
+    here = _TrtllmRank(
+        ModelParts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep), dialect.number(VOCABULARY)
+    )
     stages = dialect.stages or split_layers_evenly(model.layers, mesh.degree("pp"))
     stage = at["pp"]
     first = sum(stages[:stage])
@@ -96,8 +113,10 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
 
 def _cut_embedding(here: _TrtllmRank, dialect: LibraryDialect) -> CompositeArray:
     if not dialect.switch(PARALLEL_EMBEDDING):
-        return here[_EMBEDDING]
-    return here.columns(_EMBEDDING) if dialect.number(EMBEDDING_DIM) else here.vocabulary(_EMBEDDING)
+        return here.tokens(_EMBEDDING)
+    if dialect.number(EMBEDDING_DIM):
+        return here.tokens(_EMBEDDING).share(1, here.index, here.tp)
+    return here.vocabulary(_EMBEDDING)
 
 
 def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:

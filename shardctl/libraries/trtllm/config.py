@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import format_rank_prefix
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
+from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE, VOCABULARY
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import MOST_RANKS, Mesh
 from shardctl.models import name_usual_class
@@ -71,6 +71,7 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
         facts={
             PARALLEL_EMBEDDING: config.switch("use_parallel_embedding", default=False),
             EMBEDDING_DIM: config.count("embedding_sharding_dim", 0),
+            VOCABULARY: config.count("vocab_size", 0),
         },
         config=_build_own_config(config, arrays),
     )

@@ -7,6 +7,7 @@ and `qwen/config.py`, `from_hugging_face`); what stands in the files is in `sche
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
@@ -39,6 +40,10 @@ _SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
 _ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
 _GPUS_PER_NODE: Final = 8
 """What TensorRT-LLM assumes where nobody says; it only decides how ranks reach each other."""
+_LAST_VERSION: Final = (
+    f"--to {NAME} is for {TITLE} up to 1.2: later versions have no trtllm-build, and their PyTorch backend loads what "
+    "--to hf writes"
+)
 _NONE, _RENORMALISE = 0, 1
 """`MoeConfig.ExpertScaleNormalizationMode` of tensorrt_llm/layers/moe.py."""
 
@@ -65,7 +70,8 @@ def pack_trtllm(order: PackRequest) -> Manifest:
         builder.add(f"rank{number}.safetensors", arrays[rank])
     content = (json.dumps(_build_config(order, dialect), indent=4) + "\n").encode()
     files = {**builder.files, _CONFIG: CheckpointFile(_CONFIG, len(content), ((0, content),))}
-    return build_manifest(NAME, order, SCHEMA, dialect, files, builder.stored())
+    packed = build_manifest(NAME, order, SCHEMA, dialect, files, builder.stored())
+    return replace(packed, warnings=(*packed.warnings, _LAST_VERSION))
 
 
 def _build_facts(embedding: str) -> dict[str, Fact]:
