@@ -351,7 +351,7 @@ class _AnatomyReader:
         mlp = next((n for n in widths if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]
-        states = {named.known("hidden"), named.known("streams")}
+        states = {named.known("hidden"), named.known("streams"), named.known("both")}
         whole = [row for row in norms if row.dims.split()[-1] in states]
         self.norm = self.norm_kind(whole, rows)
         mixed = named.known("inner")  # a recurrent mixer beside attention has a norm of its own

@@ -48,6 +48,8 @@ class RowIndex:
     """The pipeline layer of index 0; None if the index does not count pipeline layers (experts)."""
     axis: str = ""
     """The mesh axis that divides what is counted among its ranks, each whole (experts); empty for none."""
+    within: Mapping[int, Collection[int]] | None = None
+    """Of an index inside another: which of the values there are, by that of the outermost; None for all everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class FamilyFacts:
     indices: Mapping[str, RowIndex]
     """The indices by name."""
     flags: Mapping[str, bool | Collection[int]] = field(default_factory=dict)
-    """Conditions by name: true, false, or the values of the outermost index for which it is true."""
+    """Conditions by name: true, false, or the values of the outermost index for which it is true. The `tied` of a row
+    may be a mapping: of the values for which it is true, to those of the tensor that is the same (Zamba2's blocks)."""
     stages: Mapping[str, tuple[Where, int]] = field(default_factory=dict)
     """Stages by name, beside `first` and `last`."""
 
@@ -103,7 +106,7 @@ class Row:
     on: str = ""
     """The stage (`first`, `last` or one of the facts'); empty for the stage of its layer."""
     tie: str = ""
-    """The name of the tensor that this one is another name of, if `tied` holds."""
+    """The tensor that this is another name of, if `tied` holds: a name without indices, or with those of this row."""
     tied: str = "tied"
     """The flag that says so; `always` needs no flag."""
     buffer: str = ""

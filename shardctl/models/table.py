@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Final
@@ -52,8 +53,8 @@ class _RowPlan:
     """Conditions on the outermost index: its values, and whether it must be one of them."""
     mine: bool
     """Whether the class has it; else it is known from other classes."""
-    tied: bool
-    """Whether it is one more name of another tensor."""
+    tied: bool | Mapping[int, int]
+    """Whether it is one more name of another tensor; or for which values of the outermost index, and of which value."""
     optional: bool
     needed: frozenset[int] | None
     """The values of the outermost index for which it is not optional; None for all."""
@@ -126,12 +127,19 @@ class _ModelBuilder:
             free=free,
             only=tuple(only),
             mine=mine,
-            tied=bool(row.tie) and (row.tied == "always" or bool(self.facts.flags[row.tied])),
+            tied=self.read_tie(row),
             optional=bool(row.buffer) or row.optional or not mine,
             needed=None if isinstance(needed, bool) else frozenset(needed),
             spare=spare and mine,
             whole=counting[0] if counting else None,
         )
+
+    def read_tie(self, row: Row) -> bool | Mapping[int, int]:
+        """Return whether the row's tensors are names of others, or which of them are, and of which layers' they are."""
+        if not row.tie or row.tied == "always":
+            return bool(row.tie)
+        flag = self.facts.flags[row.tied]
+        return flag if isinstance(flag, Mapping) else bool(flag)
 
     def full(self, name: str) -> str:
         """Return a row's name with the base model's prefix of this class."""
@@ -192,7 +200,8 @@ class _ModelBuilder:
             if len(values) > MOST_TENSORS:
                 raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
             innermost = all(len(plan.indices) == depth + 1 for plan in group)
-            for value in values:
+            within = self.facts.indices[name].within if at else None
+            for value in values if within is None else (value for value in values if value in within[at[0]]):
                 held = group if at else [plan for plan in group if plan.holds_at(value)]
                 here = (*at, value)
                 if innermost:
@@ -207,8 +216,11 @@ class _ModelBuilder:
         """Add the tensor of `plan` whose indices are `at`."""
         name = plan.name % at
         where = self.stage(plan, at)
-        if plan.tied:
-            self.tie(name, plan, where)
+        if plan.tied is True:
+            self.tie(name, self.full(plan.row.tie), plan, where)
+            return
+        if plan.tied and at[0] in plan.tied:
+            self.tie(name, plan.name % (plan.tied[at[0]], *at[1:]), plan, where)
             return
         whole = plan.whole
         key = (id(plan.cuts), where) if whole is None else (id(plan.cuts), where, plan.indices[whole], at[whole])
@@ -221,9 +233,8 @@ class _ModelBuilder:
             name, plan.shape, plan.dtype, spec, plan.row, (), optional, plan.spare, plan.free
         )
 
-    def tie(self, name: str, plan: _RowPlan, where: tuple[Where, int]) -> None:
-        """Make `name` one more name of the tensor it is tied to, or of the one that this is tied to."""
-        first = self.full(plan.row.tie)
+    def tie(self, name: str, first: str, plan: _RowPlan, where: tuple[Where, int]) -> None:
+        """Make `name` one more name of the tensor `first` that it is tied to, or of the one that this is tied to."""
         first = self.aliases[name] = self.aliases.get(first, first)
         if not plan.mine:
             return

@@ -99,8 +99,9 @@ def other_names():
         for within, one in (((), kind), *(((key,), sub) for key, sub in inside)):
             held = config[within[0]] if within else config
             for other, key in one.attribute_map.items():
-                # Of this name DBRX's experts in transformers 5.23 know nothing.
-                if key in held and other not in held and (name, other) != ("dbrx", "hidden_size"):
+                # Of these names DBRX's experts and Zamba2's adapters in transformers 5.23 know nothing.
+                unknown = (name, other) in {("dbrx", "hidden_size"), ("zamba2", "layer_types")}
+                if key in held and other not in held and not unknown:
                     yield name, (*within, key), other
 
 

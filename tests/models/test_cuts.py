@@ -61,6 +61,7 @@ UNPLANNED = {
     "whisper",
     "xlm-roberta",
     "xlm-roberta-xl",
+    "zamba2",
 }
 """Families for which transformers has no plan."""
 PARTLY_PLANNED = {

@@ -130,7 +130,7 @@ def check_norms_and_activations(config):
             type(m)
             for n, m in modules.items()
             if not n.endswith("score_fn")  # of routers
-            and not (n == "mixer.act" and layer.state and any(one.feeds for one in found.layers))
+            and not (n.endswith(("mixer.act", "mamba.act")) and layer.state and any(one.feeds for one in found.layers))
             and type(m).__module__ in {"transformers.activations", "torch.nn.modules.activation"}
         }
         name = {"gated-gelu": "gelu_new"}.get(found.style.activation, found.style.activation)

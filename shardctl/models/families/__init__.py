@@ -103,6 +103,7 @@ FAMILY_FILES: Final = {
     "t5": ("longt5", "mt5", "t5", "umt5"),
     "vision_language": ("gemma3", "llava", "llava_next", "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl"),
     "vit": ("vit",),
+    "zamba2": ("zamba2",),
 }
 """The names of the families in each file; to add one, write its file and name it here."""
 _FILE_OF: Final = {name: file for file, names in FAMILY_FILES.items() for name in names}
