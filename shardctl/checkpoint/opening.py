@@ -34,9 +34,11 @@ from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
+from shardctl.storage.excluded_names import exclude_names
 from shardctl.training import SETTINGS, separate_states
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
@@ -55,15 +57,19 @@ def open_checkpoint(
     *,
     before: Callable[[Source, CheckpointRecord], None] | None = None,
     count: Callable[[int], None] | None = None,
+    excluded: re.Pattern[str] | None = None,
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
 
     `before` is called with the record, if there is one, before any header is read, and `count` with the number of
-    tensors so far, before anything is made of a header: what they raise is raised here.
+    tensors so far, before anything is made of a header: what they raise is raised here. A tensor that cannot be read is
+    passed over, with a warning, if `excluded` is found in its stored name.
     """
     source, source_options = open_source(path), source_options or SourceOptions()
     if count is not None:
         limit_entries(source, count)
+    if excluded is not None:
+        exclude_names(source, excluded)
     with ExitStack() as stack:
         stack.callback(source.close)
         checkpoint = _read_checkpoint(source, source_options, before)

@@ -367,8 +367,8 @@ def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manif
     if reshard_options.include is None and reshard_options.exclude is None:
         return manifest
     include, exclude = (
-        _compile_pattern("--include", reshard_options.include or ""),
-        _compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
+        compile_pattern("--include", reshard_options.include or ""),
+        compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
     )
     kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
     if not kept:
@@ -382,7 +382,7 @@ def choose_dtypes(
     """Choose the type that each tensor will have, by name; `coded` are arrays of quantised weights."""
     if reshard_options.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
-    want, keep = _get_cast_type(reshard_options), _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
+    want, keep = _get_cast_type(reshard_options), compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
     states = get_states(have)
 
     def chosen(tensor: Tensor) -> DType:
@@ -396,7 +396,8 @@ def choose_dtypes(
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
 
 
-def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
+def compile_pattern(option: str, text: str) -> re.Pattern[str]:
+    """Compile what an option gives; raises UsageError, which names it, for anything but a regular expression."""
     try:
         return re.compile(text)
     except re.error as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
+from shardctl.conversion.conversion_plan import PlannedConversion, compile_pattern, plan_conversion
 from shardctl.errors import DestinationError
 from shardctl.execute.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions
@@ -46,8 +46,9 @@ def open_conversion(
         require_bookkeeping(0, entries, wanted.host_memory)
 
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
+    excluded = compile_pattern("--exclude", wanted.exclude) if wanted.exclude is not None else None
     options = source_options or (plan.source_options if plan else None)
-    with open_checkpoint(path, options, count=count if whole else None) as checkpoint:
+    with open_checkpoint(path, options, count=count if whole else None, excluded=excluded) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
         work = (

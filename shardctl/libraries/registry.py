@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.libraries.catalogue import FORMATS
-from shardctl.libraries.files.file_names import DCP_METADATA
+from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, PIPELINE
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
@@ -146,6 +146,12 @@ def _build_unknown_error(source: Source) -> SourceError:
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
     refuse_nested_saves(source)
+    parts = sorted({path.split("/")[0] for path in files if path.endswith(LOADED_SUFFIXES) and path.count("/") == 1})
+    if PIPELINE in files and parts:
+        return SourceError(
+            f"{source.name} is a pipeline of diffusers, whose parts are checkpoints of their own: {', '.join(parts)}",
+            hint=f"give one part at a time, such as {source.name}/{parts[0]}",
+        )
     return SourceError(
         f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
     )

@@ -11,7 +11,7 @@ from shardctl.amounts import format_memory_size
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
-from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
+from shardctl.conversion.conversion_plan import compile_pattern, plan_conversion, prepare_source_options
 from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
@@ -60,7 +60,8 @@ def plan(
     source_options = _choose_kv_heads(
         prepare_source_options(source_options, reshard_options), reshard_options, plan_options
     )
-    with open_checkpoint(path, replace(source_options, described=True)) as whole:
+    excluded = compile_pattern("--exclude", reshard_options.exclude) if reshard_options.exclude is not None else None
+    with open_checkpoint(path, replace(source_options, described=True), excluded=excluded) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
         about = _build_unstored_model(checkpoint, reshard_options, plan_options)

@@ -16,15 +16,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from safetensors.torch import load_file
 from stored_bits import bits
 from torch_corpus import BAD, GOOD, file, one, tensor
 from zip_builder import Entry
 
-from shardctl.errors import ShardctlError, SourceError, UnsupportedError
+from shardctl.errors import ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.manifest import Region
+from shardctl.options import ReshardOptions
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.plan import plan
+from shardctl.verbs.reshard import reshard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -412,7 +416,10 @@ def peak():  # ru_maxrss counts what the parent had when it forked, the status o
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 from shardctl.libraries.torch_save.reading import scan_torch_save
+from shardctl.options import ReshardOptions
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.plan import plan
+from shardctl.verbs.reshard import reshard
 begun = time.process_time()
 try:
     scan_torch_save(LocalSource(Path(sys.argv[1])))
@@ -476,3 +483,22 @@ def test_mutants_raise_nothing_but_our_own_errors_and_stay_inside_the_file(tmp_p
         return
     for found in manifest.tensors.values():
         gather(path.parent, found)
+
+
+@pytest.mark.parametrize("key", [None, "state_dict"])
+def test_a_sparse_tensor_can_be_left_out(tmp_path, key):
+    """The rest is converted, and a warning names what was passed over; without the option, the hint names it."""
+    state = {"a.weight": torch.ones(3), "adjacency": torch.eye(4).to_sparse()}
+    torch.save(state if key is None else {key: state}, tmp_path / "weights.pt")
+    with pytest.raises(UnsupportedError, match="tensor 'adjacency' is sparse") as caught:
+        reshard(tmp_path / "weights.pt", tmp_path / "no", ReshardOptions(to="hf"))
+    assert caught.value.hint == "save its plain, full tensor instead, or leave it out with --exclude"
+    with pytest.raises(UnsupportedError, match="tensor 'adjacency' is sparse"):
+        reshard(tmp_path / "weights.pt", tmp_path / "no", ReshardOptions(to="hf", exclude=r"a\.weight"))
+    options = ReshardOptions(to="hf", exclude="^adjacency$")
+    made = reshard(tmp_path / "weights.pt", tmp_path / "out", options)
+    assert any("left out by --exclude: 'adjacency'" in warning for warning in made.warnings)
+    assert list(load_file(tmp_path / "out/model.safetensors")) == ["a.weight"]
+    assert plan(tmp_path / "weights.pt", reshard_options=options).warnings == made.warnings
+    with pytest.raises(UsageError, match=r"--exclude '\(' is not a regular expression"):
+        reshard(tmp_path / "weights.pt", tmp_path / "no", ReshardOptions(to="hf", exclude="("))

@@ -34,6 +34,7 @@ from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage import read_bytes
 from shardctl.storage.entry_limit import charge_entries
+from shardctl.storage.excluded_names import is_excluded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -243,7 +244,7 @@ def read_weights(source: Source, path: str) -> WeightsFile:
     Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
     """
     saved = open_saved(source, path)
-    state = extract_state_dict(saved.tree, path)
+    state = extract_state_dict(saved.tree, path, partial(is_excluded, source))
     check_total_size(source, path, state.views.values())
     budget_of(source).leftovers.mark_told({*state.others.values(), *(v.subclass for v in state.views.values())})
     return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it

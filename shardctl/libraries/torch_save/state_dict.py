@@ -11,7 +11,7 @@ from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
 from shardctl.settings import is_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep the weights, beside an epoch or an optimizer."""
@@ -29,8 +29,10 @@ class StateDict:
     warnings: tuple[str, ...]
 
 
-def extract_state_dict(tree: object, path: str) -> StateDict:
+def extract_state_dict(tree: object, path: str, is_excluded: Callable[[str], bool] = lambda _: False) -> StateDict:
     """Extract the weights of `tree`: its own tensors if it has any, else those under the one well-known key.
+
+    A tensor that cannot be read is passed over if `is_excluded` says of its name that nobody wants it.
 
     Names are never joined from several levels: a guess could collide or differ from what the model calls them.
 
@@ -42,10 +44,11 @@ def extract_state_dict(tree: object, path: str) -> StateDict:
     if top is None:
         _refuse_module(tree, path)
         raise SourceError(f"{path} holds {_add_article(describe_node(tree))}, not a mapping of names to tensors")
-    own = {
-        key: view for key, value in top.items() if (view := as_tensor(value, _describe_place(path, key))) is not None
-    }
-    wrapped = [key for key in WRAPPERS if key in top and _holds_tensors(top[key], path)]
+    passed: dict[str, str] = {}
+    own = _find_tensors(top, path, is_excluded, passed)
+    found = {key: held for key in WRAPPERS if (held := as_mapping(top.get(key))) is not None}
+    inner_views = {key: _find_tensors(held, path, is_excluded, passed) for key, held in found.items()}
+    wrapped = [key for key, views in inner_views.items() if views]
     if len(wrapped) + bool(own) > 1:
         places = [repr(key) for key in wrapped] + ["the top level"] * bool(own)
         raise SourceError(
@@ -59,12 +62,9 @@ def extract_state_dict(tree: object, path: str) -> StateDict:
                 f"{path} holds no tensors, only {_format_entries(top) or 'an empty mapping'}",
                 hint=f"tensors are looked for at the top level and under {', '.join(WRAPPERS)}",
             )
-        return _build_state_dict(top, own, path)
-    held = as_mapping(top[wrapped[0]]) or {}
-    views = {
-        key: view for key, value in held.items() if (view := as_tensor(value, _describe_place(path, key))) is not None
-    }
-    inner = _build_state_dict(held, views, path)
+        return _build_state_dict(top, own, path, passed)
+    held, views = found[wrapped[0]], inner_views[wrapped[0]]
+    inner = _build_state_dict(held, views, path, passed)
     outer = {key: value for key, value in top.items() if key != wrapped[0]}
     left = f"; left behind: {_format_entries(outer)}" if outer else ""
     warning = f"{path} holds its tensors under {wrapped[0]!r}{left}"
@@ -78,7 +78,28 @@ def describe_node(node: object) -> str:
     return "storage" if isinstance(node, PersistentNode) else type(node).__name__
 
 
-def _build_state_dict(held: dict[Any, Any], views: dict[Any, StorageView], path: str) -> StateDict:
+def _find_tensors(
+    held: dict[Any, Any], path: str, is_excluded: Callable[[str], bool], passed: dict[str, str]
+) -> dict[Any, StorageView]:
+    """Find the tensors of a mapping by key, and add to `passed` those that are passed over, with their kinds."""
+    views = {}
+    for key, value in held.items():
+        try:
+            view = as_tensor(value, _describe_place(path, key))
+        except UnsupportedError as error:
+            if isinstance(key, str) and is_excluded(key):
+                passed[key] = describe_node(value)
+                continue
+            hint = f"{error.hint}, or leave it out with --exclude" if error.hint else "leave it out with --exclude"
+            raise UnsupportedError(str(error), hint=hint) from error
+        if view is not None:
+            views[key] = view
+    return views
+
+
+def _build_state_dict(
+    held: dict[Any, Any], views: dict[Any, StorageView], path: str, passed: dict[str, str]
+) -> StateDict:
     for key in views:
         if not isinstance(key, str):
             raise SourceError(
@@ -88,21 +109,17 @@ def _build_state_dict(held: dict[Any, Any], views: dict[Any, StorageView], path:
             raise SourceError(f"{path} has a tensor whose name {ascii(key)[:100]} is not Unicode text")
     others = {key: value for key, value in held.items() if key not in views}
     warnings = []
-    if others:
-        warnings.append(f"{path}: not tensors, and left behind: {_format_entries(others)}")
+    plain = {key: value for key, value in others.items() if key not in passed}
+    if plain:
+        warnings.append(f"{path}: not tensors, and left behind: {_format_entries(plain)}")
+    if passed:
+        warnings.append(f"{path}: cannot be read, and left out by --exclude: {_format_pairs(passed.items())}")
     strange = {name: view.subclass for name, view in views.items() if view.subclass}
     if strange:
         warnings.append(
             f"{path}: tensors of a class of their own, read as plain ones: {_format_pairs(strange.items())}"
         )
     return StateDict(views, _describe_entries(others), tuple(warnings))
-
-
-def _holds_tensors(node: object, path: str) -> bool:
-    held = as_mapping(node)
-    return held is not None and any(
-        as_tensor(value, _describe_place(path, key)) is not None for key, value in held.items()
-    )
 
 
 def _refuse_module(node: object, path: str) -> None:
