@@ -1,8 +1,12 @@
 """Converts model checkpoints between any two layouts: plans, reshards and verifies."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from shardctl.version import __version__
+
+if sys.platform == "win32":
+    raise ImportError("shardctl runs on Linux and macOS; on Windows, run it in WSL: it needs the file locks of POSIX")
 
 if TYPE_CHECKING:
     from shardctl.loading.state_dict import lens, load

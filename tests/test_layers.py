@@ -15,7 +15,8 @@ import shardctl
 ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     (
-        *("amounts", "box", "dtype", "errors", "garbage_collection", "settings", "value", "version", "workers"),
+        *("amounts", "box", "dtype", "errors", "extras"),
+        *("garbage_collection", "settings", "value", "version", "workers"),
         *(
             "affine",
             "bands",

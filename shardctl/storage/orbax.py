@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.dtype import BY_TORCH, DType
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.extras import format_install_command
 from shardctl.storage import FileStat
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.local import LocalSource
@@ -55,7 +56,7 @@ class OrbaxSource(LocalSource):
         except ImportError as error:
             raise UnsupportedError(
                 f"{path} is an Orbax checkpoint, but tensorstore, which reads it, is not installed",
-                hint="pip install 'shardctl[orbax]'",
+                hint=format_install_command("orbax"),
             ) from error
         self._arrays: dict[str, StoredArray] | None = None
         self._all: dict[str, FileStat] | None = None

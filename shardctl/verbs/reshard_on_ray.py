@@ -25,6 +25,7 @@ from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
+from shardctl.extras import format_install_command
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.finish import FinishResult, finish
@@ -279,5 +280,5 @@ def _import_ray() -> Any:  # noqa: ANN401 - a module
         return importlib.import_module("ray")
     except ImportError as error:
         raise UsageError(
-            "--engine ray needs Ray, which is not installed", hint="pip install 'shardctl[ray]'"
+            "--engine ray needs Ray, which is not installed", hint=format_install_command("ray")
         ) from error

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UnsupportedError, UsageError
+from shardctl.extras import format_install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ def list_devices(kind: str) -> list[str]:
     try:
         import torch
     except ImportError as error:
-        raise UnsupportedError(f"loading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
+        raise UnsupportedError(f"loading needs torch: {error}", hint=format_install_command("verify")) from error
     count = torch.cuda.device_count() if has_cuda_device() else 0
     if kind == "cpu" or (kind == "auto" and not count):
         return ["cpu"]

@@ -432,4 +432,4 @@ def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     with pytest.raises(UsageError) as raised:
         CloudBucket("s3://x/y")
-    assert raised.value.hint == "pip install 'shardctl[cloud]'"
+    assert raised.value.hint == "pip install 'obstore>=0.6'"

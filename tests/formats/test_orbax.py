@@ -107,7 +107,7 @@ def test_without_tensorstore_that_is_said(place, monkeypatch):
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(UnsupportedError, match="but tensorstore, which reads it, is not installed") as caught:
         open_source(place)
-    assert "shardctl[orbax]" in caught.value.hint
+    assert "pip install 'tensorstore>=" in caught.value.hint
 
 
 def test_only_orbaxs_directories_are_taken_for_one(place, tmp_path):

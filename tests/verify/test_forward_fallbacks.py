@@ -69,7 +69,7 @@ def test_without_transformers_it_is_skipped(made, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run(*made("llama"))
     assert result.status == "skipped"
-    assert "pip install 'shardctl[verify]'" in result.reason
+    assert "pip install 'torch>=2.9' 'transformers>=5.17'" in result.reason
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -257,7 +257,7 @@ class TestSkipped:
         monkeypatch.setitem(sys.modules, "torch", None)
         found = verify(ranks, VerifyOptions(level="forward"))
         assert [one.status for one in found.levels] == ["passed", "passed", "skipped", "skipped"]
-        assert all("pip install 'shardctl[verify]'" in one.reason for one in found.levels[2:])
+        assert all("pip install 'torch>=2.9' 'transformers>=5.17'" in one.reason for one in found.levels[2:])
         assert not any(one.notes for one in found.levels)
         assert not found.ok
         assert verify(ranks, VerifyOptions(level="forward", require="full")).ok

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardctl.errors import AccessError, UsageError
+from shardctl.extras import format_install_command
 from shardctl.storage.bounded_text import RECORD_TEXT, check_size
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
@@ -299,7 +300,7 @@ def _import_obstore() -> Any:  # noqa: ANN401 - a module
         return importlib.import_module("obstore")
     except ImportError as error:
         raise UsageError(
-            "buckets need obstore, which is not installed", hint="pip install 'shardctl[cloud]'"
+            "buckets need obstore, which is not installed", hint=format_install_command("cloud")
         ) from error
 
 

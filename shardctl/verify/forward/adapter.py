@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.extras import format_install_command
 from shardctl.storage.hub import check_settings
 from shardctl.verify.forward.inputs import SEED
 from shardctl.verify.machine_trouble import raise_machine_error, raise_machine_text
@@ -44,7 +45,7 @@ def get_model_class(architecture: str) -> Torch:
         import transformers
     except ImportError as error:
         raise UnsupportedError(
-            f"the forward pass needs torch and transformers: {error}", hint="pip install 'shardctl[verify]'"
+            f"the forward pass needs torch and transformers: {error}", hint=format_install_command("verify")
         ) from error
     found = getattr(transformers, architecture, None) if architecture else None
     if not isinstance(found, type) or not issubclass(found, torch.nn.Module):

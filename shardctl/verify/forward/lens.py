@@ -10,6 +10,7 @@ from shardctl.bands import BandBuffer, ChunkIndex
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.extras import format_install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,7 @@ class LazyTensor:
         try:
             import torch  # noqa: F401 - what `read` needs
         except ImportError as error:
-            raise UnsupportedError(f"reading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
+            raise UnsupportedError(f"reading needs torch: {error}", hint=format_install_command("verify")) from error
         box, picks = _resolve_index(index, self._shape)
         return self.read(box)[picks]
 

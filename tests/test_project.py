@@ -1,0 +1,163 @@
+"""The files around the program: the package page, the documentation site, templates and the changelog."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shardctl
+from shardctl import extras
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    spec = importlib.util.spec_from_file_location("addresses", ROOT / ".ci/addresses.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("git@example.org:owner/name.git", "https://example.org/owner/name"),
+        ("ssh://git@example.org:2222/owner/name", "https://example.org/owner/name"),
+        ("https://me:secret@example.org/owner/name.git", "https://example.org/owner/name"),
+        ("https://example.org/owner/name/", "https://example.org/owner/name"),
+        ("/srv/git/name.git", None),
+        ("file:///srv/git/name.git", None),
+        ("../name", None),
+        ("", None),
+    ],
+)
+def test_the_address_of_a_remote_has_no_password(addresses, remote, address):
+    assert addresses.normalise_remote(remote) == address
+
+
+def test_ci_knows_the_address(addresses, monkeypatch):
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.example")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "a/b")
+    assert addresses.find_repository() == "https://github.example/a/b"
+
+
+def test_links_are_absolute_on_a_package_index(addresses):
+    text = "[a](docs/a.md#b) ![p](docs/p.png) [c](https://c) [d](#d)\n```\n[e](f)\n```\n"
+    made = addresses.make_links_absolute(text, "README.md", "https://github.com/o/r")
+    assert made == (
+        "[a](https://github.com/o/r/blob/HEAD/docs/a.md#b) ![p](https://github.com/o/r/raw/HEAD/docs/p.png) "
+        "[c](https://c) [d](#d)\n```\n[e](f)\n```\n"
+    )
+    lab = addresses.make_links_absolute("[a](../x)", "docs/a.md", "https://gitlab.com/o/r")
+    assert lab == "[a](https://gitlab.com/o/r/-/blob/HEAD/x)"
+
+
+def test_without_an_address_only_the_text_of_a_link_is_left(addresses):
+    assert addresses.make_links_absolute("see [a](docs/a.md#b)", "README.md", None) == "see a"
+
+
+def test_the_readme_of_a_package_has_no_relative_link(addresses):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"\]\((?!https?:|#)", text)) > 10
+    made = addresses.make_links_absolute(text, "README.md", "https://example.org/o/r")
+    assert re.findall(r"\]\((?!https?:|#)", made) == []
+
+
+def test_a_package_has_urls_and_a_readme(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the package")
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".ci", "shardctl/version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    code = (
+        "from hatchling.builders.wheel import WheelBuilder\n"
+        "core = WheelBuilder('.').metadata.core\n"
+        "print(core.urls, 'blob/HEAD/docs/guide.md' in core.readme)"
+    )
+    nowhere = {"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    where = nowhere | {"GITHUB_SERVER_URL": "https://github.example", "GITHUB_REPOSITORY": "a/b"}
+    for environment, links in ((where, True), (nowhere, False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        assert ("https://github.example/a/b/issues" in done.stdout) is links
+        assert done.stdout.rstrip().endswith(str(links))
+
+
+def test_the_first_command_of_the_readme_is_on_its_first_screen():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(number for number, line in enumerate(lines) if "pip install" in line) < 24
+    assert next(number for number, line in enumerate(lines) if "| I have | I want |" in line) < 40
+
+
+def test_a_deepspeed_run_is_in_the_table_of_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(
+        r"^\| .*DeepSpeed.* \| .*tensor-parallel.* \| `shardctl reshard ./zero.*--tp 4.*` \|$", text, re.MULTILINE
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="the extra [docs] builds the site")
+    where = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / ".mkdocs.yml", "-d", where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return where
+
+
+@pytest.mark.parametrize("words", ["zero", "vllm", "out of memory", "deepspeed"])
+def test_the_search_of_the_site_finds(site, words):
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    assert any(words in f"{page['title']} {page['text']}".lower() for page in found)
+
+
+def test_every_page_has_a_place_in_the_navigation():
+    """Without mkdocs, too; mkdocs itself says so when it builds strictly."""
+    settings = yaml.safe_load((ROOT / ".mkdocs.yml").read_text())
+    places = re.findall(r"[\w/.-]+\.md", json.dumps(settings["nav"]))
+    assert len({*places}) == len(places)
+    assert {*places} == {str(path.relative_to(ROOT / "docs")) for path in PAGES[2:]} | {"index.md", "changelog.md"}
+
+
+def test_the_changelog_has_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(shardctl.__version__)}\b", text, re.MULTILINE)
+
+
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_is_one(path):
+    """What GitHub asks of a form: name, description, elements with a label, and ids that are unique."""
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert form["name"]
+    assert form["description"]
+    named = [one["id"] for one in form["body"] if one["type"] != "markdown"]
+    assert len({*named}) == len(named) > 1
+    for one in form["body"]:
+        assert one["type"] in {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert one["attributes"].get("value" if one["type"] == "markdown" else "label")
+
+
+@pytest.mark.parametrize("extra", ["verify", "cloud", "orbax", "ray"])
+def test_a_hint_installs_the_packages_of_an_extra(extra, monkeypatch):
+    """Also from a clone that is not installed; the name shardctl on an index says nothing of a clone."""
+    wanted = PROJECT["optional-dependencies"][extra]
+    lines = [f"{one}; extra == '{extra}'" for one in wanted]
+    for needed in (lambda _: ["numpy>=1.26", *lines, "x; extra == 'dev'"], lambda _: []):
+        monkeypatch.setattr(extras, "requires", needed)
+        assert extras.format_install_command(extra) == f"pip install {' '.join(map(repr, wanted))}"
