@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import itertools
 import json
 import pickle
 import shutil
@@ -22,11 +23,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from shardctl.box import Box
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
+from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.dcp.metadata import read_metadata
+from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.registry import detect_format
+from shardctl.manifest import Chunk, Region, Tensor
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
@@ -39,6 +44,10 @@ from shardctl.verbs.reshard import reshard
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HERE = FIXTURES / "torch_dist"
 CASES = {
+    "buckets_cut": Mesh.of(tp=2, pp=2, dp=2),
+    "buckets_tied": Mesh.of(pp=2, dp=2),
+    "buckets_virtual": Mesh.of(pp=2),
+    "buckets_experts": Mesh.of(tp=2, ep=2, etp=1),
     "stacked": Mesh.of(tp=2, pp=2),
     "per_layer": Mesh.of(tp=2, pp=2),
     "singleton": Mesh.of(tp=2, pp=2),
@@ -63,6 +72,8 @@ MODELS = json.loads((HERE / "models.json").read_text())
 """The directory of each case's model, below `fixtures`."""
 WRITTEN_ALIKE = ("stacked", "qwen2_tied", "qwen3", "moe", "gpt2", "qwen2-moe", "deepseek-v3", "deepseek-v3-predicting")
 """Cases in the keying that shardctl writes, for the mesh that wrote them."""
+BUCKETS = ("trained_buckets", *(name for name in CASES if name.startswith("buckets_")))
+TRAINED = ("trained", "core_0_15", "trained_plain", *BUCKETS)
 MASTER = 1 + 2**-12
 """What the optimizer's copy of a weight in bfloat16 is, times that weight (`optimizer_of` of its maker)."""
 
@@ -108,7 +119,7 @@ def written(tmp_path_factory):
 def test_every_checkpoint_is_the_model_to_the_bit(name, config):
     where = HERE / name / "iter"
     given = model(name) if config == "the model's" else None
-    trained = name.startswith("trained") or name == "core_0_15"
+    trained = name in TRAINED
     with open_checkpoint(where, SourceOptions(config=given, weights="module" if trained else None)) as checkpoint:
         assert checkpoint.manifest.format == "torch_dist"
         check(where, checkpoint.manifest.tensors, published(name))
@@ -122,12 +133,12 @@ def test_inspect_says_which_mesh_wrote_it(name):
     assert any("_extra_state" in dropped for dropped in found.dropped)
 
 
-@pytest.mark.parametrize("name", ["trained", "core_0_15", "trained_plain"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_optimizer_states_are_those_of_the_models_tensors(name):
     where, weights = HERE / name / "iter", published(name)
     with open_checkpoint(where) as checkpoint:
         training = checkpoint.manifest.training
-        halves = weights["lm_head.weight"].dtype == torch.bfloat16
+        halves = weights["model.norm.weight"].dtype == torch.bfloat16
         masters = {k: v.float() * MASTER if halves else v for k, v in weights.items()}
         check(where, checkpoint.manifest.tensors, masters)
         assert {split_state_name(state) for state in training.states} == {
@@ -150,10 +161,79 @@ def test_the_modules_own_weights_are_read_if_they_are_asked_for():
         pass
 
 
-def test_states_in_buckets_are_left_behind_and_said_so():
-    with open_checkpoint(HERE / "trained_buckets" / "iter") as checkpoint:
+@pytest.mark.parametrize("name", TRAINED)
+def test_groups_have_the_parameters_that_megatron_gives_them(name):
+    with open_checkpoint(HERE / name / "iter") as checkpoint:
+        training = checkpoint.manifest.training
+        decays = {p: group.settings["wd_mult"] for group in training.groups for p in group.parameters}
+        assert decays == {
+            name: 0.0 if "norm" in name or name.endswith("bias") else 1.0 for name in checkpoint.manifest.tensors
+        }
+        assert {group.settings["weight_decay"] for group in training.groups} == {0.1}
+
+
+def unpacked(where: Path) -> list[str]:
+    """What is said of buckets that could not be taken apart."""
+    with open_checkpoint(where, SourceOptions(config=model("trained_buckets"))) as checkpoint:
         assert not checkpoint.manifest.training.states
-        assert any("buckets of its own order" in warning for warning in checkpoint.manifest.warnings)
+        return [warning for warning in checkpoint.manifest.warnings if "dp_reshardable" in warning]
+
+
+def test_buckets_of_other_weights_are_left_behind(place):
+    where = place("trained_buckets")
+    one, other = (
+        f"decoder.layers.{name}.layer_norm_weight" for name in ("self_attention.linear_qkv", "mlp.linear_fc1")
+    )
+
+    def exchange(metadata) -> None:
+        names = {one: other, other: one}
+        metadata.storage_data = {
+            MetadataIndex(names.get(index.fqn, index.fqn), index.offset, index.index): info
+            for index, info in metadata.storage_data.items()
+        }
+
+    edited(where, exchange)
+    (warning,) = unpacked(where)
+    assert "what would be the optimizer's copy of decoder.layers.self_attention.linear_qkv.layer_norm_weight" in warning
+
+
+def test_buckets_of_an_unknown_mesh_are_left_behind(place):
+    where = place("buckets_cut")
+    common(where)
+    with open_checkpoint(where, SourceOptions(config=model("buckets_cut"))) as checkpoint:
+        assert not checkpoint.manifest.training.states
+        assert any("4 ranks have buckets, but 1 were expected" in each for each in checkpoint.manifest.warnings)
+
+
+def test_buckets_in_the_order_of_transformer_engine_are_told_from_those_of_local_layers():
+    """Its layers need CUDA: the bucket is made up, in the order of TransformerEngine's `layernorm_linear.py`."""
+    f32 = BY_NAME["F32"]
+    shapes = {
+        "embedding.word_embeddings.weight": (4, 16),
+        "decoder.layers.self_attention.linear_proj.weight": (1, 16, 16),
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (1, 16),
+        "decoder.layers.self_attention.linear_qkv.weight": (1, 32, 16),
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (1, 16),
+        "decoder.layers.mlp.linear_fc1.weight": (1, 48, 16),
+        "decoder.layers.mlp.linear_fc2.weight": (1, 16, 24),
+        "decoder.final_layernorm.weight": (16,),
+        "output_layer.weight": (4, 16),
+    }
+    arrays = {
+        name: Tensor(name, f32, shape, (Chunk(Box.whole(shape), f32, Region("weights", 0, ())),))
+        for name, shape in shapes.items()
+    }
+    starts, edges, at = {}, [], 0
+    for name in reversed(shapes):
+        starts[name], at = -(-at // 64) * 64, -(-at // 64) * 64 + arrays[name].size
+        edges += [starts[name], at]
+    runs = [Box((a,), (b - a,)) for a, b in itertools.pairwise(dict.fromkeys(edges))]
+    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.exp_avg"
+    chunks = tuple(Chunk(run, f32, Region("bucket", 4 * run.origin[0], (4,))) for run in runs)
+    found = unpack_buckets({key: Tensor(key, f32, (at,), chunks)}, arrays, Mesh.of(), len)
+    assert found.title == "of Transformer Engine's layers"
+    places = {name: found.states[f"optimizer.exp_avg.{name}"].chunks[0].where.offset // 4 for name in shapes}
+    assert places == starts
 
 
 def test_states_travel_to_trainers(tmp_path):

@@ -12,19 +12,25 @@ from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import COMMON, MARK, TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron.arguments import has_zero_centred_norms
-from shardctl.libraries.megatron.dist_common import CommonState, read_common
+from shardctl.libraries.megatron.dist_buckets import unpack_buckets
+from shardctl.libraries.megatron.dist_common import CommonState, read_common, read_local_optimizers
 from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
 from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
+from shardctl.libraries.megatron.dist_groups import assign_parameters
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
+from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
+from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
 from shardctl.training import format_state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardctl.libraries.dcp.save import DcpSave
     from shardctl.libraries.reader import Weights
     from shardctl.manifest import Tensor
+    from shardctl.mesh import Mesh
+    from shardctl.settings import Setting
 
 _MASTERS: Final = ("param", "fp32_param")
 """What optimizers call their own copy of the weights."""
@@ -50,25 +56,29 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> M
     tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
     warnings: list[str] = []
     states = dict(_build_states(save, keys, tensors, warnings))
+    mesh = build_written_mesh(common)
+    left, notes = _unpack_states(save, keys, tensors, states, mesh)
+    warnings += left
+    step, groups = _find_settings(save, keys, common)
     masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := format_state_name(s, p)) in states}
     if weights == "master" and not masters:
         raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
     if weights != "module":
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
-    side, left = _list_side_objects(save, folder)
-    mesh = build_written_mesh(common)
+    side, others = _list_side_objects(save, folder)
     return Manifest(
         format=name,
         tensors=tensors,
         files=dict(sorted(save.files.items())),
-        objects=(*side, *_list_objects(save, keys, common)),
-        warnings=(*warnings, *left),
+        objects=(*side, *_list_objects(save, keys.buckets if left else (), common)),
+        warnings=(*warnings, *others),
         training=TrainingState(
             writer="Megatron-LM",
             ranks=mesh.world if common is not None and common.arguments else count_writers(save.files),
-            step=_find_step(common),
+            step=step,
             states=states,
-            notes=tuple(_list_notes(keys, common, masters, weights)),
+            groups=assign_parameters(groups, tensors) if states else (),
+            notes=(*_list_notes(keys, common, masters, weights), *notes),
         ),
         dialect=build_dialect(
             {each.name: each.shape for each in tensors.values()},
@@ -104,11 +114,30 @@ def _build_states(
         warnings.append(
             f"{len(strange)} optimizer states such as {strange[0]!r} are left behind: their weights are not here"
         )
-    if keys.buckets:
-        warnings.append(
+
+
+def _unpack_states(
+    save: DcpSave, keys: MegatronKeys, tensors: dict[str, Tensor], states: dict[str, Tensor], mesh: Mesh
+) -> tuple[list[str], list[str]]:
+    """Add states that the optimizer keeps in buckets; returns what to warn of, and how they were understood."""
+    if not keys.buckets:
+        return [], []
+
+    def check(found: Mapping[str, Tensor]) -> int:
+        masters = {p: s for p in tensors for kind in _MASTERS if (s := found.get(format_state_name(kind, p)))}
+        return compare_samples(save.source, masters, tensors)
+
+    try:
+        found = unpack_buckets({key: save.tensor(key, key) for key in keys.buckets}, tensors, mesh, check)
+    except UnknownOrderError as error:
+        left = (
             f"{len(keys.buckets)} tensors such as {keys.buckets[0]!r} are left behind: the optimizer keeps them in "
-            "buckets of its own order, from which only the same mesh can resume (distrib_optim_sharding_type)"
+            f"buckets (distrib_optim_sharding_type dp_reshardable), and {error}"
         )
+        return [left], []
+    states |= found.states
+    checked = f"{found.compared:,} values of its weights are the model's" if found.compared else "it has no weights"
+    return [], [f"the optimizer's buckets are taken apart in the order {found.title}; {checked}"]
 
 
 def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], tuple[str, ...]]:
@@ -123,9 +152,9 @@ def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], 
     )
 
 
-def _list_objects(save: DcpSave, keys: MegatronKeys, common: CommonState | None) -> Iterator[OpaqueObject]:
+def _list_objects(save: DcpSave, buckets: Iterable[str], common: CommonState | None) -> Iterator[OpaqueObject]:
     objects = save.metadata[0].objects
-    for key in (*(key for key in objects if _EXTRA not in key), *keys.buckets):
+    for key in (*(key for key in objects if _EXTRA not in key), *buckets):
         yield OpaqueObject(key, "drop")
     extra = sum(_EXTRA in key for key in objects)
     if extra:
@@ -135,10 +164,16 @@ def _list_objects(save: DcpSave, keys: MegatronKeys, common: CommonState | None)
             yield OpaqueObject(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
 
 
-def _find_step(common: CommonState | None) -> int | None:
+def _find_settings(
+    save: DcpSave, keys: MegatronKeys, common: CommonState | None
+) -> tuple[int | None, tuple[Mapping[str, Setting], ...]]:
+    """Find the steps done, and the settings of the optimizer's groups of parameters."""
+    if keys.buckets:
+        step, groups = read_local_optimizers(save)
+        return step if step is not None or common is None else common.iteration, groups
     if common is None:
-        return None
-    return common.step if common.step is not None else common.iteration
+        return None, ()
+    return common.step if common.step is not None else common.iteration, common.groups
 
 
 def _list_notes(

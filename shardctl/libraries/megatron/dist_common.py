@@ -5,12 +5,14 @@ It is in `common.pt`, a file of torch.save; since Megatron-LM core 0.19 in an it
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.libraries.dcp.items import NUMBERS, decode_number
 from shardctl.libraries.files.sharded_backend import COMMON
+from shardctl.libraries.megatron.dist_groups import list_groups
 from shardctl.libraries.megatron.namespace import parse_namespace
 from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 ITEM: Final = "common_state/shard_0_1"
+_LOCAL: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 _ARGUMENTS: Final = ("args", "arguments")
 _SHOWN: Final = 80
 _DEPTH: Final = 4
@@ -48,6 +51,8 @@ class CommonState:
     iteration: int | None = None
     step: int | None = None
     """Of the optimizer."""
+    groups: tuple[Mapping[str, Setting], ...] = ()
+    """The settings of the optimizer's groups of parameters."""
     names: tuple[str, ...] = ()
     """All that there is, by its outermost names."""
 
@@ -81,8 +86,27 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
         step=_find_step(found.get("optimizer"), saved, source),
+        groups=tuple(list_groups(found.get("optimizer"))),
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
+
+
+def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str, Setting], ...]]:
+    """Read the steps done and the groups' settings that the optimizers of single ranks keep (`dp_reshardable`).
+
+    All ranks have the same; each chained optimizer's first is read.
+    """
+    step: int | None = None
+    groups: list[Mapping[str, Setting]] = []
+    items = save.metadata[0].items
+    for (key, _), item in sorted(items.items(), key=lambda each: each[0][0]):
+        if not _LOCAL.fullmatch(key):
+            continue
+        saved = read_torch_zip(save.source, item.file, start=item.offset, size=item.length)
+        tree = saved.tree[0] if isinstance(saved.tree, list) and saved.tree else saved.tree
+        step = _find_step({0: tree}, saved, save.source) if step is None else step
+        groups += list_groups({0: tree})
+    return step, tuple(groups)
 
 
 def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:

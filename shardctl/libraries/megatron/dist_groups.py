@@ -1,0 +1,87 @@
+"""Reads the settings of Megatron-LM's optimizers, and says which parameters each group of them has.
+
+No file names the parameters of a group. Megatron-LM decides by name and shape: biases and vectors have no weight decay
+(`_get_param_groups` of `optimizer/__init__.py`), which the group's `wd_mult` says, and experts that are divided have
+groups of their own (`is_expert_parallel`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.libraries.torch_save.pickle_tree import as_mapping
+from shardctl.manifest import ParameterGroup
+from shardctl.settings import as_setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.settings import Setting
+
+GROUPS: Final = "param_groups"
+_DEPTH: Final = 3
+_MOST: Final = 64
+_EXPERT: Final = ".mlp.experts."
+
+
+def list_groups(optimizer: object) -> Iterator[dict[str, Setting]]:
+    """List the settings of every group in an optimizer's state, those of chained optimizers one behind another."""
+    yield from _walk_groups(optimizer, _DEPTH)
+
+
+def _walk_groups(node: object, depth: int) -> Iterator[dict[str, Setting]]:
+    held = as_mapping(node)
+    if held is None or not depth:
+        return
+    groups = held.get(GROUPS)
+    if isinstance(groups, list):
+        yield from map(_read_settings, groups[:_MOST])
+        return
+    for part in list(held.values())[:_MOST]:
+        yield from _walk_groups(part, depth - 1)
+
+
+def _read_settings(group: Any) -> dict[str, Setting]:  # noqa: ANN401 - a node of a tree
+    found = {}
+    for name, value in (as_mapping(group) or {}).items():
+        setting = as_setting(value)
+        if isinstance(name, str) and name != "params" and setting is not None:
+            found[name] = setting[0]
+    return found
+
+
+def assign_parameters(groups: Sequence[Mapping[str, Setting]], arrays: Iterable[str]) -> tuple[ParameterGroup, ...]:
+    """Return the groups, each with the arrays that it has; none if that cannot be told.
+
+    >>> both = [{"wd_mult": 1.0, "lr": 0.1}, {"wd_mult": 0.0, "lr": 0.1}]
+    >>> for group in assign_parameters(both, ["output_layer.weight", "decoder.final_layernorm.weight"]):
+    ...     print(group.parameters)
+    ('output_layer.weight',)
+    ('decoder.final_layernorm.weight',)
+    """
+    found: dict[tuple[bool, bool], tuple[list[str], Mapping[str, Setting]]] = {}
+    for group in groups:
+        kind = bool(group.get("is_expert_parallel")), _has_decay(group)
+        if kind in found and found[kind][1] != group:
+            return ()
+        found.setdefault(kind, ([], group))
+    for name in arrays:
+        decayed = not is_vector(name)
+        routed = _EXPERT in name and any(expert for expert, _ in found)
+        if (routed, decayed) not in found:
+            return ()
+        found[routed, decayed][0].append(name)
+    return tuple(ParameterGroup(tuple(names), group) for names, group in found.values() if names)
+
+
+def _has_decay(group: Mapping[str, Setting]) -> bool:
+    return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0.0
+
+
+def is_vector(name: str) -> bool:
+    """Return whether an array holds biases or weights of norms.
+
+    >>> is_vector("decoder.layers.mlp.linear_fc1.layer_norm_weight"), is_vector("output_layer.weight")
+    (True, False)
+    """
+    return name.endswith(("bias", "layernorm.weight", "layer_norm_weight"))
