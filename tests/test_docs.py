@@ -105,6 +105,7 @@ def test_the_page_and_the_help_have_the_same_exit_codes():
 VARIES = [
     (r"\d+\.\d+ s\b", "N s"),
     (r"\d+(\.\d+)? [kMG]?B/s", "N B/s"),
+    (r"by safetensors [\d.]+,", "by safetensors N,"),
     (r"free space .*", "free space"),
     (r"peak host memory [\d.]+ [MG]iB", "peak host memory"),
     (r"^.*/cut$", "cut"),

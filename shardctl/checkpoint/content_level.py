@@ -16,6 +16,7 @@ from shardctl.verify import content
 from shardctl.verify.checksums import check_downloads, check_sums
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult
+from shardctl.verify.library_headers import compare_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +35,8 @@ def run_content_level(
 ) -> tuple[LevelResult, dict[str, str]]:
     """Return the level, and the digest of each tensor as it is now; with `finite`, NaN and infinity are errors."""
     level, began = LevelResult("content", strict=strict), time.monotonic()
+    level.library, differing = compare_headers(checkpoint.source, checkpoint.stored)
+    level.add(iter(differing))
     tensors = list(checkpoint.whole.tensors.values())
     tracker = build_crc_tracker(checkpoint)
     found = content.measure_content(

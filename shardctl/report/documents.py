@@ -231,6 +231,8 @@ def _build_level_document(level: LevelResult) -> Document:
         "findings": [asdict(finding) for finding in level.findings],
         "notes": list(level.notes),
     }
+    if level.library is not None:
+        document["safetensors"] = asdict(level.library)
     if level.name == "load":
         document["ranks"] = [
             {

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardctl.verify.engines.result import EngineResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.library_headers import LibraryHeaders
 
 LEVELS: Final[dict[str, tuple[str, ...]]] = {
     "quick": ("structure",),
@@ -70,6 +71,8 @@ class LevelResult:
     """What of the machine kept it from being finished."""
     engine: EngineResult | None = None
     """Of `engine`."""
+    library: LibraryHeaders | None = None
+    """Of `content`."""
 
     def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""

@@ -54,8 +54,9 @@ def test_verify_finds_one_bit_and_answers_with_exit_code_3(say, damaged):
     assert (found.code, found.err) == (3, "")
     lines = found.out.splitlines()
     assert lines[1].startswith("content    failed  21 tensors")
-    assert lines[2].startswith("error: [digest] ")
-    assert "shard-00002" in lines[2]
+    assert lines[2].startswith("    read by safetensors ")
+    assert lines[3].startswith("error: [digest] ")
+    assert "shard-00002" in lines[3]
     assert lines[-1] == "FAILED: 1 finding"
 
 
@@ -94,7 +95,9 @@ def test_verify_as_json(say, damaged):
     assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
     assert found.code == 3
     content = document["levels"][1]
-    assert list(content) == ["name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings", "notes"]
+    assert list(content) == [
+        *("name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings", "notes", "safetensors")
+    ]
     assert set(content["findings"][0]) == {"severity", "check", "message", "tensor", "file", "box"}
 
 

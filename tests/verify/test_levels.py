@@ -447,7 +447,7 @@ class TestForward:
         code, out, _ = say("verify", ranks, "--forward", "--load", "cpu")
         assert len(told) == 1
         assert code == 3
-        assert [line.rstrip() for line in out.splitlines() if line.startswith(("    ", "note"))][4:] == [
+        assert [line.rstrip() for line in out.splitlines() if line.startswith(("    ", "note"))][5:] == [
             "    engine          4 virtual ranks in one process, fp32 on cpu; torch 2.11.0, transformers 5.17.0",
             "    by ranks        75.0% of the weights, each rank with what it holds",
             "    not by ranks    25.0% of the weights, bias: joined: it is loose",
