@@ -394,7 +394,9 @@ class _AnatomyReader:
             head, value = named.unit("qs"), named.unit("vs")
             heads = named.size("qs") // head
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
-            latent = LayerAttention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
+            width = ranks[1] + (named.size("rope") if named.has("rope") else 0)
+            borrowed = "own_kv" in self.facts.flags and not any(row.dims == named.known("kv_rank") for row in rows)
+            latent = LayerAttention("latent", heads, heads, head, value, None, width, *ranks, borrowed=borrowed)
             return _add_indexer(latent, named) if named.known("chosen") else latent
         wide = "full_" if named.has("full_q") else ""
         if not named.has(f"{wide}q"):

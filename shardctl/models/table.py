@@ -223,10 +223,11 @@ class _ModelBuilder:
             self.tie(name, plan.name % (plan.tied[at[0]], *at[1:]), plan, where)
             return
         whole = plan.whole
-        key = (id(plan.cuts), where) if whole is None else (id(plan.cuts), where, plan.indices[whole], at[whole])
+        stages = self.list_stages() if plan.row.on == "all" else (where,)
+        key = (id(plan.cuts), stages) if whole is None else (id(plan.cuts), stages, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:
-            spec = self.specs[key] = PartitionSpec(plan.cuts, (where,), self.member_of(plan, at))
+            spec = self.specs[key] = PartitionSpec(plan.cuts, stages, self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
         optional = plan.optional or (plan.needed is not None and at[0] not in plan.needed)
         self.tensors[name] = ModelTensor(
@@ -273,12 +274,16 @@ class _ModelBuilder:
             names = tuple(name for group in groups for name in group)
             yield TensorFusion(self.full(fused.name).format(**values), names, places)
 
+    def list_stages(self) -> tuple[tuple[Where, int], ...]:
+        """List the stages of all layers of the decoder."""
+        return tuple(("layer", n) for n in self.facts.indices["layer"].values)
+
     def stage(self, plan: _RowPlan, at: tuple[int, ...]) -> tuple[Where, int]:
         """Return where a tensor lives: where its row says, else with its layer."""
         on = plan.row.on
         if on:
-            if on in ("first", "last"):
-                return ("first", 0) if on == "first" else ("last", 0)
+            if on in ("first", "last", "all"):
+                return ("last", 0) if on == "last" else ("first", 0)
             return self.facts.stages[on]
         layer = self.facts.indices[plan.indices[0]].layer
         assert layer is not None, plan.row  # noqa: S101 - a table that names no stage is our own bug

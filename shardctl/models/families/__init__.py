@@ -72,6 +72,7 @@ FAMILY_FILES: Final = {
     "minimax_m3": ("minimax_m3_vl", "minimax_m3_vl_text"),
     "mistral": ("ministral", "ministral3", "mistral"),
     "mistral4": ("mistral4",),
+    "mistral_large4": ("mistral_large4",),
     "mixtral": ("mixtral", "phimoe"),
     "mllama": ("mllama", "mllama_text_model"),
     "modernbert": ("modernbert", "modernbert-decoder"),

@@ -1,0 +1,76 @@
+"""Mistral Large 4 as transformers writes it, in the Hub's names and with the order of rows that the Hub has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, assert_same, loaded, stored
+
+from shardctl.errors import UnsupportedError
+from shardctl.estimate.kv_cache import count_elements_per_token
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import build_anatomy
+from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.verbs.digest import digest
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+CONFIG = json.loads((CONFIGS.with_name("configs_hub") / "mistral_large4.json").read_text())
+KIND = transformers.MistralLarge4ForConditionalGeneration
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """What `save_pretrained` wrote of a model whose every tensor is random."""
+    model = KIND(KIND.config_class.from_dict(CONFIG)).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            near = 1 if "norm" in name and name.endswith("weight") else 0
+            tensor.copy_(near + 0.05 * torch.randn(tensor.shape, generator=generator))
+    path = tmp_path_factory.mktemp("source")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=2,ep=2", "pp=2", "fsdp=2"])
+def test_there_and_back_is_the_identity_and_computes_the_same(source, tmp_path, mesh):
+    assert "vision_encoder.transformer.layers.0.attention.wq.weight" in stored(source)
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.parse(mesh)))
+    found = verify(tmp_path / "ranks", VerifyOptions(level="forward", against=source))
+    assert found.ok
+    assert found.levels[-1].status == "passed"
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source))
+    assert digest(tmp_path / "back").digest == digest(source).digest
+    assert_same(loaded(tmp_path / "back", KIND).state_dict(), loaded(source, KIND).state_dict())
+
+
+def test_every_stage_has_what_scales_its_rotary_frequencies(source, tmp_path):
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2)))
+    files = sorted(tmp_path.glob("ranks/*.safetensors"))
+    holders = {file.name.split("-")[1] for file in files if "model.language_model.rotary_emb.alpha" in load_file(file)}
+    assert holders == {"00001", "00002"}
+
+
+def test_layers_that_predict_are_refused_by_name(source, tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/config.json").write_text((source / "config.json").read_text())
+    more = {**stored(source), "mtp_dspark.layers.0.attention_norm.weight": torch.ones(32)}
+    save_file(more, tmp_path / "more/model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"mtp_dspark\.layers\.0"):
+        reshard(tmp_path / "more", tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)))
+
+
+def test_layers_cache_latents_of_their_own_or_those_of_an_earlier_one():
+    attentions = [layer.attention for layer in build_anatomy(CONFIG).layers]
+    assert [(one.borrowed, count_elements_per_token(one, 1), bool(one.indexer)) for one in attentions] == [
+        (False, 16, True),
+        (True, 12, False),
+        (False, 12, True),
+        (False, 16, False),
+    ]
