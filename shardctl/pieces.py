@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from shardctl.errors import CutError, UsageError
 from shardctl.mesh import REPLICATING, build_holding_key
-from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.placement import check_cuts, compute_held_boxes, find_holder
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -63,28 +64,31 @@ class PlacedCheckpoint:
         """
         kinds, kind_of = self._kinds()
         stages = self._on_stages(kind_of)
+        known: dict[tuple[int, ...], tuple[Box, ...]] = {}
         alike: dict[tuple[object, ...], list[TensorShard]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
             dense, expert = (True, True) if replicas else _flag_first_holder(at)
             key = (dense, expert, *build_holding_key(at))
             if key not in alike:
-                parts = [
-                    tuple(compute_rank_boxes(shape, spec, self.mesh, at))
-                    if (expert if spec.of_expert else dense)
-                    else ()
-                    for shape, spec in kinds
-                ]
+                boxes = []
+                for number, (shape, spec) in enumerate(kinds):
+                    place = (number, *[at[axis] for axis in spec.axes])
+                    if place not in known:
+                        known[place] = tuple(compute_held_boxes(shape, spec.cuts, self.mesh, at))
+                    boxes.append(known[place] if (expert if spec.of_expert else dense) else ())
                 alike[key] = [
-                    TensorShard(tensor, names, parts[kind]) for tensor, names, kind in stages[at["pp"]] if parts[kind]
+                    TensorShard(tensor, names, boxes[kind])
+                    for _, tensor, names, kind in stages[at["pp"]].list_held(at)
+                    if boxes[kind]
                 ]
             yield rank, alike[key]
 
     def _kinds(self) -> tuple[list[tuple[tuple[int, ...], PartitionSpec]], list[int]]:
         """Return the pairs of shape and cuts, of which a model has few, and which one each tensor is.
 
-        The rows of a table share their cuts, so cuts are told apart by which object they are: to hash them would take
-        longer than all else here, and two kinds that are equal do no harm.
+        All experts of a kind are one. The rows of a table share their cuts, so cuts are told apart by which object they
+        are: to hash them would take longer than all else here, and two kinds that are equal do no harm.
         """
         numbers: dict[tuple[object, ...], int] = {}
         kinds: list[tuple[tuple[int, ...], PartitionSpec]] = []
@@ -92,8 +96,9 @@ class PlacedCheckpoint:
         kind_of = []
         for tensor in self.tensors:
             spec = self.specs[tensor.name]
-            member = (spec.member.axis, spec.member.index, spec.member.count) if spec.member else None
-            number = numbers.setdefault((tensor.shape, id(spec.cuts), member), len(numbers))
+            member = spec.member
+            key = (tensor.shape, id(spec.cuts), member and (member.axis, member.count))
+            number = numbers.setdefault(key, len(numbers))
             if number == len(kinds):
                 kinds.append((tensor.shape, spec))
                 examples.append(tensor.name)
@@ -112,21 +117,39 @@ class PlacedCheckpoint:
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]
 
-    def _on_stages(self, kind_of: Sequence[int]) -> list[list[tuple[Tensor, tuple[str, ...], int]]]:
-        """Return for each stage its tensors, each with the names that it has there, and its kind."""
+    def _on_stages(self, kind_of: Sequence[int]) -> list[_StageTensors]:
+        """Return the tensors of each stage."""
         stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
         last = self.mesh.degree("pp") - 1
-        stages: list[list[tuple[Tensor, tuple[str, ...], int]]] = [[] for _ in range(last + 1)]
+        stages = [_StageTensors() for _ in range(last + 1)]
         known: dict[tuple[tuple[Where, int], ...], list[int]] = {}
-        for tensor, number in zip(self.tensors, kind_of, strict=True):
-            where = self.specs[tensor.name].where
+        for turn, (tensor, number) in enumerate(zip(self.tensors, kind_of, strict=True)):
+            spec = self.specs[tensor.name]
+            where, member = spec.where, spec.member
             on = known.get(where)
             if on is None:
                 found = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
                 on = known[where] = sorted(found)
+            holder = (member.axis, find_holder(member, self.mesh)) if member else None
             for place, stage in enumerate(on):
-                stages[stage].append((tensor, self._names(tensor, place, len(on)), number))
+                held = (turn, tensor, self._names(tensor, place, len(on)), number)
+                stages[stage].held_by.setdefault(holder, []).append(held)
         return stages
+
+
+@dataclass(slots=True)
+class _StageTensors:
+    """The tensors of a pipeline stage."""
+
+    held_by: dict[tuple[str, int] | None, list[tuple[int, Tensor, tuple[str, ...], int]]] = field(default_factory=dict)
+    """By which rank of which axis holds them, None for those that no axis divides whole: the place of each in the
+    model, the tensor, its names on this stage, and its kind."""
+
+    def list_held(self, at: Mapping[str, int]) -> list[tuple[int, Tensor, tuple[str, ...], int]]:
+        """List those that the rank at `at` holds something of, in model order."""
+        axes = dict.fromkeys(holder[0] for holder in self.held_by if holder is not None)
+        found = [self.held_by.get(None, []), *(self.held_by.get((axis, at[axis]), []) for axis in axes)]
+        return sorted((held for some in found for held in some), key=itemgetter(0))
 
 
 def _flag_first_holder(at: Mapping[str, int]) -> tuple[bool, bool]:

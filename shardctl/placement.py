@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
@@ -66,7 +65,7 @@ class GroupMember:
     """How many there are; the axis gives each rank an equal run of them."""
 
 
-@dataclass(frozen=True)
+@value_class
 class PartitionSpec:
     """How one tensor is cut and on which stage it lives; a partition spec with units."""
 
@@ -77,16 +76,26 @@ class PartitionSpec:
     member: GroupMember | None = None
     """Set for a tensor that only some ranks of an axis hold."""
 
-    @cached_property
+    _axes: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    """Those below, once they are known."""
+    _of_expert: bool | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that cut or place the tensor, each once."""
-        member = (self.member.axis,) if self.member else ()
-        return tuple(dict.fromkeys((*member, *(cut.axis for dim in self.cuts for cut in dim))))
+        if self._axes is None:
+            member = (self.member.axis,) if self.member else ()
+            axes = tuple(dict.fromkeys((*member, *(cut.axis for dim in self.cuts for cut in dim))))
+            object.__setattr__(self, "_axes", axes)
+            return axes
+        return self._axes
 
-    @cached_property
+    @property
     def of_expert(self) -> bool:
         """Whether the expert axes decide who holds the tensor."""
-        return not {*EXPERT_AXES, EXPERT_FSDP}.isdisjoint(self.axes)
+        if self._of_expert is None:
+            object.__setattr__(self, "_of_expert", not {*EXPERT_AXES, EXPERT_FSDP}.isdisjoint(self.axes))
+        return bool(self._of_expert)
 
 
 def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
@@ -109,11 +118,23 @@ def compute_rank_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, at
 
     Stages are not considered.
     """
-    if spec.member and at[spec.member.axis] != spec.member.index * mesh.degree(spec.member.axis) // spec.member.count:
+    if spec.member and at[spec.member.axis] != find_holder(spec.member, mesh):
         return []
-    if not all(shape) or not spec.cuts:  # a tensor without elements is one all the same
+    return compute_held_boxes(shape, spec.cuts, mesh, at)
+
+
+def find_holder(member: GroupMember, mesh: Mesh) -> int:
+    """Find which rank of its axis holds a tensor that is one of many alike."""
+    return member.index * mesh.degree(member.axis) // member.count
+
+
+def compute_held_boxes(
+    shape: Sequence[int], cuts: Sequence[Sequence[AxisCut]], mesh: Mesh, at: Mapping[str, int]
+) -> list[Box]:
+    """Compute the same for a tensor that the rank is known to hold something of."""
+    if not all(shape) or not cuts:  # a tensor without elements is one all the same
         return [Box.whole(shape)]
-    held = [compute_intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
+    held = [compute_intervals(extent, each, mesh, at) for extent, each in zip(shape, cuts, strict=True)]
     return [
         Box(tuple(start for start, _ in part), tuple(stop - start for start, stop in part)) for part in product(*held)
     ]

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
-    from shardctl.placement import AxisCut
 
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
@@ -105,29 +104,20 @@ def build_inventory(
 class _SharedSpecs:
     """Specs that are equal but for which expert they speak of, as one.
 
-    Tensors share their specs, and specs their cuts, which take long to hash: both are known again by object.
+    Specs share their cuts, which take long to hash and are known again by object.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[PartitionSpec, PartitionSpec, int]] = {}
-        self._rules: dict[tuple[object, ...], PartitionSpec] = {}
-        self._cuts: dict[int, tuple[object, int]] = {}
-        self._numbers: dict[tuple[tuple[AxisCut, ...], ...], int] = {}
+        self._known: dict[tuple[object, ...], tuple[PartitionSpec, PartitionSpec]] = {}
+        self._rules: dict[PartitionSpec, PartitionSpec] = {}
 
     def of(self, spec: PartitionSpec) -> tuple[PartitionSpec, int]:
         """Return the spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
-        if id(spec) not in self._known:
-            self._known[id(spec)] = spec, self._rule(spec), spec.member.index if spec.member else 0
-        _, rule, number = self._known[id(spec)]
-        return rule, number
-
-    def _rule(self, spec: PartitionSpec) -> PartitionSpec:
-        cuts, member = spec.cuts, spec.member
-        if id(cuts) not in self._cuts:
-            self._cuts[id(cuts)] = cuts, self._numbers.setdefault(cuts, len(self._numbers))
-        key = (self._cuts[id(cuts)][1], spec.where, (member.axis, member.count) if member else None)
-        if key not in self._rules:
-            self._rules[key] = PartitionSpec(
-                cuts, spec.where, GroupMember(member.axis, 0, member.count) if member else None
-            )
-        return self._rules[key]
+        member = spec.member
+        key = (id(spec.cuts), spec.where, member.axis, member.count) if member else (id(spec.cuts), spec.where)
+        known = self._known.get(key)
+        if known is None:
+            first = GroupMember(member.axis, 0, member.count) if member else None
+            rule = PartitionSpec(spec.cuts, spec.where, first)
+            known = self._known[key] = spec, self._rules.setdefault(rule, rule)
+        return known[1], member.index if member else 0

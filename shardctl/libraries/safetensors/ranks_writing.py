@@ -122,6 +122,10 @@ def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: i
     sizes: list[int] = []
     for group in groups:
         start = 0
+        if max_shard_size is None and files and len(group) == 1 and group[0].name not in names[0]:  # nearly all
+            files[0].append(group[0])
+            names[0].add(group[0].name)
+            continue
         for array in group:
             nbytes = array.nbytes if max_shard_size is not None else 0
             for number in range(start, len(files) + 1):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.models.family import Row
@@ -32,7 +34,7 @@ class WeightArray:
     """Dims whose extent the config does not determine."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WeightEncoding:
     """How one weight is stored, and how its values follow from that."""
 

@@ -29,9 +29,10 @@ from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMetho
 from shardctl.models.quantisation.torchao import TORCHAO
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
 from shardctl.placement import PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models.model import Model
@@ -101,12 +102,14 @@ def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
     return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _QuantisableWeight:
     """A weight that may be quantised."""
 
     tensor: ModelTensor
     module: str
+    names: Names
+    """What the config may call the module."""
     storage: WeightStorage
 
 
@@ -124,6 +127,11 @@ class _ModelQuantiser:
     """The arrays of each kind of weight, of which a model has few."""
     specs: dict[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     """By the ids of an array's cuts and of the weight's spec."""
+    endings: set[str] = field(default_factory=set)
+    """The last parts of all names that are stored or in the table."""
+    likely: dict[int, list[str]] = field(default_factory=dict)
+    """By the id of a storage, which `storages` keeps: the names of its arrays that may be there."""
+    storages: list[WeightStorage] = field(default_factory=list)
     contrary: list[str] = field(default_factory=list)
     """Modules that are quantised though the config says that they are not."""
 
@@ -140,11 +148,14 @@ class _ModelQuantiser:
                 tensors[tensor.name] = tensor
                 continue
             if self.quantised(weight):
-                encodings[tensor.name] = WeightEncoding(weight.module, weight.storage.decoder, self.parts(weight))
-                tensors.update((array.name, array) for array in self.arrays(weight))
+                parts = self.parts(weight)
+                encodings[tensor.name] = WeightEncoding(weight.module, weight.storage.decoder, parts)
+                for array in self.arrays(weight, parts):
+                    tensors[array.name] = array
             else:
                 tensors[tensor.name] = tensor
-            tensors.update((scale.name, scale) for scale in self.cache_scales(weight))
+            for scale in self.cache_scales(weight):
+                tensors[scale.name] = scale
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
@@ -164,16 +175,28 @@ class _ModelQuantiser:
         if unfit or not tensor.name.endswith(_WEIGHT):
             return None
         module = tensor.name.removesuffix(_WEIGHT)
-        return _QuantisableWeight(tensor, module, self.scheme.storage(self.names(module)))
+        names = self.names(module)
+        return _QuantisableWeight(tensor, module, names, self.scheme.storage(names))
 
     def read(self, stored: Manifest, weights: Mapping[str, _QuantisableWeight]) -> None:
         """Find out what is stored of each weight."""
+        modules = {weight.module: weight for weight in weights.values()}
+        others: list[tuple[str, Tensor]] = []
+        for name, tensor in stored.tensors.items():
+            module, _, own = name.rpartition(".")
+            weight = modules.get(module)
+            if name in self.plain.tensors or (weight is not None and own in weight.storage.names):
+                self.present[name] = tensor
+            else:
+                others.append((name, tensor))
+        if not others:
+            return
         known = dict(self.plain.tensors)
         for weight in weights.values():
             known.update((f"{weight.module}.{name}", weight.tensor) for name in weight.storage.names)
             known.update((name, weight.tensor) for name in _list_cache_names(weight.module))
         reader = replace(self.plain, tensors=known)
-        for name, tensor in stored.tensors.items():
+        for name, tensor in others:
             meant = find_canonical_name(reader, name)
             if meant is not None:
                 self.present[meant] = tensor
@@ -183,37 +206,40 @@ class _ModelQuantiser:
         if not self.present:
             return not self.spared(weight)
         plain = self.present.get(weight.tensor.name)
-        companions = (name for name in weight.storage.names if name not in ("weight", "bias"))
-        if any(f"{weight.module}.{name}" in self.present for name in companions) or (
-            plain is not None and plain.dtype.name not in FLOAT
+        coded = plain is not None and plain.dtype.name not in FLOAT
+        if coded or any(
+            name not in ("weight", "bias") and f"{weight.module}.{name}" in self.present
+            for name in self.list_likely_names(weight.storage)
         ):
-            if self.listed(weight.module):
+            if self.listed(weight):
                 self.contrary.append(weight.module)
             return True
         return plain is None and not self.spared(weight)
 
     def spared(self, weight: _QuantisableWeight) -> bool:
         """Return whether the config leaves the weight as it is, or nobody quantises such weights."""
-        if weight.tensor.row.dims.startswith(_SPARED_DIMS) or self.listed(weight.module):
+        if weight.tensor.row.dims.startswith(_SPARED_DIMS) or self.listed(weight):
             return True
         where = {kind for kind, _ in weight.tensor.spec.where}
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)
 
-    def listed(self, module: str) -> bool:
+    def listed(self, weight: _QuantisableWeight) -> bool:
         """Return whether the config expressly leaves the module as it is."""
-        return self.scheme.spares(self.names(module))
+        return self.scheme.spares(weight.names)
 
     def names(self, module: str) -> Names:
         """Return the module's name with the base model's prefix and without, today's and older ones."""
         prefix = f"{self.plain.prefix}."
         names = (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
         older = list_older_names(self.plain, names[-1])
+        if not older:
+            return names
         return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))
 
-    def arrays(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
+    def arrays(self, weight: _QuantisableWeight, parts: Sequence[WeightArray]) -> Iterator[ModelTensor]:
         """Yield what is stored instead of the weight."""
         tensor, spec = weight.tensor, weight.tensor.spec
-        for part in self.parts(weight):
+        for part in parts:
             # Tensors that are cut alike share their specs in the table, and keep them meanwhile.
             own = self.specs.get((id(part.cuts), id(spec)))
             if own is None:
@@ -224,10 +250,11 @@ class _ModelQuantiser:
     def parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...]:
         """Return the arrays of the weight, worked out once for all that are alike."""
         tensor, there, tabled = weight.tensor, {}, []
-        for name in weight.storage.names:
+        for name in self.list_likely_names(weight.storage):
             full = f"{weight.module}.{name}"
-            if self.present and full in self.present:
-                there[name] = self.present[full]
+            held = self.present.get(full)
+            if held is not None:
+                there[name] = held
             if full in self.plain.tensors and full != tensor.name:
                 tabled.append(name)
         alike = tuple((name, t.shape, t.dtype.name) for name, t in there.items())
@@ -236,6 +263,15 @@ class _ModelQuantiser:
         if key not in self.kinds:
             self.kinds[key] = list_stored_arrays(tensor, weight.storage, there if self.known else None, tabled)
         return self.kinds[key]
+
+    def list_likely_names(self, storage: WeightStorage) -> list[str]:
+        """List the names of a weight's arrays that anything ends with, stored or in the table: most end nothing."""
+        if id(storage) not in self.likely:
+            if not self.endings:
+                self.endings.update(name.rpartition(".")[2] for name in (*self.present, *self.plain.tensors))
+            self.likely[id(storage)] = [n for n in storage.names if n.rpartition(".")[2] in self.endings]
+            self.storages.append(storage)
+        return self.likely[id(storage)]
 
     def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
         """Yield the scales of the key/value cache that are stored beside or in this projection."""
