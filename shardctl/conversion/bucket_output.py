@@ -7,7 +7,7 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.conversion.pending_record import (
@@ -33,7 +33,7 @@ from shardctl.version import __version__
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.pending_record import PendingRecord
@@ -47,6 +47,25 @@ if TYPE_CHECKING:
 
 _SHARE: Final = 2
 """A group takes at most one in so many of the free bytes of the scratch directory, unless one file takes more."""
+
+
+class GroupUploads(Protocol):
+    """Where groups of files go: a bucket, or a repository of the Hub."""
+
+    def group(self, number: int) -> WorkerPart | None:
+        """Return a group that an earlier run sent."""
+
+    def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
+        """Send the files of a group, and note it."""
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file of the result."""
+
+    def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
+        """Make a checkpoint of what was sent, with its record."""
+
+    def discard(self) -> None:
+        """Forget or remove what was sent so far."""
 
 
 def convert_into_bucket(
@@ -97,7 +116,7 @@ def result_files(frame: PendingRecord, *, sha256: bool) -> list[str]:
 
 
 def publish_parts(
-    frame: PendingRecord, parts: Sequence[WorkerPart], uploads: BucketUploads, stop: StopRequest, *, sha256: bool
+    frame: PendingRecord, parts: Sequence[WorkerPart], uploads: GroupUploads, stop: StopRequest, *, sha256: bool
 ) -> CheckpointRecord:
     """Make one result of parts whose objects are all there: its record, which is written last."""
     record = complete_record(frame, parts)
@@ -194,7 +213,7 @@ class ShareSender:
         work: PlannedConversion,
         versions: Versions,
         scratch: Path,
-        uploads: BucketUploads,
+        uploads: GroupUploads,
         progress: ProgressWatcher,
         stop: StopRequest,
         sha256: bool,  # noqa: FBT001 - all are named by the one caller

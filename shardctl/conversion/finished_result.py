@@ -18,6 +18,7 @@ from shardctl.record import RECORD, SUMS, CheckpointRecord, hash_source_spans, p
 from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import is_hub_address
 from shardctl.verify.content import measure_content
 from shardctl.verify.structure import check_files, check_hashes
 from shardctl.version import __version__
@@ -80,10 +81,11 @@ def find_finished_result(
 
 def _read_matching_record(work: PlannedConversion, destination: str | Path, *, sha256: bool) -> CheckpointRecord | None:
     """Read the record at a destination if it is of the same plan and its files are as it says; None otherwise."""
-    if not is_bucket(destination) and not (Path(destination) / RECORD).is_file():
+    remote = is_bucket(destination) or is_hub_address(destination)
+    if not remote and not (Path(destination) / RECORD).is_file():
         return None
     try:
-        place = open_source(destination if is_bucket(destination) else Path(destination))
+        place = open_source(destination if remote else Path(destination))
         with closing(place):
             files = place.files()
             if RECORD not in files:

@@ -16,6 +16,7 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import translate_os_errors
+from shardctl.storage.hub import is_hub_address
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ def open_conversion(
             from shardctl.conversion.bucket_output import reserve_sending_memory
 
             work = reserve_sending_memory(work)
+        elif is_hub_address(destination):
+            from shardctl.conversion.hub_output import reserve_publishing_memory
+
+            work = reserve_publishing_memory(work)
         yield work
 
 
@@ -67,6 +72,8 @@ def _check_apart(given: Source, destination: str | Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
     source: PurePath
     wanted: PurePath
+    if is_hub_address(destination):
+        return  # a branch is replaced as a whole, and what is there is for its writer to judge
     if is_bucket(destination):
         source, wanted = PurePosixPath(given.location), PurePosixPath(destination)
         same = source == wanted

@@ -23,6 +23,7 @@ from shardctl.options import DestinationOptions
 from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import refuse_shared_hub
 from shardctl.version import __version__
 from shardctl.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
 
@@ -83,6 +84,7 @@ def contribute(
     options = destination_options or DestinationOptions()
     require_no_proof(options)
     progress = progress or NullWatcher()
+    refuse_shared_hub(destination)
     with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         try:
             return _contribute_part(work, destination, worker, options, progress, run)

@@ -22,6 +22,11 @@ class DestinationOptions:
         CommandOption(HelpPanel.GENERAL, "Run the result beside the source, and publish it only if they agree."),
     ] = False
 
+    create: Annotated[
+        bool, CommandOption(HelpPanel.GENERAL, "Create the repository or the branch of a destination on the Hub.")
+    ] = False
+    private: Annotated[bool, CommandOption(HelpPanel.GENERAL, "With --create, make the repository private.")] = False
+
     @property
     def sha256(self) -> bool:
         """Whether the SHA-256 of every file is written beside them."""

@@ -71,9 +71,12 @@ def check_destination(place: str | Path) -> None:
     """
     _check_name(place)
     scheme = _parse_scheme(place)
-    if scheme not in (None, *SCHEMES):
+    if scheme not in (None, "hf", *SCHEMES):
+        rest = str(place).partition("://")[2]
+        instead = rest if scheme == "file" and rest.startswith("/") else f"./{place}"
         raise UsageError(
-            f"{scheme}:// is not an address that shardctl writes to", hint=_suggest_place(scheme, str(place))
+            f"{scheme}:// is not an address that shardctl writes to",
+            hint=f"DST is hf://, s3://, gs://, az:// or a directory, such as {instead}",
         )
 
 
@@ -95,17 +98,6 @@ def _check_name(place: str | Path) -> None:
 def _parse_scheme(place: str | Path) -> str | None:
     match = _SCHEME.match(place) if isinstance(place, str) else None
     return match[1] if match else None
-
-
-def _suggest_place(scheme: str | None, place: str) -> str:
-    rest = place.partition("://")[2]
-    if scheme == "hf":
-        name = "/".join(rest.partition("@")[0].split("/")[:2])
-        return (
-            f"nothing is uploaded to the Hub: write a directory, and then: hf upload {name or 'OWNER/NAME'} DIRECTORY"
-        )
-    instead = rest if scheme == "file" and rest.startswith("/") else f"./{place}"
-    return f"DST is s3://, gs://, az:// or a directory, such as {instead}"
 
 
 def _open_local(path: Path) -> LocalSource:

@@ -14,6 +14,7 @@ from shardctl.options import DestinationOptions, ReshardOptions
 from shardctl.planning.plan_result import describe_conversion
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.free_space import find_existing_parent
+from shardctl.storage.hub import is_hub_address
 
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
@@ -39,6 +40,11 @@ def rehearse_reshard(
             from shardctl.conversion.bucket_output import check_bucket
 
             return describe_conversion(str(path), work, check_bucket(work, destination, overwrite=overwrite))
+        if is_hub_address(destination):
+            from shardctl.conversion.hub_output import check_branch
+
+            options = destination_options or DestinationOptions()
+            return describe_conversion(str(path), work, check_branch(work, destination, options))
         staging = StagingArea(Path(destination), overwrite=overwrite)
         planned = describe_conversion(str(path), work, Path(destination))
         place = find_existing_parent(staging.root.parent)

@@ -18,6 +18,7 @@ from shardctl.execute.worker import WorkerId
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import refuse_shared_hub
 from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResu
         DestinationError: a worker is still at work, or the destination cannot be taken.
     """
     check_destination(destination)
+    refuse_shared_hub(destination)
     if is_bucket(destination):
         return _in_bucket(destination)
     destination = Path(destination)

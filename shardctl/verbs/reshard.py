@@ -20,6 +20,7 @@ from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import is_hub_address
 from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def reshard(
     progress: ProgressWatcher | None = None,
     plan: PlanFile | None = None,
 ) -> ReshardResult:
-    """Convert the checkpoint at `path` into a new directory `destination`.
+    """Convert the checkpoint at `path` into a new directory `destination`, a bucket or a branch of the Hub.
 
     With a `plan`, what it says is done, or nothing; `reshard_options`, if given, may then differ from the plan's in
     memory and threads only.
@@ -85,6 +86,10 @@ def reshard(
         try:
             if is_bucket(destination):
                 return _convert_into_bucket(work, destination, options, progress)
+            if is_hub_address(destination):
+                return _convert_into_hub(work, destination, options, progress)
+            if options.create or options.private:
+                raise UsageError("--create and --private are for a destination on the Hub", hint="leave them out")
             with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
                 return _run_conversion(work, staging, proof, options, progress)
         except OccupiedDestinationError:
@@ -106,6 +111,17 @@ def _convert_into_bucket(
     if options.prove:
         raise UsageError("--prove needs a local directory, and a bucket has none", hint="verify --forward DST")
     record, parts, warnings = convert_into_bucket(work, destination, options, progress)
+    return _build_result(work, destination, record, parts, warnings)
+
+
+def _convert_into_hub(
+    work: PlannedConversion, destination: str, options: DestinationOptions, progress: ProgressWatcher
+) -> ReshardResult:
+    from shardctl.conversion.hub_output import convert_into_hub
+
+    if options.prove:
+        raise UsageError("--prove needs a local directory, and the Hub has none", hint="verify --forward DST")
+    record, parts, warnings = convert_into_hub(work, destination, options, progress)
     return _build_result(work, destination, record, parts, warnings)
 
 

@@ -28,6 +28,7 @@ from shardctl.execute.worker import WorkerId
 from shardctl.extras import format_install_command
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import refuse_shared_hub
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest, choose_thread_count, raise_if_stopped
 
@@ -79,6 +80,7 @@ def reshard_on_ray(
     """
     destination_options = destination_options or DestinationOptions()
     require_no_proof(destination_options)
+    refuse_shared_hub(destination)
     ray = _import_ray()
     progress = progress or NullWatcher()
     reshard_options = reshard_options or (plan.reshard_options if plan else ReshardOptions())

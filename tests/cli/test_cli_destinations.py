@@ -3,11 +3,9 @@
 import pytest
 
 KINDS = {
-    "hf://me/new": "nothing is uploaded to the Hub: write a directory, and then: hf upload me/new DIRECTORY",
-    "hf://me/new@v2/sub": "nothing is uploaded to the Hub: write a directory, and then: hf upload me/new DIRECTORY",
-    "file:///data/new": "DST is s3://, gs://, az:// or a directory, such as /data/new",
-    "hdfs://host/new": "DST is s3://, gs://, az:// or a directory, such as ./hdfs://host/new",
-    "S3://bucket/new": "DST is s3://, gs://, az:// or a directory, such as ./S3://bucket/new",
+    "file:///data/new": "DST is hf://, s3://, gs://, az:// or a directory, such as /data/new",
+    "hdfs://host/new": "DST is hf://, s3://, gs://, az:// or a directory, such as ./hdfs://host/new",
+    "S3://bucket/new": "DST is hf://, s3://, gs://, az:// or a directory, such as ./S3://bucket/new",
 }
 
 

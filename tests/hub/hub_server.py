@@ -7,6 +7,7 @@ Routes and headers are those that huggingface_hub 2.4 asks for and reads (`hf_ap
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -23,6 +24,11 @@ PAGE = 50
 _REVISION = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 _TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
 _XET_TOKEN = re.compile(r"/api/models/([^/]+/[^/]+)/xet-read-token/([^/]+)")
+_PREUPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)")
+_BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_COMMIT = re.compile(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)")
+_BRANCH = re.compile(r"/api/models/([^/]+/[^/]+)/branch/([^/]+)")
+_HEADERS = re.compile(r"/api/models/([^/]+/[^/]+)/safetensors-metadata/(.+)")
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -67,6 +73,9 @@ class Repository:
     """By commit, the content of each file by path."""
     references: dict = field(default_factory=dict)
     gated: bool = False
+    private: bool = False
+    parents: dict = field(default_factory=dict)
+    """By commit, the one before."""
     xet: dict = field(default_factory=dict)
     """Names in Xet of what is kept there, by path."""
     cas: str = ""
@@ -79,6 +88,7 @@ class Repository:
         text = repr(sorted((path, sha256(content)) for path, content in files.items())) + str(len(self.commits))
         commit = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         self.commits[commit] = dict(files)
+        self.parents[commit] = self.references.get(branch)
         self.references[branch] = commit
         return commit
 
@@ -109,6 +119,8 @@ class HubServer:
         self.connections = 0
         self.other = ""
         """The address of another server, where an answer may lead."""
+        self.objects = {}
+        """What LFS was sent, by SHA-256; commits refer to it."""
         self.uses = None
         """How often a signed address is good, if not for ever."""
         self._signed = {}
@@ -267,6 +279,95 @@ class _Hub(_Handler):
 
     do_HEAD = do_GET  # noqa: N815 - the name that the library calls
 
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        path = urlsplit(self.path).path
+        ways = {_PREUPLOAD: self._preupload, _BATCH: self._batch, _COMMIT: self._commit, _BRANCH: self._branch}
+        for pattern, way in ways.items():
+            if found := pattern.fullmatch(path):
+                return way(*map(unquote, found.groups()), body)
+        if path == "/api/validate-yaml":
+            return self.json({"errors": [], "warnings": []})
+        return self._create(body) if path == "/api/repos/create" else self.answer(404)
+
+    def _writable(self, route, name, revision="main"):
+        """The repository and commit, or None after an answer that refuses somebody who may not write."""
+        if fault := self.began(route, name):
+            return fault(self, b"", 0, 0)
+        if self.token not in self.hub.tokens:
+            return self.answer(401, X_Error_Message="Invalid username or password.")
+        return self._known(name, revision)
+
+    def _create(self, body):
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+        if fault := self.began("create", name):
+            return fault(self, b"", 0, 0)
+        if self.token not in self.hub.tokens:
+            return self.answer(401, X_Error_Message="Invalid username or password.")
+        if name in self.hub.repositories:
+            return self.answer(409)
+        self.hub.add(
+            name,
+            {".gitattributes": b"*.safetensors filter=lfs\n"},
+            private=asked.get("visibility") == "private" or bool(asked.get("private")),
+        )
+        return self.json({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"})
+
+    def _branch(self, name, branch, body):
+        if found := self._writable("branch", name):
+            found[0].references[branch] = found[1]
+            self.json({})
+
+    def _preupload(self, name, revision, body):
+        """Which files are large, by the attributes of the repository (here by their suffixes)."""
+        if found := self._writable("preupload", name, revision):
+            ignored = found[0].commits[found[1]].get(".gitignore", b"").decode().split()
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(found[0].large) else "regular",
+                    "shouldIgnore": file["path"] in ignored,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            self.json({"files": files})
+
+    def _batch(self, name, body):
+        """Where to send large files; what is known already needs no sending (Git LFS, `docs/api/batch.md`)."""
+        if self._writable("batch", name):
+            objects = []
+            for each in json.loads(body)["objects"]:
+                href = f"{self.hub.store}/upload/{each['oid']}?Signature=1"
+                there = each["oid"] in self.hub.objects
+                objects.append(each | ({} if there else {"actions": {"upload": {"href": href}}}))
+            self.json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, name, branch, body):
+        """Apply one line for each change, or none of them."""
+        found = self._writable("commit", name, branch)
+        if not found:
+            return None
+        repository, parent = found
+        files, large = dict(repository.commits[parent]), self.hub.objects
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                if value.get("parentCommit", parent) != parent:
+                    return self.answer(412, X_Error_Message="A commit has happened since. Please refresh.")
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                if value["oid"] not in large or len(large[value["oid"]]) != value["size"]:
+                    return self.answer(400, X_Error_Message="a LFS pointer points to a file that does not exist")
+                files[value["path"]] = large[value["oid"]]
+            else:
+                assert line["key"] == "deletedFile"
+                del files[value["path"]]
+        commit = repository.push(files, branch)
+        url = f"{self.hub.url}/{name}/commit/{commit}"
+        return self.json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+
     def _known(self, name, revision, *, file=False):
         """The repository and commit, or None after an answer that refuses them."""
         if self.token and self.token not in self.hub.tokens:
@@ -291,7 +392,8 @@ class _Hub(_Handler):
             return fault(self, b"", 0, 0)
         found = self._known(name, revision)
         if found:
-            self.json({"_id": "1", "id": name, "modelId": name, "sha": found[1], "siblings": [], "tags": []})
+            said = {"_id": "1", "id": name, "modelId": name, "sha": found[1], "siblings": [], "tags": []}
+            self.json(said | {"private": found[0].private})
         return None
 
     def _xet_token(self, name):
@@ -348,6 +450,16 @@ class _Hub(_Handler):
 
 
 class _Store(_Handler):
+    def do_PUT(self):
+        content = self.rfile.read(int(self.headers["content-length"]))
+        oid = urlsplit(self.path).path.rpartition("/")[2]
+        if fault := self.began("put", oid):
+            return fault(self, content, 0, len(content))
+        assert not self.token, "the token must not leave the Hub"
+        assert sha256(content) == oid
+        self.hub.objects[oid] = content
+        return self.answer(200)
+
     def do_GET(self):
         parts = urlsplit(self.path)
         fault = self.began("cdn", parts.path)

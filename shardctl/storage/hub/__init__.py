@@ -1,9 +1,9 @@
-"""Reads models on the Hugging Face Hub by ranges at one commit, or from the Hub's cache on this machine."""
+"""Reads models on the Hugging Face Hub by ranges or from its cache on this machine, and writes them in one commit."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from shardctl.errors import UsageError
 
@@ -17,6 +17,20 @@ _SECONDS: Final = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 transformers, which imports it."""
 _LONGEST: Final = 86_400
 """Seconds in a day; a wait of more than about 292 years is an error in the system's own calls."""
+
+
+def is_hub_address(text: object) -> TypeGuard[str]:
+    """Return whether a place is written as one on the Hub: ``hf://`` begins it, because ``owner/name`` is a path, too."""
+    return isinstance(text, str) and text.startswith("hf://")
+
+
+def refuse_shared_hub(place: object) -> None:
+    """Raise UsageError for a destination on the Hub where several processes write parts of a result."""
+    if is_hub_address(place):
+        raise UsageError(
+            f"{place} is written by one process, because a commit is made at once",
+            hint="leave --worker and --engine out, or write to a bucket or a shared directory first",
+        )
 
 
 def check_settings(environment: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Wraps the parts of huggingface_hub that read files: its connections, headers with the token, and errors.
+"""Wraps the parts of huggingface_hub that read and write files: its connections, headers with the token, and errors.
 
 The connections are those of `get_session`, an httpx client that users may have given a proxy or certificates
 (`set_client_factory`); under which name httpx is shipped differs between versions.
@@ -12,7 +12,10 @@ from typing import Final
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined] # what httpx raises
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
     build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
     get_session,
     hf_raise_for_status,
     validate_repo_id,
@@ -25,7 +28,10 @@ __all__ = [
     "HfHubHTTPError",
     "InvalidURL",
     "TransportError",
+    "are_progress_bars_disabled",
     "build_hf_headers",
+    "disable_progress_bars",
+    "enable_progress_bars",
     "get_session",
     "hf_raise_for_status",
     "validate_repo_id",
