@@ -307,14 +307,11 @@ class _Hub(_Handler):
             return self.answer(401, X_Error_Message="Invalid username or password.")
         if name in self.hub.repositories:
             return self.answer(409)
-        self.hub.add(
-            name,
-            {".gitattributes": b"*.safetensors filter=lfs\n"},
-            private=asked.get("visibility") == "private" or bool(asked.get("private")),
-        )
+        private = asked.get("visibility") == "private"
+        self.hub.add(name, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
         return self.json({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"})
 
-    def _branch(self, name, branch, body):
+    def _branch(self, name, branch, _body):
         if found := self._writable("branch", name):
             found[0].references[branch] = found[1]
             self.json({})

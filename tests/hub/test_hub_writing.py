@@ -1,4 +1,4 @@
-"""A result on the Hub: files are sent as they are filled, and one commit makes a checkpoint of them, or nothing does."""
+"""A result on the Hub: files are sent as they are filled, and one commit makes a checkpoint of all, or none does."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_file_that_does_not_arrive(hub, source):
     assert digest(PLACE).digest == digest(source).digest
 
 
-def test_done_already_and_replaced(hub, source, tmp_path):
+def test_done_already_and_replaced(hub, source):
     reshard(source, PLACE, TP2, destination_options=CREATE)
     commits = len(hub.repositories[NAME].commits)
     assert reshard(source, PLACE, TP2).done_before
@@ -198,13 +198,13 @@ def test_addresses_that_cannot_be_written(source, place, message):
         reshard(source, place, TP2)
 
 
-def test_one_process_writes(source):
+def test_one_process_writes():
     with pytest.raises(UsageError, match="is written by one process"):
         finish(PLACE)
 
 
 def test_a_rehearsal_makes_nothing(hub, source):
-    with pytest.raises(DestinationError, match="add --create|there is no model"):
+    with pytest.raises(DestinationError, match="there is no model"):
         rehearse_reshard(source, PLACE, TP2)
     rehearse_reshard(source, PLACE, TP2, destination_options=CREATE)
     assert NAME not in hub.repositories

@@ -20,7 +20,7 @@ _LONGEST: Final = 86_400
 
 
 def is_hub_address(text: object) -> TypeGuard[str]:
-    """Return whether a place is written as one on the Hub: ``hf://`` begins it, because ``owner/name`` is a path, too."""
+    """Return whether a place is one on the Hub: ``hf://`` begins it, because ``owner/name`` is a path, too."""
     return isinstance(text, str) and text.startswith("hf://")
 
 
