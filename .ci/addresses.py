@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,18 +24,20 @@ _CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def find_repository() -> str | None:
-    """Return the address of the repository as CI or the clone's `origin` knows it; `None` where neither does."""
-    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
-    if server and name:
-        return f"{server}/{name}"
-    return os.environ.get("CI_PROJECT_URL") or normalise_remote(_ask_git())
+    """Return the address of the repository, `None` where it is not known.
+
+    It is that of the clone's `origin`; `REPOSITORY_URL` says it where there is no clone, such as in a wheel that
+    is built from a source distribution. What CI says of itself is no address of ours: it may only install shardctl.
+    """
+    return os.environ.get("REPOSITORY_URL") or normalise_remote(_ask_git())
 
 
 def _ask_git() -> str:
-    if not (ROOT / ".git").exists():  # an unpacked source distribution may lie in somebody else's repository
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():  # an unpacked source may lie in somebody else's repository
         return ""
     done = subprocess.run(
-        ["git", "-C", ROOT, "config", "--get", "remote.origin.url"],  # noqa: S607
+        [git, "-C", ROOT, "config", "--get", "remote.origin.url"],
         capture_output=True,
         text=True,
         check=False,

@@ -46,9 +46,11 @@ def test_the_address_of_a_remote_has_no_password(addresses, remote, address):
     assert addresses.normalise_remote(remote) == address
 
 
-def test_ci_knows_the_address(addresses, monkeypatch):
+def test_a_pipeline_that_installs_shardctl_is_not_its_repository(addresses, monkeypatch):
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.example")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "a/b")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "somebody/else")
+    assert addresses.find_repository() != "https://github.example/somebody/else"
+    monkeypatch.setenv("REPOSITORY_URL", "https://github.example/a/b")
     assert addresses.find_repository() == "https://github.example/a/b"
 
 
@@ -86,7 +88,7 @@ def test_a_package_has_urls_and_a_readme(tmp_path):
         "print(core.urls, 'blob/HEAD/docs/guide.md' in core.readme)"
     )
     nowhere = {"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    where = nowhere | {"GITHUB_SERVER_URL": "https://github.example", "GITHUB_REPOSITORY": "a/b"}
+    where = nowhere | {"REPOSITORY_URL": "https://github.example/a/b"}
     for environment, links in ((where, True), (nowhere, False)):
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
