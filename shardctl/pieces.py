@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -64,25 +65,42 @@ class PlacedCheckpoint:
         """
         kinds, kind_of = self._kinds()
         stages = self._on_stages(kind_of)
-        known: dict[tuple[int, ...], tuple[Box, ...]] = {}
+        cutter = _KindCutter(self.mesh, kinds)
         alike: dict[tuple[object, ...], list[TensorShard]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
-            dense, expert = (True, True) if replicas else _flag_first_holder(at)
-            key = (dense, expert, *build_holding_key(at))
+            flags = (True, True) if replicas else _flag_first_holder(at)
+            key = (*flags, *build_holding_key(at))
             if key not in alike:
-                boxes = []
-                for number, (shape, spec) in enumerate(kinds):
-                    place = (number, *[at[axis] for axis in spec.axes])
-                    if place not in known:
-                        known[place] = tuple(compute_held_boxes(shape, spec.cuts, self.mesh, at))
-                    boxes.append(known[place] if (expert if spec.of_expert else dense) else ())
+                boxes = cutter.cut_at(at, *flags)
                 alike[key] = [
                     TensorShard(tensor, names, boxes[kind])
                     for _, tensor, names, kind in stages[at["pp"]].list_held(at)
                     if boxes[kind]
                 ]
             yield rank, alike[key]
+
+    def count_boxes(self) -> int:
+        """Count the boxes that `ranks` yields of all ranks, once for each name, without making a list of them."""
+        kinds, kind_of = self._kinds()
+        stages = self._on_stages(kind_of)
+        cutter = _KindCutter(self.mesh, kinds)
+        alike: dict[tuple[object, ...], int] = {}
+        counted: dict[int, Counter[int]] = {}
+        total = 0
+        for rank in range(self.mesh.world):
+            at = self.mesh.coordinate(rank)
+            flags = _flag_first_holder(at)
+            key = (*flags, *build_holding_key(at))
+            if key not in alike:
+                boxes, count = cutter.cut_at(at, *flags), 0
+                for some in stages[at["pp"]].find_held(at):
+                    if id(some) not in counted:
+                        counted[id(some)] = Counter(kind for _, _, names, kind in some for _ in names)
+                    count += sum(len(boxes[kind]) * times for kind, times in counted[id(some)].items())
+                alike[key] = count
+            total += alike[key]
+        return total
 
     def _kinds(self) -> tuple[list[tuple[tuple[int, ...], PartitionSpec]], list[int]]:
         """Return the pairs of shape and cuts, of which a model has few, and which one each tensor is.
@@ -145,11 +163,40 @@ class _StageTensors:
     """By which rank of which axis holds them, None for those that no axis divides whole: the place of each in the
     model, the tensor, its names on this stage, and its kind."""
 
-    def list_held(self, at: Mapping[str, int]) -> list[tuple[int, Tensor, tuple[str, ...], int]]:
-        """List those that the rank at `at` holds something of, in model order."""
+    def find_held(self, at: Mapping[str, int]) -> list[list[tuple[int, Tensor, tuple[str, ...], int]]]:
+        """Find the groups that the rank at `at` holds something of."""
         axes = dict.fromkeys(holder[0] for holder in self.held_by if holder is not None)
-        found = [self.held_by.get(None, []), *(self.held_by.get((axis, at[axis]), []) for axis in axes)]
+        found = (self.held_by.get(None), *(self.held_by.get((axis, at[axis])) for axis in axes))
+        return [some for some in found if some]
+
+    def list_held(self, at: Mapping[str, int]) -> list[tuple[int, Tensor, tuple[str, ...], int]]:
+        """List the tensors that the rank at `at` holds something of, in model order."""
+        found = self.find_held(at)
+        if len(found) == 1:
+            return found[0]
         return sorted((held for some in found for held in some), key=itemgetter(0))
+
+
+class _KindCutter:
+    """Computes the boxes of each kind of tensor on a rank, once for all ranks that hold the same of it."""
+
+    def __init__(self, mesh: Mesh, kinds: Sequence[tuple[tuple[int, ...], PartitionSpec]]) -> None:
+        self._mesh = mesh
+        self._kinds = [(shape, spec, spec.axes, spec.of_expert) for shape, spec in kinds]
+        self._known: dict[tuple[int, ...], tuple[Box, ...]] = {}
+
+    def cut_at(self, at: Mapping[str, int], dense: bool, expert: bool) -> list[tuple[Box, ...]]:  # noqa: FBT001
+        """Return the boxes of each kind at `at`; none of experts or of all else where another rank has the same."""
+        found: list[tuple[Box, ...]] = []
+        for number, (shape, spec, axes, of_expert) in enumerate(self._kinds):
+            if not (expert if of_expert else dense):
+                found.append(())
+                continue
+            place = (number, *[at[axis] for axis in axes])
+            if place not in self._known:
+                self._known[place] = tuple(compute_held_boxes(shape, spec.cuts, self._mesh, at))
+            found.append(self._known[place])
+        return found
 
 
 def _flag_first_holder(at: Mapping[str, int]) -> tuple[bool, bool]:

@@ -35,11 +35,14 @@ def test_counts_are_those_of_the_pieces(path):
             continue
         stages = (model.layers // 2, model.layers - model.layers // 2) if pp == 2 else (model.layers,)
         try:
-            pieces = dict(PlacedCheckpoint(tensors, specs, mesh, stages).ranks(replicas=True))
+            placed = PlacedCheckpoint(tensors, specs, mesh, stages)
+            pieces = dict(placed.ranks(replicas=True))
         except CutError:
             with pytest.raises(CutError):
                 list_holdings(inventory, mesh, stages)
             continue
+        boxes = sum(len(piece.boxes) * len(piece.names) for _, held in placed.ranks() for piece in held)
+        assert placed.count_boxes() == boxes
         holdings = list_holdings(inventory, mesh, stages)
         for held in holdings:
             assert held.nbytes == sum(piece.nbytes for piece in pieces[held.rank])

@@ -35,7 +35,7 @@ from shardctl.conversion.optimizer_states import (
 from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.dialect import LibraryDialect
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
-from shardctl.errors import UsageError
+from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS, choose_form
@@ -74,6 +74,9 @@ _INHERITED: Final = (
     *(DEQUANTISED, MERGED, QUANTISED, ONLY, COMPLETED),
 )
 
+_PLANNING_MEMORY: Final = 2 << 30
+"""Bytes of bookkeeping up to which a conversion is worked out only to tell what it needs, if the limit is too low."""
+
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
     """Return how a source is to be understood to say what `reshard_options` means for devices.
@@ -102,6 +105,8 @@ class PlannedConversion:
     """Side files that travel along, in their new form."""
     options: Mapping[str, str]
     """The options that shape the bytes, for the record."""
+    impossible: str = ""
+    """Why the limit on host memory cannot hold it, if so; `budget` is then of the least that can."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -136,8 +141,13 @@ class PlannedConversion:
 
 
 @pause_garbage_collection()
-def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> PlannedConversion:
+def plan_conversion(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, least: bool = False
+) -> PlannedConversion:
     """Work out what `reshard_options` means for a checkpoint.
+
+    With `least`, a limit on host memory that cannot hold it is replaced by the least that can, and `impossible` says
+    so; only what 2 GiB cannot even list is refused.
 
     Raises UsageError for options that contradict each other, CutError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
@@ -151,7 +161,8 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         if reshard_options.include is None and reshard_options.exclude is None
         else ()
     )
-    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), reshard_options.host_memory)
+    limit = max(reshard_options.host_memory, _PLANNING_MEMORY) if least else reshard_options.host_memory
+    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), limit)
     have = add_optimizer_states(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
@@ -169,6 +180,9 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
+        if mesh.world > 1:
+            chunks = sum(len(tensor.chunks) for tensor in have.tensors.values())
+            require_bookkeeping(len(have.tensors), chunks, limit, wanted=placed.count_boxes())
     want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
     notes = checkpoint.note_placement(mesh) if placed is not None else ()
     if layout.source_names:
@@ -177,6 +191,20 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     plan = join_manifests(have, want)
     if not reshard_options.allow_expansion:
         check_expansion(plan, checkpoint.encoded)
+    divide = partial(
+        divide_host_memory,
+        plan,
+        threads=_choose_threads(checkpoint, reshard_options),
+        beside=checkpoint.source.held_bytes,
+    )
+    impossible = ""
+    try:
+        budget = divide(reshard_options.host_memory)
+    except MemoryBudgetError as error:
+        if not least:
+            raise
+        reshard_options, impossible = replace(reshard_options, host_memory=error.needed), error.message
+        budget = divide(error.needed)
     return PlannedConversion(
         checkpoint=checkpoint,
         reshard_options=reshard_options,
@@ -185,12 +213,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         have=have,
         plan=plan,
         placed=placed,
-        budget=divide_host_memory(
-            plan,
-            reshard_options.host_memory,
-            _choose_threads(checkpoint, reshard_options),
-            beside=checkpoint.source.held_bytes,
-        ),
+        budget=budget,
         carried=tuple(
             side for side in list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
         ),
@@ -201,6 +224,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
         | _record_layout_changes(have, want, dtypes)
         | _record_rules(checkpoint, placed),
+        impossible=impossible,
     )
 
 

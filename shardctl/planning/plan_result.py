@@ -124,13 +124,11 @@ class PlanResult:
 
 
 def describe_conversion(
-    path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None, *, impossible: str = ""
+    path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None
 ) -> PlanResult:
     """Return a worked-out conversion, as numbers.
 
     `near` is where free space is looked up. Without a purpose no forecast.
-
-    `impossible` says why the limit on host memory cannot hold it, if so.
     """
     about = build_estimated_model(work.checkpoint, work.reshard_options)
     stages = work.stages or (about.inventory.layers,)
@@ -142,13 +140,13 @@ def describe_conversion(
         threads=work.budget.threads,
         block_bytes=work.budget.block,
         free_bytes=measure_free_space(find_existing_parent(near)),
-        possible=not impossible,
+        possible=not work.impossible,
     )
     found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)
     besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""
     quantised = work.reshard_options.quantize is not None
     left = work.checkpoint.source.notes()[-1:] if quantised else ()  # what stays as it is
-    return replace(found, warnings=(*work.have.warnings, *left, *filter(None, [impossible, besides])))
+    return replace(found, warnings=(*work.have.warnings, *left, *filter(None, [work.impossible, besides])))
 
 
 def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:

@@ -31,7 +31,6 @@ from shardctl.planning.workload import choose_tuning, decide_use
 
 if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.conversion.conversion_plan import PlannedConversion
 
 _NOTHING: Final = "--out needs stored tensors and a type that reshard writes"
 
@@ -83,12 +82,8 @@ def plan(
                 raise UsageError(f"there is nothing to convert for {plan_options.out}", hint=_NOTHING)
             planned = describe_unstored_model(str(path), checkpoint, reshard_options, plan_options, about)
         else:
-            work, impossible = _plan_with_least_memory(checkpoint, reshard_options)
-            planned = describe_conversion(
-                str(path), work, Path(destination or path), plan_options, impossible=impossible
-            )
-            if plan_options.out is not None:
-                plan_file.write_plan_file(plan_options.out, work, source_options)
+            near = Path(destination or path)
+            planned = _plan_stored_model(str(path), checkpoint, reshard_options, plan_options, source_options, near)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         assumed = [*shared, *_note_whole_towers(checkpoint, planned)]
         return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
@@ -209,14 +204,27 @@ def _apply_best_mesh(
     return replace(reshard_options, mesh=mesh, stages=stages), explored.compared(plan_options, found.mesh)
 
 
-def _plan_with_least_memory(
-    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
-) -> tuple[PlannedConversion, str]:
-    """Return the conversion, and why the limit on host memory cannot hold it.
+def _plan_stored_model(
+    path: str,
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    plan_options: PlanOptions,
+    source_options: SourceOptions,
+    near: Path,
+) -> PlanResult:
+    """Plan a model and its conversion, drafted for the least memory that can hold it where the limit is too low.
 
-    Then it is drafted for the least that can.
+    A conversion of so many pieces that not even their list is made is left out of the result, which says so.
     """
     try:
-        return plan_conversion(checkpoint, reshard_options), ""
+        work = plan_conversion(checkpoint, reshard_options, least=True)
     except MemoryBudgetError as error:
-        return plan_conversion(checkpoint, replace(reshard_options, host_memory=error.needed)), error.message
+        if plan_options.out is not None:
+            raise
+        about = build_estimated_model(checkpoint, reshard_options)
+        planned = describe_unstored_model(path, checkpoint, reshard_options, plan_options, about)
+        left = f"the conversion is not worked out: {error.message}; {error.hint}"
+        return replace(planned, warnings=(*planned.warnings, left))
+    if plan_options.out is not None:
+        plan_file.write_plan_file(plan_options.out, work, source_options)
+    return describe_conversion(path, work, near, plan_options)
