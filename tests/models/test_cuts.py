@@ -91,6 +91,7 @@ PARTLY_PLANNED = {
     "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",
+    "voxtral": "its plan leaves the head whole",
     "qwen4_exp": "its plan is for linear attention, MLPs and tables of n-grams, and leaves attention whole",
     "qwen4_exp_text": "the same",
 }

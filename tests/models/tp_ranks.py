@@ -294,7 +294,7 @@ def slice_alibi(rank):
 
 
 def logits_of(model, inputs):
-    """The logits for some input ids, of an encoder-decoder for the same ids on both sides, of Whisper after a sound."""
+    """The logits for some input ids, of an encoder-decoder for the same ids on both sides, of some after a sound."""
     import torch
 
     ids = torch.tensor(inputs)
@@ -304,6 +304,9 @@ def logits_of(model, inputs):
     if model.config.model_type == "whisper":
         del given["input_ids"]
         size = (len(inputs), model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        given["input_features"] = torch.linspace(-1, 1, size[0] * size[1] * size[2]).view(size)
+    if model.config.model_type == "voxtral_realtime":
+        size = (len(inputs), model.config.audio_config.num_mel_bins, ids.shape[1] * model.config.audio_length_per_tok)
         given["input_features"] = torch.linspace(-1, 1, size[0] * size[1] * size[2]).view(size)
     return model(**given, use_cache=False).logits
 

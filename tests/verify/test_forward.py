@@ -26,9 +26,20 @@ CASES = [
     *((name, "dp=2,tp=2") for name in ("llama", "mixtral")),
     *((name, mesh) for name in EXPERTS for mesh in ("fsdp=2,ep=2", "tp=4,ep=2,etp=2")),
 ]
-PROJECTOR = ("llava", "gemma3", "gemma4", "llama4", "minimax_m3_vl", "mllama", "paligemma", "mistral3", "deberta")
-"""What joins images to text, which is reached by neither alone; of Gemma 4 what sees and hears, too; of DeBERTa an
-embedding that is read and never called."""
+PROJECTOR = (
+    "llava",
+    "gemma3",
+    "gemma4",
+    "llama4",
+    "minimax_m3_vl",
+    "mllama",
+    "paligemma",
+    "mistral3",
+    "deberta",
+    "voxtral",
+)
+"""What joins images or sounds to text, which is reached by neither alone; of Gemma 4 what sees and hears, too; of
+DeBERTa an embedding that is read and never called."""
 
 
 @pytest.fixture(scope="module")

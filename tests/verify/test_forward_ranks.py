@@ -16,7 +16,7 @@ SHARE = 0.95
 """Of the weights, with which ranks are to compute as they hold them."""
 PICTURES = "no inputs with pictures or sounds are made for it, so that towers or what joins them to text do not run"
 LESS = {
-    **dict.fromkeys(("gemma4", "gemma4-audio", "gemma4_unified", "minimax_m3_vl", "mistral3"), PICTURES),
+    **dict.fromkeys(("gemma4", "gemma4-audio", "gemma4_unified", "minimax_m3_vl", "mistral3", "voxtral"), PICTURES),
     "deberta-v2": "its embedding of relative positions is read and never called",
 }
 """Families of which less is reached, with the reason."""

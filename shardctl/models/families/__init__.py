@@ -104,6 +104,7 @@ FAMILY_FILES: Final = {
     "t5": ("longt5", "mt5", "t5", "umt5"),
     "vision_language": ("gemma3", "llava", "llava_next", "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl"),
     "vit": ("vit",),
+    "voxtral": ("voxtral", "voxtral_realtime"),
     "zamba2": ("zamba2",),
 }
 """The names of the families in each file; to add one, write its file and name it here."""

@@ -15,7 +15,7 @@ from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import WeightConversion, build_bare_model, get_model_class, list_versions
 from shardctl.verify.forward.executor import ModelExecutor, PartError
 from shardctl.verify.forward.generate import continue_prompt
-from shardctl.verify.forward.inputs import build_inputs, list_vision_towers
+from shardctl.verify.forward.inputs import build_inputs, list_towers
 from shardctl.verify.forward.leaves import ComputePrecision
 from shardctl.verify.forward.result import BlockError, ForwardResult, GeneratedTexts
 from shardctl.verify.forward.share import measure_share
@@ -241,9 +241,7 @@ class ForwardComparison:
 
     def _look(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
         """Run what sees images by itself, where the model was given text alone."""
-        for name, tower, inputs in list_vision_towers(
-            executor.skeleton.model, self._idle(executor), self.options.device
-        ):
+        for name, tower, inputs in list_towers(executor.skeleton.model, self._idle(executor), self.options.device):
             try:
                 executor.run(inputs, source, shards, model=tower)
             except (PartError, UnsupportedError) as error:

@@ -38,7 +38,10 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _has_image_token(config)):
         given["pixel_values"] = _draw_pixels(config, generator)
     if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
+        given["input_features"] = _draw_sounds(config, generator)
+    if "input_features" in names and hasattr(config, "audio_length_per_tok"):  # Voxtral Realtime hears all the time
+        moments = given["input_ids"].shape[1] * int(config.audio_length_per_tok)
+        size = (BATCH, int(config.audio_config.num_mel_bins), moments)
         given["input_features"] = torch.randn(size, generator=generator)
     if "cross_attention_states" in names:  # of Llama 3.2 Vision: what is made of a picture
         size = (BATCH, LENGTH, int(text.hidden_size))
@@ -60,10 +63,8 @@ def _find_text_config(config: Torch) -> Torch:
         ) from error
 
 
-def list_vision_towers(
-    model: Torch, idle: Collection[str], device: str
-) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
-    """List models within the model that see images and contain `idle` parts, each with its name and inputs."""
+def list_towers(model: Torch, idle: Collection[str], device: str) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
+    """List models within the model that see or hear and contain `idle` parts, each with its name and inputs."""
     import torch
 
     generator, taken = torch.Generator().manual_seed(SEED), list[str]()
@@ -78,12 +79,33 @@ def list_vision_towers(
                 given["image_sizes"] = torch.tensor([given["pixel_values"].shape[-2:]] * BATCH)
             if "aspect_ratio_ids" in names:
                 given |= _cut_into_tiles(given["pixel_values"], int(module.config.max_num_tiles))
+        elif _hears(module, names):
+            given = {"input_features": _draw_sounds(module.config, generator)}
         elif {"hidden_states", "grid_thw"} <= names:
             given = _draw_patches(module.config, generator)
         else:
             continue
         taken.append(f"{name}.")
         yield name, module, {key: tensor.to(device) for key, tensor in given.items()}
+
+
+def _hears(module: Torch, names: Collection[str]) -> bool:
+    """Return whether a module takes sounds of one length, as Whisper's encoder does, and needs nothing else."""
+    needed = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    sized = hasattr(module.config, "num_mel_bins") and hasattr(module.config, "max_source_positions")
+    return (
+        sized
+        and "input_ids" not in names
+        and [p.name for p in needed if p.kind < p.VAR_POSITIONAL] == ["input_features"]
+    )
+
+
+def _draw_sounds(config: Torch, generator: Torch) -> Torch:
+    """Draw sounds that are as long as Whisper's encoder takes them."""
+    import torch
+
+    size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    return torch.randn(size, generator=generator)
 
 
 def _draw_patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
