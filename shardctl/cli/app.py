@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardctl.cli import diff, digest, finish, inspect, plan, reshard, streams, verify
+from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, streams, verify
 from shardctl.cli.short_help import format_short_help
 from shardctl.cli.signature import spread_options
 from shardctl.version import __version__
@@ -62,9 +62,16 @@ VERBS = {
 }  # fmt: skip
 for name, verb in VERBS.items():
     app.command(name, epilog=verb.EXAMPLES)(spread_options(getattr(verb, name)))
+app.command("completion", epilog=completion.EXAMPLES, rich_help_panel="For the shell")(completion.completion)
 
 
-def format_verb_help(name: str, command: Any) -> str:  # noqa: ANN401 - click's group
-    """Format the help of a verb on one screen."""
+def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's group
+    """Format what most people need to know of a verb, briefly for a small terminal."""
     verb = VERBS[name]
-    return format_short_help(f"shardctl {name}", command.commands[name], verb.COMMON, verb.EXAMPLES)
+    return format_short_help(f"shardctl {name}", command.commands[name], verb.COMMON, verb.EXAMPLES, brief=brief)
+
+
+def answer_shell(asked: list[str]) -> None:
+    """Print the words that can stand at the cursor of a shell."""
+    commands = {each.name: each.callback for each in app.registered_commands if each.name and each.callback}
+    streams.print_text(completion.answer_shell(commands, asked))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardctl.cli import streams
-from shardctl.cli.app import VERBS, app, format_verb_help
+from shardctl.cli.app import VERBS, answer_shell, app, format_verb_help
+from shardctl.cli.completion import ASK
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.cli.parser_errors import translate_parser_error
 from shardctl.cli.short_help import ALL
@@ -45,7 +46,11 @@ def run(args: Sequence[str]) -> int:
 
 
 def _invoke_command(args: list[str]) -> int:
+    if args[:1] == [ASK]:
+        answer_shell(args[1:])
+        return 0
     _refuse_empty_values(args)
+    brief = "-h" in _list_given(args)
     args = _spell_out_help(args)
     command = typer.main.get_command(app)
     asked = {"--help", ALL}.intersection(_list_given(args))
@@ -53,7 +58,7 @@ def _invoke_command(args: list[str]) -> int:
         _fill_in_choices(command, args)
         verb = _find_verb(args)
         if verb is not None and ALL not in asked:
-            streams.print_text(format_verb_help(verb, command))
+            streams.print_text(format_verb_help(verb, command, brief=brief))
             return 0
         args = ["--help" if arg == ALL else arg for arg in args]
     try:

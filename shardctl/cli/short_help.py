@@ -19,14 +19,22 @@ _NAMES: Final = 26
 _SENTENCE: Final = re.compile(r"[.;](?= |$)")
 
 
-def format_short_help(program: str, command: Any, common: Sequence[str], examples: str) -> str:  # noqa: ANN401 - click's
-    """Format the usage, the `common` options in this order, and the `examples` of a verb."""
+def format_short_help(program: str, command: Any, common: Sequence[str], examples: str, *, brief: bool) -> str:  # noqa: ANN401 - click's
+    """Format the usage, the `common` options in this order, and the `examples` of a verb.
+
+    What is `brief` fits a terminal of 80 columns and 24 lines: one line for each option, and no examples.
+    """
     parameters = {flag: parameter for parameter in command.params for flag in parameter.opts}
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     names = " ".join(_format_argument(parameter) for parameter in arguments)
     number = sum(flag.startswith("--") for flag in parameters)
     rows = [(_format_argument(parameter), parameter.help) for parameter in arguments]
     rows += [(f"{flag} {_format_value(parameters[flag])}".rstrip(), parameters[flag].help) for flag in common]
+    more = f"{program} {ALL} lists all {format_plural(number, 'option')}." if number > len(common) else ""
+    if brief:
+        lines = [_format_row(name, help_ or "", 1) for name, help_ in rows]
+        more = f"{program} --help says more{', ' if more else '.'}" + more.removeprefix(f"{program} ")
+        return "\n".join([f"Usage: {program} [OPTIONS] {names}", *lines, more, ""])
     return "\n".join(
         [
             f"Usage: {program} [OPTIONS] {names}",
@@ -37,7 +45,7 @@ def format_short_help(program: str, command: Any, common: Sequence[str], example
             "",
             examples.strip(),
             "",
-            f"{program} {ALL} lists all {format_plural(number, 'option')}." if number > len(common) else "",
+            more,
             "",
         ]
     )
@@ -56,9 +64,22 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
     return listed if len(listed) <= _NAMES // 2 else "NAME"
 
 
-def _format_row(name: str, text: str) -> str:
-    """Format the first sentence of a help text beside the name, on two lines at most."""
-    sentence = _SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
-    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=2, placeholder=" ...")
-    head = [f"  {name:{_NAMES}}{lines[0]}"] if len(name) < _NAMES - 1 else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
+def _format_row(name: str, text: str, most: int = 2) -> str:
+    """Format the first sentence of a help text beside the name, on so many lines at most."""
+    sentence = split_first_sentence(text)
+    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...")
+    head = (
+        [f"  {name:{_NAMES}}{lines[0]}"]
+        if len(name) < _NAMES - 1 or most == 1
+        else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
+    )
     return "\n".join([*head, *(f"{'':{_NAMES + 2}}{line}" for line in lines[1:])])
+
+
+def split_first_sentence(text: str) -> str:
+    """Return the first sentence of a text, without its end.
+
+    >>> split_first_sentence("Number of ranks; they are those of the stage. Default: 1.")
+    'Number of ranks'
+    """
+    return _SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]

@@ -109,6 +109,7 @@ def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
         min=option.least,
         max=option.most,
         parser=option.parser,
+        autocompletion=option.words,
         rich_help_panel=option.panel,
         help=option.help,
     )

@@ -43,7 +43,7 @@ def get_device(named: str | int) -> DeviceSpec:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"{named!r} is several devices", hint=f"write {' or '.join(map(_format_short_name, found))}")
+        raise UsageError(f"{named!r} is several devices", hint=f"write {' or '.join(map(format_short_name, found))}")
     if named.isdecimal():
         raise UsageError(f"device {named!r} has no unit", hint=f"did you mean {_suggest_sizes(int(named))}?")
     raise UsageError(f"unknown device {named!r}", hint=f"{_suggest_names(named)}docs/devices.md lists all")
@@ -63,17 +63,17 @@ def _is_named(one: DeviceSpec, words: list[str]) -> bool:
     return any(alone == name or joined in {name, *(name + memory for memory in sizes)} for name in one.spellings)
 
 
-def _format_short_name(one: DeviceSpec) -> str:
+def format_short_name(one: DeviceSpec) -> str:
     """Format the name as one types it."""
     return one.name.lower().replace(" ", "-").removesuffix("b")
 
 
 def _suggest_sizes(number: int) -> str:
     """Suggest what a number without a unit may stand for: a size, or the devices that have as much."""
-    same = [_format_short_name(one) for one in DEVICES if one.memory_bytes == number * GIB]
+    same = [format_short_name(one) for one in DEVICES if one.memory_bytes == number * GIB]
     return " or ".join([f"{number}GB", ", ".join(same[:_NEAREST])] if same else [f"{number}GB"])
 
 
 def _suggest_names(named: str) -> str:
-    near = get_close_matches(named.lower(), [_format_short_name(one) for one in DEVICES], _NEAREST, 0.5)
+    near = get_close_matches(named.lower(), [format_short_name(one) for one in DEVICES], _NEAREST, 0.5)
     return f"did you mean {' or '.join(near)}? A size such as 80GB works too; " if near else "use a size such as 80GB; "

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 Chosen = TypeVar("Chosen")
 
@@ -55,6 +55,8 @@ class CommandOption:
     """Turns the text into the field's value and raises UsageError; the help then does not show the default."""
     accepts: object = None
     """The type on the command line, if the field's type allows more or is a string."""
+    words: Callable[[], Iterable[str]] | None = None
+    """Lists words that it takes, for shells that complete them, where the type is no fixed choice."""
     key: str = ""
     """The key in plan files; by default the name of the field."""
     shapes_result: bool = True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from shardctl.errors import UsageError
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.known_words import list_gpu_names, list_optimizer_names
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
 
@@ -154,6 +155,7 @@ class PlanOptions:
             "Exits with 3 if the model does not fit.",
             flag="--gpu",
             metavar="NAME|SIZE|auto",
+            words=list_gpu_names,
             parser=find_device,
         ),
     ] = None
@@ -172,7 +174,10 @@ class PlanOptions:
         False
     )
     optimizer: Annotated[
-        str | None, CommandOption(HelpPanel.TRAINING, f"Optimizer: {_OPTIMIZERS}. Default: adamw.", metavar="NAME")
+        str | None,
+        CommandOption(
+            HelpPanel.TRAINING, f"Optimizer: {_OPTIMIZERS}. Default: adamw.", metavar="NAME", words=list_optimizer_names
+        ),
     ] = None
     lora_rank: Annotated[
         int | None,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup
+from shardctl.options.known_words import list_layout_names, list_part_names, list_recipe_names
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
 
@@ -36,6 +37,7 @@ class ReshardOptions:
             HelpPanel.WRITING,
             "{layouts}. Default: ranks for a mesh, else hf.",
             metavar="LAYOUT",
+            words=list_layout_names,
         ),
     ] = None
     """The layout; by default `ranks` for a mesh and `hf` for one device."""
@@ -103,6 +105,7 @@ class ReshardOptions:
             HelpPanel.WRITING,
             "Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.",
             metavar="PART",
+            words=list_part_names,
         ),
     ] = None
     """`text` and `vision` are models inside one that sees or hears, `adapter` is one of PEFT; a pattern is such as
@@ -124,6 +127,7 @@ class ReshardOptions:
             "Quantise linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 "
             "or int4.",
             metavar="FORMAT",
+            words=list_recipe_names,
         ),
     ] = None
     """A format of compressed-tensors whose scales follow from the weights alone."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.known_words import list_format_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,9 @@ class SourceOptions:
     """`transformers` takes its plan alone, `names` asks no library, and `none` derives nothing."""
     container: Annotated[
         str | None,
-        CommandOption(HelpPanel.SOURCE, "{formats}. Default: detected.", flag="--from", metavar="FORMAT"),
+        CommandOption(
+            HelpPanel.SOURCE, "{formats}. Default: detected.", flag="--from", metavar="FORMAT", words=list_format_names
+        ),
     ] = None
     weights: Annotated[
         Literal["module", "master"] | None,

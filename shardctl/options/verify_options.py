@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, get_args
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.known_words import list_load_devices
 from shardctl.options.sizes import parse_size
 
 LevelName = Literal["quick", "full", "load", "forward"]
@@ -76,6 +77,7 @@ class VerifyOptions:
             "Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.",
             flag="--load",
             metavar="DEVICE",
+            words=list_load_devices,
         ),
     ] = None
     """`cuda` spreads ranks over all CUDA devices; `auto`, the default, also takes the CPU if there is none, or none has

@@ -5,10 +5,8 @@ import pytest
 from cli_checkpoints import shardctl
 
 from shardctl import __version__
-from shardctl.cli.app import EXIT_CODES, app
-from shardctl.libraries.catalogue import LAYOUTS
-
-VERBS = [command.name for command in app.registered_commands]
+from shardctl.cli.app import EXIT_CODES, VERBS, app
+from shardctl.libraries.catalogue import LAYOUTS, list_choices
 
 
 def words(text):
@@ -37,9 +35,26 @@ def test_help_fits_a_terminal_of_80_columns(say, asked):
 def test_short_forms_of_help_and_version(say):
     assert say("-V") == say("--version")
     assert say("-h") == say("--help")
-    assert say("reshard", "plan", "-h") == say("reshard", "--help"), "a checkpoint may be called as a verb is"
-    for asked in (["plan", "-h"], ["help", "plan"], ["plan", "./llama", "--tp", "2", "-h"]):
-        assert say(*asked) == say("plan", "--help")
+    assert say("reshard", "plan", "-h") == say("reshard", "-h"), "a checkpoint may be called as a verb is"
+    assert say("plan", "./llama", "--tp", "2", "-h") == say("plan", "-h")
+    assert say("help", "plan") == say("plan", "--help")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_shortest_help_fits_80_columns_and_24_lines_and_breaks_no_word(say, verb):
+    code, out, err = say(verb, "-h")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) < 24, "and the prompt has a line"
+    assert max(map(len, lines)) <= 80
+    command = next(each for each in app.registered_commands if each.name == verb).callback
+    found = inspect.signature(command).parameters.values()
+    infos = [info for each in found for info in (each.default, *getattr(each.annotation, "__metadata__", ()))]
+    helps = " ".join([*filter(None, (getattr(info, "help", None) for info in infos)), *list_choices().values()])
+    whole = {word.strip(".,;") for word in helps.split()}
+    shown = " ".join(line[28:].removesuffix(" ...") for line in lines[1:-1])
+    assert {word.strip(".,;") for word in shown.split()} <= whole
+    assert lines[-1].startswith(f"shardctl {verb} --help says more")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -82,8 +97,8 @@ def test_without_a_command_there_is_help_and_the_code_for_usage(say):
 
 def test_every_verb_is_listed_and_none_that_does_not_exist(say):
     out = words(say("--help").out)
-    assert [verb for verb in VERBS if f" {verb} " in out] == VERBS
-    assert VERBS == ["inspect", "plan", "reshard", "finish", "verify", "diff", "digest"]
+    assert [verb for verb in VERBS if f" {verb} " in out] == list(VERBS)
+    assert list(VERBS) == ["inspect", "plan", "reshard", "finish", "verify", "diff", "digest"]
 
 
 def test_help_names_every_layout(say):

@@ -1,0 +1,46 @@
+"""Lists the words that options take which are no fixed choice, for shells that complete them; each list loads late."""
+
+
+def list_layout_names() -> list[str]:
+    """List what `--to` takes."""
+    from shardctl.libraries.catalogue import LAYOUTS
+
+    return [layout.name for layout in LAYOUTS]
+
+
+def list_format_names() -> list[str]:
+    """List what `--from` takes."""
+    from shardctl.libraries.catalogue import FORMATS
+
+    return [each.name for each in FORMATS]
+
+
+def list_gpu_names() -> list[str]:
+    """List what `--gpu` takes; a size such as 80GB is taken, too."""
+    from shardctl.estimate.devices import DEVICES, format_short_name
+
+    return [*(format_short_name(one) for one in DEVICES), "auto"]
+
+
+def list_recipe_names() -> list[str]:
+    """List what `--quantize` takes."""
+    from shardctl.models.rounding.recipes import RECIPES
+
+    return list(RECIPES)
+
+
+def list_optimizer_names() -> list[str]:
+    """List what `--optimizer` takes."""
+    from shardctl.estimate.optimizers import OPTIMIZERS
+
+    return [each.name for each in OPTIMIZERS]
+
+
+def list_load_devices() -> list[str]:
+    """List what `--load` takes; one device such as cuda:1 is taken, too."""
+    return ["cpu", "cuda", "auto"]
+
+
+def list_part_names() -> list[str]:
+    """List what `--only` takes; a pattern of names is taken, too."""
+    return ["text", "vision", "adapter", "mtp", "experts"]
