@@ -121,6 +121,10 @@ class ComputedSource:
         """Pass on what will be read next of files that exist."""
         self._source.expect([span for span in spans if span[0] not in self._arrays and span[0] not in self._others])
 
+    def skim(self) -> None:
+        """Tell the source that only headers will be read."""
+        self._source.skim()
+
     def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
         self._source.heed(stop)

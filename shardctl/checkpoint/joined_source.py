@@ -86,6 +86,11 @@ class JoinedSource:
         for part, own in zip(self.parts, (False, True), strict=True):
             part.expect([(_strip(path), start, size) for path, start, size in listed if _is_second(path) == own])
 
+    def skim(self) -> None:
+        """Tell every part that only headers will be read."""
+        for part in self.parts:
+            part.skim()
+
     def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
         for part in self.parts:

@@ -92,6 +92,8 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, s
 
 def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
     """Return what the container holds, states apart, with warnings of what may go wrong with reading it."""
+    if source_options.described:
+        source.skim()
     stored = formats.scan_checkpoint(
         source,
         override=source_options.container,

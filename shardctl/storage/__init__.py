@@ -93,6 +93,9 @@ class Source(Protocol):
     def expect(self, spans: Iterable[Span]) -> None:
         """Be told what will be read next: what is far away may fetch it at once and together; may do nothing."""
 
+    def skim(self) -> None:
+        """Be told that headers and small files will be read and no tensors: what is far away may fetch less."""
+
     def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set; nothing to do where reads never wait."""
 
@@ -107,6 +110,9 @@ class UnpromisedSource:
     """The half of a `Source` that speaks of hashes, for a place that promises none."""
 
     promised: Collection[str] = ()
+
+    def skim(self) -> None:
+        """Do nothing: headers are read where they are."""
 
     def cautions(self) -> tuple[str, ...]:
         """Return nothing: nothing is known to go wrong."""

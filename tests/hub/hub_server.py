@@ -270,6 +270,8 @@ class _Hub(_Handler):
             self._tree(tree[1], unquote(tree[2]), parse_qs(parts.query))
         elif xet := _XET_TOKEN.fullmatch(path):
             self._xet_token(xet[1])
+        elif headers := _HEADERS.fullmatch(path):
+            self._headers(headers[1], unquote(headers[2]))
         elif info := _REVISION.fullmatch(path):
             self._info(info[1], unquote(info[2] or "main"))
         elif file := _RESOLVE.fullmatch(path):
@@ -392,6 +394,21 @@ class _Hub(_Handler):
             said = {"_id": "1", "id": name, "modelId": name, "sha": found[1], "siblings": [], "tags": []}
             self.json(said | {"private": found[0].private})
         return None
+
+    def _headers(self, name, index):
+        """Every header of main, as JSON, and the index without its map (huggingface_hub 2.4, `hf_api.py`)."""
+        if fault := self.began("headers", name):
+            return fault(self, b"", 0, 0)
+        found = self._known(name, "main", file=True)
+        if not found:
+            return None
+        files = found[0].commits[found[1]]
+        weights = json.loads(files[index])
+        headers = {}
+        for path in sorted(set(weights.pop("weight_map").values())):
+            length = int.from_bytes(files[path][0:8], "little")
+            headers[path] = json.loads(files[path][8 : 8 + length])
+        return self.json({"index": weights, "headers": headers})
 
     def _xet_token(self, name):
         if fault := self.began("xet", name):

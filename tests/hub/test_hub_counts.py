@@ -2,11 +2,14 @@
 
 import io
 
+import hub_server
 import pytest
 from hub_models import SHARDS, large, model
+from hub_server import status
 
+from shardctl.conversion.plan_file import read_plan_file
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions
+from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.storage.addresses import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -16,15 +19,77 @@ from shardctl.verbs.reshard import reshard
 NAME = "someone/large"
 
 
-def test_a_plan_of_812_gb_takes_half_a_megabyte(hub):
-    files = large()
-    hub.add(NAME, files)
-    assert sum(map(len, files.values())) > 811e9
+def count_requests(hub):
+    return {route: len(hub.asked(route)) for route in ("info", "tree", "headers", "resolve", "cdn")}
+
+
+def test_a_plan_of_812_gb_takes_six_requests(hub, monkeypatch):
+    """The Hub gives 1,000 entries on a page, and all headers of main at once."""
+    monkeypatch.setattr(hub_server, "PAGE", 1000)
+    hub.add(NAME, large())
     planned = plan(NAME, ReshardOptions(mesh=Mesh.of(tp=8, pp=4)))
     assert planned.parameters > 405e9
-    asked = {route: len(hub.asked(route)) for route in ("info", "tree", "resolve", "cdn")}
-    assert asked == {"info": 1, "tree": 5, "resolve": SHARDS + 2, "cdn": SHARDS}, "once to the Hub, once to the store"
-    assert hub.sent["cdn"] < 600_000, "headers, and a little more"
+    assert count_requests(hub) == {"info": 2, "tree": 1, "headers": 1, "resolve": 2, "cdn": 0}
+    hub.requests.clear()
+    assert len(inspect(NAME).tensors) == 1137
+    assert len(hub.requests) == 6
+
+
+def test_headers_at_once_say_what_the_files_say(hub, tmp_path):
+    """The same plan and the same tensors as from the files; tensors themselves are never read by such headers."""
+    hub.add(NAME, model(shards=6))
+    at_once = inspect(NAME)
+    assert not hub.asked("cdn")
+    hub.fail("headers", status(404))
+    alone = inspect(NAME)
+    assert len(hub.asked("cdn")) == 6
+    assert at_once.tensors == alone.tensors
+    planned, other = tmp_path / "a.json", tmp_path / "b.json"
+    plan(NAME, ReshardOptions(), plan_options=PlanOptions(out=planned))
+    hub.fail("headers", status(404))
+    plan(NAME, ReshardOptions(), plan_options=PlanOptions(out=other))
+    assert planned.read_text() == other.read_text()
+    hub.requests.clear()
+    reshard(NAME, tmp_path / "out", plan=read_plan_file(planned))
+    assert not hub.asked("headers")
+    assert digest(tmp_path / "out").digest == digest(NAME).digest
+
+
+@pytest.mark.parametrize("said", [{}, {"headers": {}}, {"headers": []}, [], "no", 3, None])
+def test_an_answer_of_another_form_is_not_used(hub, said):
+    files = model(shards=6)
+    paths = [path for path in files if path.endswith(".safetensors")]
+    for headers in (said, {"headers": dict.fromkeys(paths, said)}):
+        hub.repositories.clear()
+        hub.requests.clear()
+        hub.add(NAME, files)
+        hub.fail("headers", lambda handler, *_, headers=headers: handler.json(headers))
+        assert len(inspect(NAME).tensors) == 39
+        assert len(hub.asked("cdn")) == 6
+
+
+def test_main_that_moved_meanwhile_is_not_mixed_with_what_was_listed(hub):
+    repository = hub.add(NAME, model(shards=6))
+
+    def push(handler, *_):
+        repository.push(model(shards=6, seed=8, vocab_size=256))
+        handler._headers(NAME, "model.safetensors.index.json")
+
+    hub.fail("headers", push)
+    tensors = {tensor.name: tensor.shape for tensor in inspect(NAME).tensors}
+    assert tensors["lm_head.weight"] == (512, 64)
+    assert len(hub.asked("cdn")) == 6
+
+
+def test_another_branch_has_its_files_read(hub):
+    """And half a megabyte of them: headers, and a little more."""
+    files = large()
+    repository = hub.add(NAME, files)
+    repository.references["v2"] = repository.references["main"]
+    plan(f"{NAME}@v2", ReshardOptions(mesh=Mesh.of(tp=8, pp=4)))
+    asked = count_requests(hub)
+    assert asked == {"info": 1, "tree": 5, "headers": 0, "resolve": SHARDS + 2, "cdn": SHARDS}, "once to each place"
+    assert hub.sent["cdn"] < 600_000
     assert sum(hub.sent.values()) < 1_000_000, "with the index, the config and the list of files"
 
 

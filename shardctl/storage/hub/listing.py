@@ -36,7 +36,7 @@ _LARGEST: Final = 2**63 - 1
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
-_NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What is raised when an answer is taken apart that is no JSON, as of a page that asks to log in to a network,
 or JSON of another shape."""
 
@@ -171,7 +171,7 @@ def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop:
             raise TroubleError(str(error) or type(error).__name__, last=cause) from error
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
-        except _NOT_AN_ANSWER as error:
+        except NOT_AN_ANSWER as error:
             raise TroubleError(f"its answer is not in the form of the Hub's API: {error}") from error
 
     return make_retrying(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)(ask)

@@ -10,6 +10,7 @@ from shardctl.storage import FileProofs, FileStat, require_span
 from shardctl.storage.bounded_text import CONFIG_TEXT, check_size
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes
 from shardctl.storage.hashed_file import PromisedHash
+from shardctl.storage.hub.headers import fetch_headers
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
@@ -59,6 +60,8 @@ class HubSource:
         self._promised = frozenset(path.removeprefix(self._prefix) for path in remote)
         self._hashes = FileHashes({path: _build_expected_hash(file) for path, file in remote.items()}, self._reread)
         self._earlier: set[str] = set()
+        self._skimming = False
+        self._beginnings: dict[str, bytes] = {}
         self._ranges = RangeReader(address, listing)
         self._windows = ReadAheadCache(self._fetch, lambda path: listing.files[path].size)
 
@@ -82,6 +85,8 @@ class HubSource:
 
     def notes(self) -> tuple[str, ...]:
         """Return how many files were compared with the Hub's hashes, and why others were not."""
+        if self._beginnings:
+            return (f"the Hub gave the headers of {len(self._beginnings):,} files; the files were not opened",)
         found = self.proofs()
         fetched = len(found.verified) + len(found.unverified)
         if not fetched:
@@ -164,8 +169,16 @@ class HubSource:
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Fetch what will be read and is not here, several stretches at once."""
-        far = ((self._prefix + path, offset, size) for path, offset, size in spans)
-        self._windows.expect(span for span in far if not self._listing.files[span[0]].cached)
+        far = [(self._prefix + path, offset, size) for path, offset, size in spans]
+        far = [span for span in far if not self._listing.files[span[0]].cached]
+        if self._skimming and not self._prefix:
+            shards = [path for path, offset, _ in far if not offset and path.endswith(".safetensors")]
+            self._beginnings |= fetch_headers(self._address, self._listing, shards)
+        self._windows.expect(span for span in far if span[0] not in self._beginnings)
+
+    def skim(self) -> None:
+        """Take headers as the Hub has read them, of all files in one request, where it has."""
+        self._skimming = True
 
     def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted from reads, also while they wait, once `stop` is set."""
@@ -180,6 +193,8 @@ class HubSource:
         cached = self._listing.files[path].cached
         if cached and self._disk is not None:
             self._disk.read_at(cached, offset, into)
+        elif offset + len(into) <= len(self._beginnings.get(path, b"")):
+            into[:] = self._beginnings[path][offset : offset + len(into)]
         else:
             self._windows.read(path, offset, into)
 
