@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from derived import EQUAL
 from small_classes import list_generative_classes, save_tiny_model
 
 from shardctl.api import Mesh, PlanOptions, ReshardOptions, ShardctlError, VerifyOptions, inspect, plan, reshard, verify
@@ -32,6 +33,8 @@ from shardctl.verbs.digest import digest
 TP = Mesh.of(tp=2)
 MESHES = {"tp2": TP, "pp2": Mesh.of(pp=2), "fsdp2": Mesh.of(fsdp=2)}
 YES = "yes"
+KNOWN = {"tp2": "tp2 and back", "forward": "tp2 forward"}
+"""Columns that another page has under another name."""
 COLUMNS = ("rules", "hf", *MESHES, "forward", "inspect", "plan", "config alone", "only text", "only vision")
 
 
@@ -43,17 +46,27 @@ def list_multimodal_classes():
             yield name
 
 
-def try_class(architecture: str, folder: Path) -> dict[str, str]:
-    """Try one class; returns what came of it by column, or why it is not small."""
+def try_class(architecture: str, folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
+    """Try one class; returns what came of it by column, or why it is not small.
+
+    `known` is what `derived.try_class` found of the same class in the same folder; its source and ranks are not made
+    again.
+    """
     source = folder / "source"
+    if known is not None and "not built" in known:
+        return known
     try:
-        save_tiny_model(architecture, source)
+        if known is None:
+            save_tiny_model(architecture, source)
     except Exception as error:  # noqa: BLE001 - whatever a class raises that these sizes do not suit
         return {"not built": shorten(f"{type(error).__name__}: {error}")}
     found = {"rules": attempt(lambda: describe_rules(source)), "hf": attempt(lambda: try_hf(source, folder / "hf"))}
+    if known is not None and "tp2 forward" in known:
+        found |= {new: YES if known[old] == EQUAL else known[old] for new, old in KNOWN.items() if known[old]}
     for label, mesh in MESHES.items():
-        found[label] = attempt(lambda mesh=mesh, label=label: try_mesh(source, folder / label, mesh))
-    if found["tp2"] == YES:
+        if label not in found:
+            found[label] = attempt(lambda mesh=mesh, label=label: try_mesh(source, folder / label, mesh))
+    if found["tp2"] == YES and "forward" not in found:
         found["forward"] = attempt(lambda: try_forward(source, folder / "tp2"))
     found["inspect"] = attempt(lambda: YES if inspect(source) else "nothing")
     found["plan"] = attempt(lambda: try_plan(source))
