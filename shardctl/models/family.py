@@ -139,6 +139,8 @@ class FusedArray:
     """Whether it is the one part with its last two dims swapped, perhaps of the same name: then the shape tells."""
     joined: bool = False
     """Whether parts that are counted lie behind each other along their first dim, instead of in a stack."""
+    stored: bool = False
+    """Whether only files have it, and transformers' state dict has the parts (NomicBERT's `Wqkv`)."""
 
     @property
     def stacked(self) -> str:

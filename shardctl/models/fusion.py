@@ -46,6 +46,8 @@ class TensorFusion:
     """Canonical names."""
     places: FusionPlaces
     """Where each of them lies."""
+    stored: bool = False
+    """Whether only files have it; see `FusedArray.stored`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

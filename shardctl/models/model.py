@@ -90,7 +90,7 @@ class Model:
 
     def state(self) -> Mapping[str, tuple[int, ...]]:
         """Return names and shapes of the state dict of transformers' class, in its order; ties by every name."""
-        inside = {name: fusion for fusion in self.fusions.values() for name in fusion.tensors}
+        inside = {name: fusion for fusion in self.fusions.values() if not fusion.stored for name in fusion.tensors}
         found: dict[str, tuple[int, ...]] = {}
         for tensor in self.own():
             fusion = inside.get(tensor.name)

@@ -272,7 +272,7 @@ class _ModelBuilder:
             else:
                 places = stack_tensors(shapes, len(groups)) if index else join_tensors(shapes)
             names = tuple(name for group in groups for name in group)
-            yield TensorFusion(self.full(fused.name).format(**values), names, places)
+            yield TensorFusion(self.full(fused.name).format(**values), names, places, fused.stored)
 
     def list_stages(self) -> tuple[tuple[Where, int], ...]:
         """List the stages of all layers of the decoder."""

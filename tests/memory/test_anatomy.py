@@ -60,7 +60,7 @@ def matrices(layer):
     return found
 
 
-_BESIDE = re.compile(r"bias|\.ada_rms_norm\.|\.index_[qk]+_proj|\.pos_(key|query)_proj")
+_BESIDE = re.compile(r"bias|\.ada_rms_norm\.|\.index_[qk]+_proj|\.pos_(key_|query_|q_|)proj")
 """Tensors that the matrices of a layer do not count: biases, what chooses the tokens that are attended to, what
 scores words against relative positions, and what makes a scale of a delay (Voxtral Realtime)."""
 

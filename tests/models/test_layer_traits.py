@@ -28,8 +28,10 @@ KEPT = {
     ("float32", "float32"): "rms32",
     ("float32", "float32", "float32"): "layer32",
     ("float32",): "bare32",
+    ("bfloat16", "float32", "float32"): "layer",
 }
-"""The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
+"""The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself. The last is
+DeBERTa's own, of which no estimate is made."""
 HEAD_NORM = re.compile(r"(^|\.)(q|k|qk|query|key)_(layer)?norm(\.|$)")
 WITHIN_MIXERS = re.compile(
     r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_a_layernorm$|self_attn\.o_norm$|\.(q_a|q_b|kv|v)_norm$"

@@ -17,7 +17,7 @@ SHARE = 0.95
 PICTURES = "no inputs with pictures or sounds are made for it, so that towers or what joins them to text do not run"
 LESS = {
     **dict.fromkeys(("gemma4", "gemma4-audio", "gemma4_unified", "minimax_m3_vl", "mistral3", "voxtral"), PICTURES),
-    "deberta-v2": "its embedding of relative positions is read and never called",
+    **dict.fromkeys(("deberta", "deberta-v2"), "its embedding of relative positions is read and never called"),
 }
 """Families of which less is reached, with the reason."""
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jamba-moe", "qwen3_next", "granitemoe")

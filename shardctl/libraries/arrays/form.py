@@ -60,10 +60,10 @@ def choose_form(
     put_prefix = _find_prefix(have) if spelled else str
     for fusion in fusions.values():
         found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
-        if not found:
+        if not found or (fusion.stored and not spelled):
             continue
         stored = _find_stored_name(fusion, found)
-        wanted = put_prefix(fusion.name) if experts == "fused" or not spelled else stored
+        wanted = put_prefix(fusion.name) if (experts == "fused" or not spelled) and not fusion.stored else stored
         if experts == "split" or len(found) < len(fusion.tensors) or wanted is None:
             if stored is not None or experts == "split":
                 names |= {tensor.name: tuple(map(put_prefix, (tensor.name, *tensor.ties))) for tensor in found}

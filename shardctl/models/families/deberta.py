@@ -1,7 +1,7 @@
-"""Describes DeBERTa-v2 and -v3: BERT's blocks, whose attention also scores words against relative positions.
+"""Describes DeBERTa, also -v2 and -v3: BERT's blocks, whose attention also scores words against relative positions.
 
-Names and shapes follow transformers 5 (`models/deberta_v2/modeling_deberta_v2.py`). The embedding of relative positions
-is used in every layer, and handed on by the first stage.
+Names and shapes follow transformers 5 (`models/deberta`, `models/deberta_v2`). The first has queries, keys and values
+in one matrix, head by head. The embedding of relative positions, which every layer uses, is on the first stage.
 """
 
 from __future__ import annotations
@@ -29,23 +29,15 @@ if TYPE_CHECKING:
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _ATTENTION: Final = f"{BLOCK}.attention.self"
 _HEAD: Final = "lm_predictions.lm_head"
-_DEBERTA: Final = (
+_EMBEDDINGS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(_WORDS, "vocab embedding", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions embedding", "absolute", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types embedding", "typed", on="first"),
     Row(".embeddings.embed_proj.weight", "hidden embedding", "narrow", on="first"),
     *build_norm_rows(".embeddings.LayerNorm", "first"),
-    Row(f"{_ATTENTION}.query_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.query_proj.bias", "q"),
-    Row(f"{_ATTENTION}.key_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.key_proj.bias", "q"),
-    Row(f"{_ATTENTION}.value_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.value_proj.bias", "q"),
-    Row(f"{_ATTENTION}.pos_key_proj.weight", "q hidden", "own_keys"),
-    Row(f"{_ATTENTION}.pos_key_proj.bias", "q", "own_keys"),
-    Row(f"{_ATTENTION}.pos_query_proj.weight", "q hidden", "own_queries"),
-    Row(f"{_ATTENTION}.pos_query_proj.bias", "q", "own_queries"),
+)
+_AFTER: Final = (
     Row(f"{BLOCK}.attention.output.dense.weight", "hidden q"),
     Row(f"{BLOCK}.attention.output.dense.bias", "hidden"),
     *build_norm_rows(f"{BLOCK}.attention.output.LayerNorm"),
@@ -53,10 +45,8 @@ _DEBERTA: Final = (
     *BLOCK_OUTPUT,
     *build_norm_rows(f"{BLOCK}.output.LayerNorm"),
     Row(".encoder.rel_embeddings.weight", "distances hidden", "relative", on="first"),
-    *build_norm_rows(".encoder.LayerNorm", "first", "normed_distances"),
-    Row(".encoder.conv.conv.weight", "hidden conv_group conv_window", "conv", on="first"),
-    Row(".encoder.conv.conv.bias", "hidden", "conv", on="first"),
-    *build_norm_rows(".encoder.conv.LayerNorm", "first", "conv"),
+)
+_HEADS: Final = (
     Row("cls.predictions.bias", "vocab", "mlm legacy", on="last"),
     Row("cls.predictions.transform.dense.weight", "embedding hidden", "mlm legacy", on="last"),
     Row("cls.predictions.transform.dense.bias", "embedding", "mlm legacy", on="last"),
@@ -74,7 +64,38 @@ _DEBERTA: Final = (
     Row("qa_outputs.weight", "labels hidden", "question", on="last"),
     Row("qa_outputs.bias", "labels", "question", on="last"),
 )
-"""A convolution follows the first layer. The present head has no matrix for words, but computes with the embedding of
+_DEBERTA_V2: Final = (
+    *_EMBEDDINGS,
+    Row(f"{_ATTENTION}.query_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.query_proj.bias", "q"),
+    Row(f"{_ATTENTION}.key_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.key_proj.bias", "q"),
+    Row(f"{_ATTENTION}.value_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION}.value_proj.bias", "q"),
+    Row(f"{_ATTENTION}.pos_key_proj.weight", "q hidden", "own_keys"),
+    Row(f"{_ATTENTION}.pos_key_proj.bias", "q", "own_keys"),
+    Row(f"{_ATTENTION}.pos_query_proj.weight", "q hidden", "own_queries"),
+    Row(f"{_ATTENTION}.pos_query_proj.bias", "q", "own_queries"),
+    *_AFTER,
+    *build_norm_rows(".encoder.LayerNorm", "first", "normed_distances"),
+    Row(".encoder.conv.conv.weight", "hidden conv_group conv_window", "conv", on="first"),
+    Row(".encoder.conv.conv.bias", "hidden", "conv", on="first"),
+    *build_norm_rows(".encoder.conv.LayerNorm", "first", "conv"),
+    *_HEADS,
+)
+"""A convolution follows the first layer."""
+_DEBERTA: Final = (
+    *_EMBEDDINGS,
+    Row(f"{_ATTENTION}.q_bias", "q"),
+    Row(f"{_ATTENTION}.v_bias", "q"),
+    Row(f"{_ATTENTION}.in_proj.weight", "qkv hidden"),
+    Row(f"{_ATTENTION}.pos_proj.weight", "q hidden", "own_keys"),
+    Row(f"{_ATTENTION}.pos_q_proj.weight", "q hidden", "own_queries"),
+    Row(f"{_ATTENTION}.pos_q_proj.bias", "q", "own_queries"),
+    *_AFTER,
+    *_HEADS,
+)
+"""The present head has no matrix for words, but computes with the embedding of
 the first stage: its bias is whole on every rank."""
 
 
@@ -130,9 +151,32 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
+def _build_first_facts(config: ModelConfig) -> FamilyFacts:
+    """Build the facts of the first DeBERTa, which keeps every distance up to the longest apart."""
+    facts = _build_facts(replace(config, values={**config.values, "position_buckets": None}))
+    width, head = facts.size("q"), config.divided("hidden_size", "num_attention_heads")
+    return facts.also(dims={"qkv": LogicalDim(3 * width, 3 * head, "tp", noun="attention heads")})
+
+
+_TRAITS: Final = replace(ENCODER_TRAITS, unmodelled="scores of relative positions")
+DEBERTA: Final = Family(
+    name="deberta",
+    rows=_DEBERTA,
+    facts=_build_first_facts,
+    classes={
+        "DebertaModel": ModelClass(),
+        "DebertaForMaskedLM": ModelClass("deberta", "mlm"),
+        "DebertaForSequenceClassification": ModelClass("deberta", "pooler classifier"),
+        "DebertaForTokenClassification": ModelClass("deberta", "classifier"),
+        "DebertaForQuestionAnswering": ModelClass("deberta", "question"),
+    },
+    prefixes=("deberta",),
+    traits=_TRAITS,
+    assumed=assume_sizes(50265, 768, 3072, 12, 12),
+)
 DEBERTA_V2: Final = Family(
     name="deberta-v2",
-    rows=_DEBERTA,
+    rows=_DEBERTA_V2,
     facts=_build_facts,
     classes={
         "DebertaV2Model": ModelClass(),
@@ -143,6 +187,6 @@ DEBERTA_V2: Final = Family(
         "DebertaV2ForQuestionAnswering": ModelClass("deberta", "question"),
     },
     prefixes=("deberta",),
-    traits=replace(ENCODER_TRAITS, unmodelled="scores of relative positions"),
+    traits=_TRAITS,
     assumed=assume_sizes(128100, 1536, 6144, 24, 24),
 )

@@ -167,6 +167,8 @@ class ConversionTarget:
     """A name of the state dict; the first of several, if the tensor is taken apart or joined with others."""
     converted: bool
     """Whether values change place on the way, not only names."""
+    besides: tuple[str, ...] = ()
+    """The other names, if the tensor is taken apart."""
 
 
 @dataclass(slots=True)
@@ -199,7 +201,9 @@ class WeightConversion:
             if target not in state and name in state:
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             if target in state:
-                found[name] = ConversionTarget(target, converted=pattern is not None)
+                parts: list[str] = next((c.target_patterns for c in converters if pattern in c.source_patterns), [])
+                besides = tuple(target.replace(parts[0], part) for part in parts[1:] if parts[0] in target)
+                found[name] = ConversionTarget(target, pattern is not None, tuple(n for n in besides if n in state))
         return found
 
     def fill(self, tensors: Mapping[str, object], device: str, dtype: Torch) -> None:

@@ -209,7 +209,7 @@ def build_entries(
     found: dict[str, LazyTensor] = {}
     fused: set[str] = set()
     for fusion in model.fusions.values() if model else ():
-        if all(name in manifest.tensors for name in fusion.tensors):
+        if not fusion.stored and all(name in manifest.tensors for name in fusion.tensors):
             parts = [tensor(name, name) for name in fusion.tensors]
             found[fusion.name] = FusedTensor(fusion, parts, manifest.tensors[fusion.tensors[0]].dtype)
             fused.update(fusion.tensors)

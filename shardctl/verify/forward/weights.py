@@ -70,7 +70,8 @@ def place_weights(
         slots = skeleton.slots[target.name]
         if target.converted:
             found.groups.setdefault(target.name, {})[name] = lazy
-            found.converted |= dict.fromkeys(slots, target.name)
+            for made in (target.name, *target.besides):
+                found.converted |= dict.fromkeys(skeleton.slots[made], target.name)
             continue
         for slot in slots:  # a tie is stored under one of its names, or under each
             if target.name in slot.names or slot not in found.direct:
