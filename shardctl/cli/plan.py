@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from shardctl.cli import arguments, streams
+from shardctl.cli.command_line import recall_command
 from shardctl.errors import UsageError
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
@@ -56,9 +57,9 @@ def plan(
     planned = verb(src, conversion, source_options=source_options, plan_options=options)
     streams.print_warnings(planned.warnings)
     if report is not None:
-        from shardctl.report.html import render_plan_page
+        from shardctl.report.pages.plan_page import render_plan_page
 
-        streams.write_report(report, render_plan_page(planned))
+        streams.write_report(report, render_plan_page(planned, recall_command()))
     if json:
         streams.print_document(plan_document.build_plan_document(planned))
     else:

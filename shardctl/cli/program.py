@@ -11,6 +11,7 @@ import typer
 
 from shardctl.cli import streams
 from shardctl.cli.app import VERBS, answer_shell, app, format_verb_help
+from shardctl.cli.command_line import remember_command
 from shardctl.cli.completion import ASK
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.cli.parser_errors import translate_parser_error
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; raises nothing but what ends the interpreter."""
     streams.prepare_streams()
+    remember_command(args)
     try:
         with raise_on_termination():
             code = _invoke_command(list(args)) if args else _invoke_command(["--help"]) or 2

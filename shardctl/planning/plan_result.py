@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.copyplan import CopyPlan
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.inventory import TensorInventory
     from shardctl.options import PlanOptions, ReshardOptions
@@ -114,6 +115,10 @@ class PlanResult:
     warnings: tuple[str, ...]
     adapter: AdapterPlan | None = None
     """Of an adapter: what is counted of its base, and what is not."""
+    model: EstimatedModel | None = field(default=None, repr=False)
+    """What was estimated, for further questions."""
+    copy_plan: CopyPlan | None = field(default=None, repr=False)
+    """What would be copied, where there is something to convert."""
 
     @property
     def fits(self) -> bool:
@@ -223,6 +228,8 @@ def _build_result(
         conversion=conversion,
         warnings=(*checkpoint.manifest.warnings, *list_recomputation_remarks(forecast.work, layers)),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
+        model=about,
+        copy_plan=work.plan if work is not None else None,
     )
 
 

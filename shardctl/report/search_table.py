@@ -83,7 +83,7 @@ def format_cost(cost: MeshCost, *, training: bool) -> str:
     what = "a step" if training else "a token of every sequence"
     rate = cost.tokens / cost.seconds / cost.ranks if cost.seconds else 0.0
     of = f"{rate:,.0f} tokens a second and device on {cost.device} (modelled)"
-    return f"time: {_format_time(cost.seconds)} for {what}, {of}: {_format_shares(cost)}"
+    return f"time: {format_time(cost.seconds)} for {what}, {of}: {_format_shares(cost)}"
 
 
 def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence[MeshRejection]:
@@ -105,8 +105,8 @@ def build_candidate_row(one: MeshCandidate) -> Sequence[str]:
         str(one.mesh),
         format_memory_size(one.peak),
         spare,
-        _format_time(one.cost.seconds),
-        _format_time(one.cost.score),
+        format_time(one.cost.seconds),
+        format_time(one.cost.score),
         _format_shares(one.cost),
     )
 
@@ -119,10 +119,10 @@ def _format_shares(cost: MeshCost) -> str:
     return ", ".join(f"{name} {part:.0f} %" for part, name in rows if part >= 1)
 
 
-def _format_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format a span from microseconds to days.
 
-    >>> _format_time(0.0000123), _format_time(0.0456), _format_time(3.2)
+    >>> format_time(0.0000123), format_time(0.0456), format_time(3.2)
     ('12.3 us', '45.6 ms', '3.20 s')
     """
     if seconds < 1e-3:  # noqa: PLR2004

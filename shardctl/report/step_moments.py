@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 _BAR: Final = 40
 """Characters of the bar of the largest moment."""
-_WIDE: Final = 900
-_HIGH: Final = 220
-"""Size of the picture."""
+_WIDE: Final = 1000
+"""Size of the picture both ways; it is stretched."""
 
 
 def render_moments(rank: RankEstimate) -> list[RenderableType]:
@@ -77,12 +76,12 @@ def build_moments_document(rank: RankEstimate) -> Document | None:
     }
 
 
-def list_areas(moments: Sequence[StepMoment]) -> list[tuple[Category, str]]:
-    """List the stacked areas of a picture, each a category and the corners of its polygon."""
+def list_areas(moments: Sequence[StepMoment]) -> list[tuple[Category, list[tuple[float, float]]]]:
+    """List the stacked areas of a picture, each a category and the corners of its polygon, from 0 to 1000 both ways."""
     full = max((moment.nbytes for moment in moments), default=0) or 1
     step = _WIDE / max(1, len(moments) - 1)
     below = [0] * len(moments)
-    found: list[tuple[Category, str]] = []
+    found: list[tuple[Category, list[tuple[float, float]]]] = []
     for category in CATEGORIES:
         sizes = [moment.parts.get(category, 0) for moment in moments]
         if not any(sizes):
@@ -92,7 +91,6 @@ def list_areas(moments: Sequence[StepMoment]) -> list[tuple[Category, str]]:
             *((place, height) for place, height in enumerate(above)),
             *((place, below[place]) for place in reversed(range(len(moments)))),
         ]
-        points = " ".join(f"{place * step:.0f},{_HIGH - _HIGH * height / full:.0f}" for place, height in corners)
-        found.append((category, points))
+        found.append((category, [(place * step, _WIDE - _WIDE * height / full) for place, height in corners]))
         below = above
     return found

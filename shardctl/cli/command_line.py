@@ -1,0 +1,21 @@
+"""Keeps the command line that is being run, for reports that say how they were made."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
+
+
+def remember_command(args: Sequence[str]) -> None:
+    """Remember what follows the name of the program."""
+    _COMMAND.set(tuple(args))
+
+
+def recall_command() -> tuple[str, ...]:
+    """Return the whole command line, with the name of the program."""
+    return ("shardctl", *_COMMAND.get())

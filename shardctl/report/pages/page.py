@@ -1,0 +1,51 @@
+"""Makes pages of templates: what all of them have, and how values are shown."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.amounts import format_file_size, format_memory_size, format_plural
+from shardctl.report.memory_bars import format_amount
+from shardctl.report.visible import escape_control_characters
+from shardctl.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FOLDER: Final = Path(__file__).parent
+
+
+def render_page(template: str, facts: dict[str, Any], command: Sequence[str]) -> str:
+    """Return a whole page as HTML; the template escapes whatever it is given.
+
+    `command` is the command line that made it. `SOURCE_DATE_EPOCH` sets the date (reproducible-builds.org).
+    """
+    from jinja2 import Environment, FileSystemLoader
+
+    templates = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, finalize=_escape_controls, trim_blocks=True
+    )
+    templates.filters |= {
+        "amount": format_amount,
+        "file_size": format_file_size,
+        "memory_size": format_memory_size,
+        "plural": format_plural,
+        "thousands": lambda number: f"{number:,}",
+    }
+    about = {"command": shlex.join(command), "date": _format_date(), "version": __version__}
+    return templates.get_template(template).render(about | facts) + "\n"
+
+
+def _escape_controls(value: object) -> object:
+    """Write characters that steer a terminal or a browser as escapes; Jinja escapes the markup."""
+    return escape_control_characters(value) if type(value) is str else value
+
+
+def _format_date() -> str:
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
+    return now.strftime("%Y-%m-%d %H:%M UTC")
