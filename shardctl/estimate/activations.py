@@ -205,7 +205,7 @@ class RankActivations:
     def _alike(self, layer: ModelLayer, numbers: Sequence[int], recompute: Recompute) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes = dict(compute_layer_sizes(layer, self.style, self.share))
-        flags = self.flags | list_layer_flags(layer, self.style.norm)
+        flags = self.flags | list_layer_flags(layer, self.style, self.work)
         if why := _find_unknown_part(layer):
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardctl.estimate.kept_tensors import Flag
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import ModelAnatomy, ModelLayer
-    from shardctl.models.layer_traits import NormKind
+    from shardctl.models.anatomy import LayerAttention, ModelAnatomy, ModelLayer
+    from shardctl.models.layer_traits import LayerStyle, NormKind
 
 
 _WIDE: Final = 4
 """Bytes of an element of what flows between layers that add in fp32."""
 _HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
     "rms": "rms heads",
+    "rms16": "rms16 heads",
     "rms32": "rms32 heads",
     "layer": "layer heads",
     "layer32": "layer32 heads",
@@ -39,6 +40,18 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
         flags.add("drop")
     if work.dropout and (always or style.attention_dropout):
         flags.add("drop scores")
+    named: Mapping[Flag, bool] = {
+        "drop within": work.dropout and style.inner_dropout,
+        "kernel": style.activation != "relu",  # whose backward pass needs its result only
+        "wide softmax": not style.narrow_softmax,
+        "narrow softmax": style.narrow_softmax,
+        "fp32 scores": style.fp32_scores,
+        "shifted scores": style.shifted_scores,
+        "by heads": style.joined_queries,
+    }
+    flags.update(flag for flag, holds in named.items() if holds)
+    if style.narrow_softmax or "drop scores" not in flags:
+        flags.add("kept softmax")
     if style.capped_scores:
         flags.add("cap scores")
     if style.capped_logits:
@@ -54,24 +67,42 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     return frozenset(flags)
 
 
-def list_layer_flags(layer: ModelLayer, norm: NormKind) -> frozenset[Flag]:
-    """List what holds of one layer, in a model whose norms are of a kind."""
+def list_layer_flags(layer: ModelLayer, style: LayerStyle, work: TrainingWorkload) -> frozenset[Flag]:
+    """List what holds of one layer, in a model of a style."""
     flags: set[Flag] = {"gated" if layer.gated else "plain"}
     if layer.feeds:
         flags.add("then mlp")
     cross = layer.attention is not None and layer.attention.cross
-    if layer.norms - cross > _NORMS and norm != "layer":
+    if layer.norms - cross > _NORMS and style.norm != "layer":
         flags.add("norm behind")
     if layer.attention is not None:
-        flags.add("latent" if layer.attention.kind == "latent" else "full")
-        if layer.attention.gated:
-            flags.add("gated attention")
+        flags.update(_list_attention_flags(layer, layer.attention, style, work))
     if layer.head_norm is not None:
         flags.add(_HEAD_NORMS[layer.head_norm])
     if layer.state is not None and layer.state.scan is not None:
         flags.add(layer.state.scan.kind)
     if layer.experts is not None:
+        if style.wide_router:
+            flags.add("wide router")
         flags.add("wide weights" if layer.experts.wide else "narrow weights")
         if layer.experts.shared_gate:
             flags.add("gated shared")
     return frozenset(flags)
+
+
+def _list_attention_flags(
+    layer: ModelLayer, attention: LayerAttention, style: LayerStyle, work: TrainingWorkload
+) -> Iterator[Flag]:
+    yield "latent" if attention.kind == "latent" else "full"
+    padded = attention.value_dim != attention.head_dim and work.attention == "flash"
+    yield "padded values" if padded else "own values"
+    # Given a mask, as of a window, torch's fused kernel needs keys and values for each query head.
+    masked = work.attention == "sdpa" and attention.window is not None and attention.window < work.sequence
+    copied = style.copied_keys or (masked and attention.kv_heads < attention.heads)
+    yield "copied keys" if copied else "shared keys"
+    if attention.gated:
+        yield "gated attention"
+    if attention.sinks:
+        yield "sinks"
+    if style.rotated_product:
+        yield "rotated product" if layer.head_norm is None else "normed product"

@@ -17,12 +17,14 @@ Size = Literal[
     "tokens",
     "hidden",
     "norms",
+    "normed",
     "norm_rows",
     "inputs",
     "drops",
     "head_norms",
     "head_norm_rows",
     "latent_norms",
+    "latent_norm_rows",
     "latent_products",
     "rotary_keys",
     "queries",
@@ -39,7 +41,9 @@ Size = Literal[
     "router",
     "chosen",
     "routed_hidden",
+    "narrowed",
     "routed",
+    "routed_steps",
     "logits",
     "gathered_logits",
     "inner",
@@ -61,15 +65,16 @@ Size = Literal[
     "split_products",
     "grouped",
 ]
-"""What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`: of all
-norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
-dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
-latent attention compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all
-heads share. `repeated_...`: keys, values, once per query head.
+"""What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`,
+`normed`: of all norms of whole tokens; of their statistics; of what they norm. `inputs`: of what enters attention and
+MLP. `drops`: of the outputs that dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys.
+`latent_norms`, `latent_products`: what latent attention compresses to; what it makes keys and values from.
+`rotary_keys`: of its keys' rotary part, which all heads share. `repeated_...`: keys, values, once per query head.
 `contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
 but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
-function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the
-tokens that this rank's experts get. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
+function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`,
+`routed_steps`: of the tokens that this rank's experts get; `narrowed`: of their latents. `logits`, `gathered_logits`:
+of this rank's part of the vocabulary; of all.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
 is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
@@ -121,17 +126,23 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
         "hidden": n * hidden,
         "norms": n * hidden * layer.norms,
         "norm_rows": n * layer.norms,
-        # One norm is before both, which then run side by side.
-        "inputs": n * hidden * (2 + cross if both and layer.norms > 1 else 1),
-        "drops": n * hidden * (bool(both) + 1 + cross),
+        "normed": n * hidden * (1 if both and style.side_by_side else layer.norms),
+        # One norm may be before both, which then run side by side.
+        "inputs": n * hidden * ((min(2, layer.norms) if style.side_by_side else 2 + cross) if both else 1),
+        "drops": n * hidden * (bool(both and not style.undropped) + 1 + cross),
     }
     if layer.attention is not None:
-        _add_attention_sizes(sizes, layer.attention, style, share, normed=layer.head_norm is not None)
+        _add_attention_sizes(
+            sizes, layer.attention, style, share, normed=layer.head_norm is not None, whole=layer.head_norm_whole
+        )
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
     sizes["intermediate"] = n * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps
     if layer.experts is not None:
-        _add_expert_sizes(sizes, layer.experts, hidden, share)
+        if style.wide_router and not layer.experts.shared:
+            sizes["inputs"] -= n * hidden  # only the router's fp32 copy of it is kept
+        _add_expert_sizes(sizes, layer.experts, hidden, share, every=style.every_expert)
+        sizes["routed_steps"] = sizes["routed"] * style.expert_steps
     return sizes
 
 
@@ -142,6 +153,7 @@ def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> 
         "tokens": n,
         "hidden": n * hidden,
         "norms": n * hidden,
+        "normed": n * hidden,
         "norm_rows": n,
         "inputs": n * hidden,
         "logits": n * -(-vocabulary // share.tp),
@@ -150,7 +162,13 @@ def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> 
 
 
 def _add_attention_sizes(
-    sizes: dict[Size, float], attention: LayerAttention, style: LayerStyle, share: MicrobatchShare, *, normed: bool
+    sizes: dict[Size, float],
+    attention: LayerAttention,
+    style: LayerStyle,
+    share: MicrobatchShare,
+    *,
+    normed: bool,
+    whole: bool,
 ) -> None:
     """Add self attention, and that to the encoder with it, which is taken to have as many tokens as the decoder."""
     n = share.tokens * (1 + attention.cross)
@@ -169,17 +187,21 @@ def _add_attention_sizes(
         sizes["biases"] = heads * share.queries * share.keys
     if normed:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
-        sizes["head_norm_rows"] = n * (heads + kv_heads)
+        sizes["head_norm_rows"] = n * (2 if whole else heads + kv_heads)
     if attention.kind == "latent":
         sizes["latent_norms"] = n * (attention.query_rank + attention.key_rank)
+        sizes["latent_norm_rows"] = n * (bool(attention.query_rank) + 1)
         sizes["rotary_keys"] = n * (attention.latent - attention.key_rank)
         sizes["latent_products"] = n * heads * (wide - (attention.latent - attention.key_rank) + value)
 
 
-def _add_expert_sizes(sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare) -> None:
+def _add_expert_sizes(
+    sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare, *, every: bool
+) -> None:
     """Add experts, with tokens routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
-    routed = share.tokens * experts.chosen * share.etp / share.tp
+    routed = share.tokens * (experts.count if every else experts.chosen) * share.etp / share.tp
     sizes["router"] = share.tokens * experts.count
     sizes["chosen"] = share.tokens * experts.chosen
     sizes["routed_hidden"] = routed * (experts.width or hidden)
+    sizes["narrowed"] = share.tokens * experts.width
     sizes["routed"] = routed * -(-experts.size // share.etp)

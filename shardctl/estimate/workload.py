@@ -12,6 +12,7 @@ Recompute = Literal["none", "selective", "full"]
 RecomputedModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 Precision = Literal["mixed", "bf16", "fp32"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+AttentionKernel = Literal["flash", "sdpa", "eager"]
 Offload = Literal["none", "cpu", "nvme"]
 
 
@@ -90,8 +91,9 @@ class TrainingWorkload:
     (torchtitan's `selective_ac_option`)."""
     sequence_parallel: bool = True
     """Whether norms and dropouts are divided over tp too (Korthikanti et al. 2022); without tp it changes nothing."""
-    flash: bool = True
-    """Whether attention never holds its scores (FlashAttention, sdpa's fused kernels)."""
+    attention: AttentionKernel = "flash"
+    """FlashAttention; torch's `scaled_dot_product_attention`, whose fused kernels differ from it for windows and for
+    values of another width than keys; or attention that holds its scores."""
     dropout: bool = True
     """Whether there is dropout where the config, or Megatron-LM's default of 0.1, has it."""
     fused_gradients: bool = True
@@ -106,3 +108,8 @@ class TrainingWorkload:
     offload: Offload = "none"
     """Where the optimizer states go; with ZeRO-3 also the parameters, if `offload_parameters`."""
     offload_parameters: bool = False
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention never holds its scores."""
+        return self.attention != "eager"

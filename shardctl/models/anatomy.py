@@ -79,6 +79,8 @@ class LayerAttention:
     """Whether the layer attends to the encoder, too, with heads of the same numbers and a cache of its own."""
     gated: bool = False
     """Whether its result is multiplied by a gate (Qwen3-Next)."""
+    sinks: bool = False
+    """Whether each head has a score that belongs to no token (gpt-oss)."""
     borrowed: bool = False
     """Whether keys and values are those of an earlier layer, and cached there (Gemma 4)."""
     chosen: int | None = None
@@ -176,6 +178,8 @@ class ModelLayer:
     """Norms of whole tokens, with that of cross attention."""
     head_norm: NormKind | None = None
     """The kind of the norms of queries and keys, where there are any."""
+    head_norm_whole: bool = False
+    """Whether those norms are of all heads of a token together (OLMo 2)."""
     encoder: bool = False
     """Whether it is an encoder's, which caches nothing and sees tokens both ways."""
     wide: bool = False
@@ -366,6 +370,7 @@ class _AnatomyReader:
             experts=experts,
             norms=sum(self.count_copies(row) for row in whole),
             head_norm=self.norm_kind(within, rows) if within else None,
+            head_norm_whole=any(row.dims in {"q", "kv", "all_q", "all_kv", "q_norm", "kv_norm"} for row in within),
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
@@ -422,7 +427,16 @@ class _AnatomyReader:
         gated = named.has("gated_q")
         value = named.unit("vs") if named.has("vs") else head
         found = LayerAttention(
-            kind, width // head, keys // head, head, value, window, cross=cross, gated=gated, borrowed=borrowed
+            kind,
+            width // head,
+            keys // head,
+            head,
+            value,
+            window,
+            cross=cross,
+            gated=gated,
+            borrowed=borrowed,
+            sinks=any("sink" in row.name for row in rows),
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
 

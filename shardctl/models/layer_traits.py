@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.windows import WindowRule
 
-NormKind = Literal["rms", "rms32", "layer", "layer32", "bare32"]
-"""RMS norm; RMS norm that multiplies its weight in fp32 (Gemma); `nn.LayerNorm`; LayerNorm that is written out in fp32
-(Cohere); a norm without a weight that computes in fp32 (OLMo 1, Llama 4's of queries and keys)."""
-ACTIVATION_STEPS: Final[Mapping[str, int]] = {"gelu_new": 3, "gelu_fast": 3, "quick_gelu": 2, "gated-gelu": 3}
+NormKind = Literal["rms", "rms16", "rms32", "layer", "layer32", "bare32"]
+"""RMS norm; RMS norm that multiplies its input before it is cast (T5); RMS norm that multiplies its weight in fp32
+(Gemma); `nn.LayerNorm`; LayerNorm that is written out in fp32 (Cohere); a norm without a weight that computes in fp32
+(OLMo 1, Llama 4's of queries and keys)."""
+ACTIVATION_STEPS: Final[Mapping[str, int]] = {"gelu_new": 3, "gelu_fast": 3, "quick_gelu": 1, "gated-gelu": 3}
 """By the activation's name: how many intermediate results transformers keeps of it, where it is not one kernel
 (`activations.py`)."""
 _NEVER: Final = ("", 0.0)
@@ -53,6 +54,32 @@ class LayerTraits:
     """Whether a layer may be an MLP or experts and nothing else (Nemotron-H)."""
     fp32_sums: tuple[str, bool] = ("", False)
     """Whether what layers add to is fp32 whatever computes (Mamba)."""
+    inner_dropout: tuple[str, float] = _NEVER
+    """The share of the activation function's result that is dropped in training."""
+    undropped: Literal["", "attention", "mlp"] = ""
+    """Whose output is not dropped though the other's is; empty where both are or neither."""
+    side_by_side: tuple[str, bool] = ("", False)
+    """Whether attention and MLP read the same sum (GPT-NeoX)."""
+    narrow_softmax: bool = False
+    """Whether eager attention makes scores probabilities in the type that computes; else it does so in fp32."""
+    fp32_scores: bool = False
+    """Whether eager attention multiplies fp32 copies of queries and keys (GPT-J)."""
+    shifted_scores: bool = False
+    """Whether eager attention subtracts the largest score of each row itself (gpt-oss)."""
+    copied_keys: tuple[str, bool] = ("", False)
+    """Whether even fused attention gets keys and values for each query head (Falcon)."""
+    wide_router: bool = False
+    """Whether routers multiply an fp32 copy of what they read (DeepSeek)."""
+    rotated_product: bool = False
+    """Whether queries, keys and values are parts of one product, of which only the rotated ones are copied: values
+    then keep all of it (Phi-3)."""
+    joined_queries: bool = False
+    """Whether queries are joined of a rotated and another part, and so lie by heads, as does what fused attention makes
+    of them; the projection behind it has a copy."""
+    expert_steps: int = 0
+    """Results that are kept within the activation function of experts, besides its input and output (gpt-oss)."""
+    every_expert: bool = False
+    """Whether transformers' experts compute all tokens, those not chosen as zeros (Llama 4)."""
     unmodelled: str = ""
     """What its layers compute that estimates of training do not know of; empty for nothing."""
 
@@ -75,6 +102,30 @@ class LayerStyle:
     """Whether the logits are."""
     position_biases: bool = False
     """Whether scores get learned biases."""
+    inner_dropout: bool = False
+    """Whether the activation function's result is partly dropped in training."""
+    undropped: Literal["", "attention", "mlp"] = ""
+    """Whose output is not dropped though the other's is."""
+    side_by_side: bool = False
+    """Whether attention and MLP read the same sum."""
+    narrow_softmax: bool = False
+    """Whether eager attention makes scores probabilities in the type that computes."""
+    fp32_scores: bool = False
+    """Whether eager attention multiplies fp32 copies of queries and keys."""
+    shifted_scores: bool = False
+    """Whether eager attention subtracts the largest score of each row itself."""
+    copied_keys: bool = False
+    """Whether even fused attention gets keys and values for each query head."""
+    wide_router: bool = False
+    """Whether routers multiply an fp32 copy of what they read."""
+    rotated_product: bool = False
+    """Whether values keep the whole product of which queries and keys are copied."""
+    joined_queries: bool = False
+    """Whether queries lie by heads, as does what fused attention makes of them."""
+    expert_steps: int = 0
+    """Results that are kept within the activation function of experts, besides its input and output."""
+    every_expert: bool = False
+    """Whether transformers' experts compute all tokens."""
     unmodelled: str = ""
     """What layers compute that estimates of training do not know of."""
 
@@ -103,6 +154,18 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
         capped_scores=_is_positive(config, *traits.score_cap),
         capped_logits=_is_positive(config, *traits.logit_cap),
         position_biases=traits.position_biases,
+        inner_dropout=_is_positive(config, *traits.inner_dropout),
+        undropped=traits.undropped,
+        side_by_side=config.switch(traits.side_by_side[0], default=traits.side_by_side[1]),
+        narrow_softmax=traits.narrow_softmax,
+        fp32_scores=traits.fp32_scores,
+        shifted_scores=traits.shifted_scores,
+        copied_keys=config.switch(traits.copied_keys[0], default=traits.copied_keys[1]),
+        wide_router=traits.wide_router,
+        rotated_product=traits.rotated_product,
+        joined_queries=traits.joined_queries,
+        expert_steps=traits.expert_steps,
+        every_expert=traits.every_expert,
         unmodelled=traits.unmodelled,
     )
 

@@ -298,10 +298,11 @@ class PlanOptions:
         bool, CommandOption(HelpPanel.TRAINING, "Compute norms and dropouts on whole sequences on every tp rank.")
     ] = False
     attention: Annotated[
-        Literal["fused", "eager"] | None,
+        Literal["flash", "sdpa", "eager"] | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Attention kernel: eager keeps the scores, fused (FlashAttention, sdpa) does not. Default: fused.",
+            "Attention kernel: eager keeps the scores, flash (FlashAttention) and sdpa (torch) do not; they differ for "
+            "windows and for values narrower than keys. Default: flash.",
         ),
     ] = None
     no_dropout: Annotated[

@@ -191,7 +191,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         offload_parameters=options.offload_parameters,
         gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
         sequence_parallel=not options.no_sequence_parallel,
-        flash=options.attention != "eager",
+        attention=_choose_value(options.attention, usual.attention),
         dropout=not options.no_dropout,
         fused_gradients=not options.no_gradient_fusion,
         fused_loss=options.fused_loss,

@@ -322,6 +322,6 @@ def format_workload(planned: PlanResult) -> str:
         *([f"all in {work.precision}"] if work.precision != "mixed" else []),
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
-        *(["eager attention"] if not work.flash else []),
+        *([f"{work.attention} attention"] if work.attention != "flash" else []),
     ]
     return ", ".join([*parts, *more])

@@ -195,7 +195,7 @@ def total(found):
 
 
 def test_attention_that_is_not_fused_keeps_its_scores(document):
-    fused, eager = (document(LLAMA, "--fsdp", "8", "--attention", how) for how in ("fused", "eager"))
+    fused, eager = (document(LLAMA, "--fsdp", "8", "--attention", how) for how in ("flash", "eager"))
     scores = 32 * 32 * 8192**2  # layers, heads, tokens by tokens
     assert total(eager) - total(fused) > 2 * scores
 

@@ -68,7 +68,7 @@ def kept(found) -> int:
 
 
 def megatron(**options: object) -> TrainingWorkload:
-    return TrainingWorkload(S, **{"profile": "megatron", "flash": False, "sequence_parallel": False, **options})
+    return TrainingWorkload(S, **{"profile": "megatron", "attention": "eager", "sequence_parallel": False, **options})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -93,7 +93,7 @@ def test_a_layer_of_gpt_is_that_of_korthikanti_et_al_2022_table_2(name, tp, opti
 
 def test_flash_attention_keeps_what_selective_recomputation_does_and_one_number_per_head():
     a, h, _, t, _, b = PUBLISHED["175B"]
-    found = terms(gpt(a, h, 1), Mesh.of(tp=t), megatron(micro_batch=b, flash=True, sequence_parallel=True))
+    found = terms(gpt(a, h, 1), Mesh.of(tp=t), megatron(micro_batch=b, attention="flash", sequence_parallel=True))
     assert kept(found) == S * b * (34 * h + 4 * a) / t
 
 
@@ -154,7 +154,7 @@ def test_interleaving_multiplies_as_korthikanti_et_al_2022_section_4_2_3_says():
 def test_the_head_is_that_of_korthikanti_et_al_2022_section_4_3():
     # 4 sbh / t (1 + v / h): the last norm, the input of the head and fp32 logits.
     a, h, _, t, _, b = PUBLISHED["22B"]
-    found = terms(gpt(a, h, 1), Mesh.of(tp=t), megatron(micro_batch=b, flash=True, sequence_parallel=True))
+    found = terms(gpt(a, h, 1), Mesh.of(tp=t), megatron(micro_batch=b, attention="flash", sequence_parallel=True))
     head = next(term for term in found if "head" in term.name)
     assert head.nbytes == pytest.approx(4 * S * b * h / t * (1 + V / h))
 
@@ -188,12 +188,12 @@ def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("flash", [True, False])
-def test_a_term_is_what_its_formula_makes_of_its_inputs(profile, recompute, flash):
+@pytest.mark.parametrize("attention", ["flash", "sdpa", "eager"])
+def test_a_term_is_what_its_formula_makes_of_its_inputs(profile, recompute, attention):
     listed = (profile, recompute) == ("fsdp2", "selective")  # torchtitan's list, which is not known for experts
     model = llama() if listed else llama(experts=LayerExperts(8, 2, 512, 256))
     model = replace(model, style=LayerStyle("rms", dropout=True))
-    work = TrainingWorkload(1024, 3, microbatches=4, profile=profile, recompute=recompute, flash=flash)
+    work = TrainingWorkload(1024, 3, microbatches=4, profile=profile, recompute=recompute, attention=attention)
     found = terms(model, Mesh.of(tp=2, pp=2), work, stage=1, stages=(1, 1))
     assert {t.category for t in found} == {"activations", "workspace"}
     assert len({t.name for t in found}) == len(found)
@@ -240,7 +240,7 @@ def test_tokens_of_experts_may_be_uneven():
 
 def test_a_window_changes_nothing_for_scores_are_computed_and_then_masked():
     windowed = llama(attention=LayerAttention("sliding", 8, 2, 32, 32, window=16))
-    work = TrainingWorkload(512, profile="hf", flash=False)
+    work = TrainingWorkload(512, profile="hf", attention="eager")
     assert terms(windowed, work=work) == terms(llama(), work=work)
 
 
@@ -350,7 +350,7 @@ def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
 def test_scores_that_are_held_are_counted(oracle, kind, sequence):
     config = configured(kind)
     measured = oracle.peak_of_causal_lm(config, 2, sequence, attention="eager")
-    work = TrainingWorkload(sequence, 2, profile="hf", flash=False)
+    work = TrainingWorkload(sequence, 2, profile="hf", attention="eager")
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 

@@ -167,7 +167,7 @@ def test_a_log_is_read_line_by_line():
         ({"peak": "20 GB"}, "peak = '20 GB'"),
         ({"peak": 1, "sequence": 0}, "sequence = 0 where a positive whole number"),
         ({"peak": 1, "sequence": 1.5}, "sequence = 1.5"),
-        ({"peak": 1, "flash": 1}, "flash = 1 where true or false"),
+        ({"peak": 1, "dropout": 1}, "dropout = 1 where true or false"),
         ({"peak": 1, "recompute": "some"}, "one of none, selective, full"),
         ({"peak": 1, "zero": True}, "zero = True"),
         ({"peak": 1, "zero": 4}, "zero = 4"),

@@ -125,7 +125,7 @@ def test_what_is_not_known_is_refused():
     with pytest.raises(UnsupportedError, match="cp ranks may"):
         kept(build("deepseek_v3"), "mla_up_proj", mesh=Mesh.of(cp=2))
     with pytest.raises(UnsupportedError, match="not fused may"):
-        kept(build("deepseek_v3"), "mla_up_proj", flash=False)
+        kept(build("deepseek_v3"), "mla_up_proj", attention="eager")
     with pytest.raises(UnsupportedError, match="it has 4 norms"):
         kept(build("gemma2"), "mlp")
 

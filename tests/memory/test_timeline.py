@@ -139,5 +139,5 @@ def test_selective_recomputation_that_changes_nothing_says_so():
         return list_recomputation_remarks(TrainingWorkload(64, **options))
 
     assert "almost nothing with fused attention" in said(profile="megatron", recompute="selective")[0]
-    assert said(profile="megatron", recompute="selective", flash=False) == ()
+    assert said(profile="megatron", recompute="selective", attention="eager") == ()
     assert said(recompute="selective") == said(recompute="full") == list_recomputation_remarks(None) == ()

@@ -141,7 +141,7 @@ BAMBA: Final = Family(
     facts=_build_bamba_facts,
     classes={"BambaForCausalLM": ModelClass("model", "lm"), "BambaModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(128000, 4096, 14336, 32, 32),
 )
 GRANITE_MOE_HYBRID: Final = Family(

@@ -189,7 +189,7 @@ _ASSUMED: Final = {
     "encoder_ffn_dim": 4096,
     "encoder_layers": 12,
 }
-_TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.1))
+_TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.1), narrow_softmax=True)
 BART: Final = Family(
     name="bart",
     rows=_BART,
@@ -226,7 +226,7 @@ WHISPER: Final = Family(
     facts=_build_whisper_facts,
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0)),
+    traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0), narrow_softmax=True),
     aliases={**_NAMES, "num_key_value_heads": "encoder_attention_heads"},
     assumed={
         "decoder_attention_heads": 6,
@@ -274,6 +274,7 @@ M2M_100: Final = Family(
     traits=LayerTraits(
         activation=("activation_function", "relu"),
         dropout=("dropout", 0.1),
+        narrow_softmax=True,
         attention_dropout=("attention_dropout", 0.1),
     ),
     aliases=_NAMES,

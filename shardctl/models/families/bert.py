@@ -111,6 +111,7 @@ ENCODER_TRAITS: Final = LayerTraits(
     activation=("hidden_act", "gelu"),
     dropout=("hidden_dropout_prob", 0.1),
     attention_dropout=("attention_probs_dropout_prob", 0.1),
+    narrow_softmax=True,
 )
 BERT: Final = Family(
     name="bert",

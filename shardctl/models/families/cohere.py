@@ -55,7 +55,7 @@ COHERE: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", side_by_side=("", True)),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 256000,
@@ -70,7 +70,7 @@ COHERE2: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW, side_by_side=("", True)),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 256000,

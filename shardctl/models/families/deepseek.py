@@ -136,7 +136,7 @@ DEEPSEEK: Final = Family(
     classes={"DeepseekForCausalLM": ModelClass("model", "lm")},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
     aliases=_V2_NAMES,
     assumed=_V2_SIZES,
     inner_kinds={
@@ -167,7 +167,7 @@ DEEPSEEK_V2: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
     aliases=_V2_NAMES,
     assumed=_V2_SIZES,
     without_latents=DEEPSEEK.name,
@@ -184,7 +184,7 @@ DEEPSEEK_V3: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases=_NAMES,
     assumed={
         **assume_sizes(129280, 7168, 18432, 61, 128),
@@ -200,7 +200,9 @@ GLM4_MOE: Final = Family(
     classes={"Glm4MoeForCausalLM": ModelClass("model", "lm"), "Glm4MoeModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True, wide_router=True
+    ),
     aliases=_NAMES,
     assumed={
         **assume_sizes(151552, 4096, 10944, 46, 96),
@@ -224,7 +226,7 @@ GLM4_MOE_LITE: Final = Family(
     classes={"Glm4MoeLiteForCausalLM": ModelClass("model", "lm"), "Glm4MoeLiteModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, wide_router=True),
     aliases={**_NAMES, "head_dim": "qk_rope_head_dim"},
     assumed={
         **assume_sizes(154880, 2048, 10240, 47, 20),

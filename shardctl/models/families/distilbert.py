@@ -83,7 +83,11 @@ DISTILBERT: Final = Family(
     },
     prefixes=("distilbert",),
     traits=LayerTraits(
-        activation=("activation", "gelu"), dropout=("dropout", 0.1), attention_dropout=("attention_dropout", 0.1)
+        activation=("activation", "gelu"),
+        dropout=("dropout", 0.1),
+        attention_dropout=("attention_dropout", 0.1),
+        undropped="attention",
+        narrow_softmax=True,
     ),
     aliases=_NAMES,
     assumed={"n_heads": 12, "vocab_size": 30522, "dim": 768, "hidden_dim": 3072, "n_layers": 6},

@@ -87,6 +87,7 @@ ERNIE4_5_MOE: Final = Family(
         attention_dropout=("", 0.0),
         experts_per_token=6,
         narrow_experts=True,
+        wide_router=True,
     ),
     aliases={"num_experts": "moe_num_experts", "moe_k": "num_experts_per_tok"},
     assumed={**assume_sizes(103424, 2560, 12288, 28, 20), "moe_intermediate_size": 1536, "moe_num_experts": 64},

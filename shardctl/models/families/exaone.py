@@ -111,6 +111,7 @@ EXAONE_MOE: Final = Family(
         norm="rms",
         window=WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
         experts_per_token=8,
+        wide_router=True,
     ),
     aliases={"num_local_experts": "num_experts"},
     assumed={

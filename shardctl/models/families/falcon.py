@@ -88,7 +88,13 @@ FALCON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(activation=("activation", "gelu"), dropout=("hidden_dropout", 0.0)),
+    traits=LayerTraits(
+        activation=("activation", "gelu"),
+        dropout=("hidden_dropout", 0.0),
+        side_by_side=("parallel_attn", True),
+        narrow_softmax=True,
+        copied_keys=("new_decoder_architecture", False),
+    ),
     aliases={"n_embed": "hidden_size"},
     assumed={"num_attention_heads": 71, "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32},
 )

@@ -71,7 +71,7 @@ GLM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Glm", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(151552, 4096, 13696, 40, 32),
 )
 GLM4: Final = Family(
@@ -87,7 +87,7 @@ GLM4: Final = Family(
     facts=_build_glm4_facts,
     classes=build_decoder_classes("Glm4", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(151552, 4096, 13696, 40, 32),
     inner_kinds={
         "glm4v_text": {**_SEEING, "max_position_embeddings": 32768},

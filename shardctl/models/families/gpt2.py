@@ -100,6 +100,7 @@ GPT2: Final = Family(
     traits=LayerTraits(
         activation=("activation_function", "gelu_new"),
         dropout=("resid_pdrop", 0.1),
+        narrow_softmax=True,
         attention_dropout=("attn_pdrop", 0.1),
     ),
     aliases=NAMES,

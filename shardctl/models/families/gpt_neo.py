@@ -63,7 +63,9 @@ GPT_NEO: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("GPTNeo", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(activation=("activation_function", "gelu_new"), dropout=("resid_dropout", 0.0)),
+    traits=LayerTraits(
+        activation=("activation_function", "gelu_new"), dropout=("resid_dropout", 0.0), fp32_scores=True
+    ),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     assumed={"vocab_size": 50257, "hidden_size": 2048, "num_heads": 16, "num_layers": 24},
 )

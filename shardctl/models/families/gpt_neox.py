@@ -72,7 +72,13 @@ GPT_NEOX: Final = Family(
     prefixes=("gpt_neox",),
     legacy={"embed_out": "lm_head"},
     fused=(FusedArray("lm_head.weight", ("embed_out.weight",)),),
-    traits=LayerTraits(activation=("hidden_act", "gelu"), dropout=("hidden_dropout", 0.0)),
+    traits=LayerTraits(
+        activation=("hidden_act", "gelu"),
+        dropout=("hidden_dropout", 0.0),
+        side_by_side=("use_parallel_residual", True),
+        rotated_product=True,
+        joined_queries=True,
+    ),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 50432,

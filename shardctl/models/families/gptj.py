@@ -67,6 +67,8 @@ GPTJ: Final = Family(
     traits=LayerTraits(
         activation=("activation_function", "gelu_new"),
         dropout=("resid_pdrop", 0.0),
+        side_by_side=("", True),
+        fp32_scores=True,
         attention_dropout=("attn_pdrop", 0.0),
     ),
     aliases=NAMES,

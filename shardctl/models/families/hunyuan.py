@@ -94,7 +94,7 @@ HY_V3: Final = Family(
         "mlp.shared_mlp": "mlp.shared_experts",
     },
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={
         **assume_sizes(120832, 4096, 13312, 80, 64),
@@ -154,7 +154,7 @@ HUNYUAN_V1_MOE: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=1),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=1, wide_router=True),
     aliases={"moe_topk": "num_experts_per_tok", "num_local_experts": "num_experts"},
     assumed={**assume_sizes(290943, 4096, 11008, 32, 32), "num_experts": 1},
 )

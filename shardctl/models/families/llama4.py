@@ -72,7 +72,13 @@ LLAMA4_TEXT: Final = Family(
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
     traits=LayerTraits(
-        activation=("hidden_act", "silu"), norm="rms", window=_CHUNKS, experts_per_token=1, narrow_experts=True
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        window=_CHUNKS,
+        experts_per_token=1,
+        narrow_experts=True,
+        narrow_softmax=True,
+        every_expert=True,
     ),
     weightless=(Row(f"{LAYER}.self_attn.qk_norm.weight", "head", when="qk_norm rotary"),),
     assumed={**assume_sizes(202048, 5120, 8192, 48, 40), "num_local_experts": 16},

@@ -177,6 +177,9 @@ MIMO_V2_FLASH: Final = Family(
         norm="rms",
         window=WindowRule(129, "all but first and every nth", period=_PERIOD),
         experts_per_token=8,
+        narrow_softmax=True,
+        shifted_scores=True,
+        wide_router=True,
     ),
     aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
     assumed={

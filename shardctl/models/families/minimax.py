@@ -58,7 +58,7 @@ MINIMAX_M2: Final = Family(
         FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)),
         *FUSED,
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True),
     aliases={"num_experts": "num_local_experts"},
     assumed={**assume_sizes(200064, 3072, 1536, 62, 48), "num_local_experts": 256},
 )

@@ -111,7 +111,10 @@ _WINDOW: Final = WindowRule(
     128, "all but first of every n", period=3, key="local_attention", period_key="global_attn_every_n_layers"
 )
 _TRAITS: Final = LayerTraits(
-    activation=("hidden_activation", "gelu"), norm="layer", dropout=("mlp_dropout", 0.0), window=_WINDOW
+    activation=("hidden_activation", "gelu"),
+    norm="layer",
+    dropout=("mlp_dropout", 0.0),
+    window=_WINDOW,
 )
 _ASSUMED: Final = assume_sizes(50368, 768, 1152, 22, 12)
 MODERNBERT: Final = Family(
@@ -127,7 +130,7 @@ MODERNBERT: Final = Family(
         "ModernBertForQuestionAnswering": ModelClass("model", "head classifier"),
     },
     prefixes=("model",),
-    traits=_TRAITS,
+    traits=replace(_TRAITS, rotated_product=True),
     assumed=_ASSUMED,
 )
 MODERNBERT_DECODER: Final = Family(

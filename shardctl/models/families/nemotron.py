@@ -33,6 +33,6 @@ NEMOTRON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Nemotron", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(activation=("hidden_act", "relu2")),
+    traits=LayerTraits(activation=("hidden_act", "relu2"), joined_queries=True),
     assumed=assume_sizes(256000, 6144, 24576, 32, 48),
 )

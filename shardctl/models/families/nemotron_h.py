@@ -159,6 +159,7 @@ NEMOTRON_H: Final = Family(
         window=WindowRule(None, "none"),
         experts_per_token=2,
         alone=True,
+        wide_router=True,
     ),
     assumed={"vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 21504},
     aliases={

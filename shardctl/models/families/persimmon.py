@@ -52,6 +52,8 @@ PERSIMMON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Persimmon", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "relu2"), dropout=("hidden_dropout", 0.0)),
+    traits=LayerTraits(
+        activation=("hidden_act", "relu2"), dropout=("hidden_dropout", 0.0), rotated_product=True, joined_queries=True
+    ),
     assumed=assume_sizes(262144, 4096, 16384, 36, 64),
 )

@@ -76,7 +76,12 @@ PHI: Final = Family(
     facts=_build_phi_facts,
     classes=build_decoder_classes("Phi", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "gelu_new"), dropout=("resid_pdrop", 0.0)),
+    traits=LayerTraits(
+        activation=("hidden_act", "gelu_new"),
+        dropout=("resid_pdrop", 0.0),
+        side_by_side=("", True),
+        joined_queries=True,
+    ),
     assumed=assume_sizes(51200, 2048, 8192, 24, 32),
 )
 PHI3: Final = Family(
@@ -86,7 +91,12 @@ PHI3: Final = Family(
     classes=build_decoder_classes("Phi3", question=None),
     prefixes=("model",),
     traits=LayerTraits(
-        activation=("hidden_act", "silu"), norm="rms", dropout=("resid_pdrop", 0.0), window=WindowRule(None)
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        dropout=("resid_pdrop", 0.0),
+        window=WindowRule(None),
+        rotated_product=True,
+        joined_queries=True,
     ),
     assumed=assume_sizes(32064, 3072, 8192, 32, 32),
     outer_classes=("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"),

@@ -44,7 +44,7 @@ _LINEAR: Final = (
 )
 _MLP: Final = tuple(row for row in GATED if not row.when)
 _MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms32")
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms32", joined_queries=True)
 
 
 def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:

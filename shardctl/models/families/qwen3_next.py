@@ -123,7 +123,9 @@ QWEN3_NEXT: Final = Family(
     classes=build_decoder_classes("Qwen3Next", question="transformer"),
     prefixes=("model", "transformer"),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True, joined_queries=True
+    ),
     aliases={"num_local_experts": "num_experts"},
     assumed={**assume_sizes(151936, 2048, 5632, 48, 16), "moe_intermediate_size": 512, "num_experts": 512},
 )

@@ -15,6 +15,7 @@ from shardctl.models.families.bert import (
     BLOCK_ATTENTION,
     BLOCK_INPUT,
     BLOCK_OUTPUT,
+    ENCODER_TRAITS,
     POOLER,
     build_encoder_facts,
     build_norm_rows,
@@ -74,6 +75,7 @@ XLM_ROBERTA_XL: Final = replace(
     name="xlm-roberta-xl",
     rows=_LARGE,
     facts=_build_large_facts,
+    traits=replace(ENCODER_TRAITS, undropped="mlp"),
     classes=build_roberta_classes("XLMRobertaXL"),
     assumed=assume_sizes(250880, 2560, 10240, 36, 32),
 )

@@ -52,7 +52,7 @@ SOLAR_OPEN: Final = Family(
     classes={"SolarOpenForCausalLM": ModelClass("model", "lm"), "SolarOpenModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases={"num_local_experts": "n_routed_experts"},
     assumed={
         "vocab_size": 196608,

@@ -61,6 +61,12 @@ STABLELM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("StableLm", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer", dropout=("hidden_dropout", 0.0)),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="layer",
+        dropout=("hidden_dropout", 0.0),
+        side_by_side=("use_parallel_residual", False),
+        joined_queries=True,
+    ),
     assumed=assume_sizes(50304, 2560, 6912, 32, 32),
 )

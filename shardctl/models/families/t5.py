@@ -170,8 +170,10 @@ def _build_classes(stem: str) -> Mapping[str, ModelClass]:
 
 _TRAITS: Final = LayerTraits(
     activation=("feed_forward_proj", "relu"),
-    norm="rms",
+    norm="rms16",
     dropout=("dropout_rate", 0.1),
+    inner_dropout=("dropout_rate", 0.1),
+    narrow_softmax=True,
     attention_dropout=("dropout_rate", 0.1),
     position_biases=True,
 )

@@ -1,0 +1,177 @@
+"""Every family's kept bytes, layer by layer, are those that autograd saves of transformers' layers.
+
+Compared is what each further sequence adds to a layer, to the byte. What does not depend on their number is left out:
+copies of a norm's weights, tables of rotary positions that a layer makes itself, T5's biases of positions. Left out too
+is what routers note of their choice: of a token, some numbers for each expert.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+import torch
+from model_oracle import BUILT, FIXTURES, fixture
+from saved_bytes import SavedTensor, build_model, layer_paths, list_saved
+
+from shardctl.errors import UnsupportedError
+from shardctl.estimate.activations import RankActivations
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.workload import AttentionKernel, TrainingWorkload
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import ModelAnatomy, build_anatomy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KINDS: Final[tuple[AttentionKernel, ...]] = get_args(AttentionKernel)
+TOKENS: Final = 40
+ROUTING: Final = {"router", "chosen"}
+
+TWO_LENGTHS = "its two towers, or encoder and decoder, have other numbers of tokens"
+NOT_COUNTED: Final[Mapping[str, str]] = {
+    "clip": TWO_LENGTHS,
+    "siglip": TWO_LENGTHS,
+    "whisper": TWO_LENGTHS,
+}
+"""Fixtures that cannot be compared, with the reason."""
+OWN_CLASS: Final = {"falcon", "falcon-rw", "gpt_neo", "gptj"}
+"""Fixtures whose FlashAttention is a class of its own, which needs its package."""
+OTHER_KERNELS: Final = (
+    "a recurrent layer keeps what kernels save that a CPU has not; test_activations_recurrent.py compares those"
+)
+NOT_KNOWN: Final[Mapping[str, str]] = {
+    "albert": "layers that run several times",
+    "apertus": "the trained activation function",
+    "bailing_hybrid": "a recurrent state",
+    "big_bird": "sparse blocks of attention",
+    "dbrx": "bounds of queries, keys and values",
+    "deberta-v2": "scores of relative positions",
+    "deberta-v2-shared": "scores of relative positions",
+    "deepseek_v32": "an indexer chooses",
+    "deepseek_v4": "several states of each token",
+    "gemma3n_text": "mixed streams",
+    "gemma4": "norms of values",
+    "gemma4-audio": "norms of values",
+    "gemma4_text": "norms of values",
+    "gemma4_text-moe": "norms of values",
+    "gemma4_unified": "norms of values",
+    "gemma4_unified_text": "norms of values",
+    "glm5_next": "several states of each token",
+    "glm_moe_dsa": "an indexer chooses",
+    "hy_v4": "an indexer chooses",
+    "jetmoe": "experts of attention",
+    "kimi_linear": "a recurrent state",
+    "kimi_linear-lora": "a recurrent state",
+    "lfm2": "a recurrent state",
+    "lfm2_moe": "a recurrent state",
+    "longcat_flash": "attention twice",
+    "longt5": "attention to what is near",
+    "longt5-summary": "attention to what is near",
+    "minimax_m3_vl": "an indexer chooses",
+    "minimax_m3_vl_text": "an indexer chooses",
+    "mllama": "attention to a picture",
+    "mllama_text_model": "attention to a picture",
+    "qwen4_exp": "several states of each token",
+    "qwen4_exp_text": "several states of each token",
+    "recurrent_gemma": "a recurrent state",
+}
+"""Fixtures of which `plan` says that it does not know what training keeps, with a part of what it says."""
+
+
+def describe(name: str) -> dict[str, Any]:
+    """The config of a fixture, with room for the tokens, and no layer that is dropped whole."""
+    config = fixture(name)
+    for key in ("max_position_embeddings", "max_target_positions"):
+        if isinstance(config.get(key), int):
+            config[key] = max(64, config[key])
+    return config | {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+
+
+def estimate(anatomy: ModelAnatomy, kind: AttentionKernel, batch: int) -> list[float]:
+    """What the estimate says that each layer keeps, less routing."""
+    vision = not anatomy.vocabulary and anatomy.positions
+    work = TrainingWorkload(anatomy.positions if vision else TOKENS, batch, profile="hf", attention=kind)
+    whole = Mesh.of()
+    holding = RankHolding(0, "", whole.coordinate(0), 1, 0, range(len(anatomy.layers)), ())
+    found = RankActivations(anatomy, holding, whole, work, (len(anatomy.layers),))
+    return [
+        sum(
+            width * count
+            for amount in found.kind_of[number].kept.values()
+            for name, width, count in amount.factors
+            if name not in ROUTING
+        )
+        for number in range(len(anatomy.layers))
+    ]
+
+
+def is_routing(saved: SavedTensor) -> bool:
+    """Whether a tensor says to which experts tokens go, and with which weights."""
+    notes = not saved.dtype.is_floating_point and saved.dtype != torch.bool
+    if "Experts" in saved.kind or re.search("Mo[eE]$", saved.kind):
+        return notes or saved.shape[-1] == 1
+    router = re.search(r"Router|Gate$|TopK", saved.kind)
+    return router is not None and (not saved.dtype.is_floating_point or saved.shape[-1] < TOKENS // 2)
+
+
+def measure(model: torch.nn.Module, paths: list[str], batch: int, *, replaced: bool = True) -> list[int]:
+    """What autograd saves of each layer, less routing."""
+    saved = [one for one in list_saved(model, paths, batch, TOKENS, replaced=replaced) if not is_routing(one)]
+    return [sum(one.nbytes for one in saved if one.layer == number) for number in range(len(paths))]
+
+
+def build_or_skip(name: str, kind: AttentionKernel) -> tuple[torch.nn.Module, dict[str, Any]]:
+    if kind == "flash" and name in OWN_CLASS:
+        pytest.skip(f"{name}'s class for FlashAttention needs its package")
+    config = describe(name)
+    model = build_model(config, kind)
+    if model is None:
+        pytest.skip(f"transformers has no {kind} attention for {name}")
+    return model, config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [n for n in FIXTURES if n not in NOT_COUNTED and n not in NOT_KNOWN])
+def test_layers_keep_what_autograd_saves(name, kind):
+    torch.manual_seed(0)
+    model, config = build_or_skip(name, kind)
+    anatomy, paths = build_anatomy(config), layer_paths(config)
+    mixes = [layer.state is None for layer in anatomy.layers]
+    few, more = (estimate(anatomy, kind, batch) for batch in (2, 4))
+    some, many = (measure(model, paths, batch) for batch in (2, 4))
+    expected = [b - a for a, b, counted in zip(some, many, mixes, strict=True) if counted]
+    assert [b - a for a, b, counted in zip(few, more, mixes, strict=True) if counted] == expected
+    assert any(mixes) or name in STATES_ONLY
+
+
+STATES_ONLY: Final = {"mamba", "mamba2", "falcon_mamba", "falcon_h1"}
+"""Every layer has a recurrent state: """ + OTHER_KERNELS
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_what_is_not_known_is_said(name):
+    anatomy = build_anatomy(describe(name))
+    with pytest.raises(UnsupportedError, match=NOT_KNOWN[name]):
+        estimate(anatomy, "eager", 2)
+
+
+def test_every_family_that_transformers_builds_is_compared_or_named():
+    assert {family.name for family in BUILT} == {fixture(name)["model_type"] for name in FIXTURES}
+    assert {*NOT_COUNTED, *NOT_KNOWN, *STATES_ONLY} <= {*FIXTURES}
+    assert NOT_COUNTED.keys().isdisjoint(NOT_KNOWN)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v3"])
+def test_the_fused_kernel_of_a_cpu_keeps_what_its_stand_in_does(name):
+    model, config = build_or_skip(name, "sdpa")
+    if name == "deepseek_v3":  # for values as wide as keys
+        model, config = build_model(config | {"v_head_dim": 12}, "sdpa"), config | {"v_head_dim": 12}
+    paths = layer_paths(config)
+    assert measure(model, paths, 2) == measure(model, paths, 2, replaced=False)
