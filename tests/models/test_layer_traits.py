@@ -55,7 +55,8 @@ def kept_by(norm):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         norm(x)
     own = {parameter.untyped_storage()._cdata for parameter in (*norm.parameters(), x)}
-    return KEPT[tuple(sorted(str(t.dtype)[6:] for at, t in kept.items() if at not in own and t.numel() >= x.numel()))]
+    kind = KEPT[tuple(sorted(str(t.dtype)[6:] for at, t in kept.items() if at not in own and t.numel() >= x.numel()))]
+    return "rms16" if kind == "rms" and x.untyped_storage()._cdata in kept else kind
 
 
 def modules_of_layers(config):
