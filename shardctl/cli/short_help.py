@@ -67,7 +67,7 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
 def _format_row(name: str, text: str, most: int = 2) -> str:
     """Format the first sentence of a help text beside the name, on so many lines at most."""
     sentence = split_first_sentence(text)
-    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...")
+    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...", break_on_hyphens=False)
     head = (
         [f"  {name:{_NAMES}}{lines[0]}"]
         if len(name) < _NAMES - 1 or most == 1
