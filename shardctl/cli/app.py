@@ -1,12 +1,14 @@
 """Registers the commands of the program, and says in its help what the exit codes mean."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, streams, verify
+from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, settings, streams, verify
 from shardctl.cli.short_help import format_short_help
 from shardctl.cli.signature import spread_options
+from shardctl.options.talk_options import TalkOptions
 from shardctl.version import __version__
 
 EXIT_CODES = """\
@@ -60,8 +62,14 @@ def shardctl(
 VERBS = {
     verb.__name__.rpartition(".")[2]: verb for verb in (inspect, plan, reshard, finish, verify, diff, digest)
 }  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., int | None]] = {
+    name: spread_options(getattr(verb, name), TalkOptions, streams.begin_talk) for name, verb in VERBS.items()
+}
+"""What runs each verb, with a parameter for every option."""
 for name, verb in VERBS.items():
-    app.command(name, epilog=verb.EXAMPLES)(spread_options(getattr(verb, name)))
+    app.command(name, epilog=verb.EXAMPLES)(FUNCTIONS[name])
+_SHOW_SETTINGS = settings.build_settings_command(FUNCTIONS)
+app.command("settings", epilog=settings.EXAMPLES, rich_help_panel="For the shell")(_SHOW_SETTINGS)
 app.command("completion", epilog=completion.EXAMPLES, rich_help_panel="For the shell")(completion.completion)
 
 
@@ -73,5 +81,5 @@ def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: A
 
 def answer_shell(asked: list[str]) -> None:
     """Print the words that can stand at the cursor of a shell."""
-    commands = {each.name: each.callback for each in app.registered_commands if each.name and each.callback}
-    streams.print_text(completion.answer_shell(commands, asked))
+    others: dict[str, Callable[..., int | None]] = {"settings": _SHOW_SETTINGS, "completion": completion.completion}
+    streams.print_text(completion.answer_shell(FUNCTIONS | others, asked))

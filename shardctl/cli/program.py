@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import traceback
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from shardctl.cli import streams
-from shardctl.cli.app import VERBS, answer_shell, app, format_verb_help
+from shardctl.cli.app import FUNCTIONS, VERBS, answer_shell, app, format_verb_help
+from shardctl.cli.chosen_settings import list_defaults, read_settings
 from shardctl.cli.command_line import remember_command
 from shardctl.cli.completion import ASK
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; raises nothing but what ends the interpreter."""
+    streams.begin_run(args)
+    code = _run_command(args)
+    streams.end_run(code)
+    return code
+
+
+def _run_command(args: Sequence[str]) -> int:
     streams.prepare_streams()
     remember_command(args)
     try:
@@ -42,9 +50,12 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
         if isinstance(error, OSError) and _asks_help(args) and streams.is_abandoned_pipe(error):
             return 0
-        if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
+        if streams.RUN.talk.verbose or os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
             streams.print_message(traceback.format_exc())
-        return _report_failure(describe_failure(translate_parser_error(error, args)), args)
+        else:
+            streams.RUN.write(traceback.format_exc())
+        said = [f"{setting.option}={setting.value}" for setting in streams.RUN.settings]
+        return _report_failure(describe_failure(translate_parser_error(error, [*said, *args])), args)
 
 
 def _invoke_command(args: list[str]) -> int:
@@ -63,12 +74,25 @@ def _invoke_command(args: list[str]) -> int:
             streams.print_text(format_verb_help(verb, command, brief=brief))
             return 0
         args = ["--help" if arg == ALL else arg for arg in args]
+    defaults = {} if asked else _apply_settings(args)
     try:
-        with command.make_context("shardctl", args) as context:
+        with command.make_context("shardctl", args, default_map=defaults) as context:
             code: int | None = command.invoke(context)
             return code or 0
     except typer.Exit as done:
         return done.exit_code
+
+
+def _apply_settings(args: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what files and variables set for the verb of a command line, and keep it to be said."""
+    verb = _find_verb(args)
+    if verb is None:
+        return {}
+    read = read_settings(FUNCTIONS, os.environ)
+    chosen = read.choose(verb, FUNCTIONS[verb], _list_given(args))
+    streams.RUN.settings = tuple(chosen.values())
+    streams.print_warnings(read.warnings)
+    return {verb: list_defaults(chosen, FUNCTIONS[verb])}
 
 
 def _list_given(args: list[str]) -> list[str]:
@@ -124,6 +148,7 @@ def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
     try:
         if "--json" in given and verb:
             streams.print_record(failed.document(format_schema_name(verb)))
+        streams.print_settings()
         streams.print_message(failed.lines())
         streams.flush_streams()
     except OSError:

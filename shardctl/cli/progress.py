@@ -47,6 +47,8 @@ class _ProgressWatch:
         self._said.update(messages)
 
     def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        amount = f" of {format_file_size(total_bytes)}" if total_bytes else ""
+        streams.print_detail(f"{phase or 'work'}{amount} begins\n")
         self._meter.begin(total_bytes, files, phase)
 
     def work_on(self, place: str) -> None:
@@ -78,9 +80,9 @@ class _LogLines:
     def show(self) -> None:
         self.meter.sample()
         if self.meter.is_resumed():
-            streams.print_message(self.meter.format_resumption(self._verb))
+            streams.print_progress(self.meter.format_resumption(self._verb))
         if self.meter.is_line_due():
-            streams.print_message(self.meter.format_line(self._verb, measure_held_memory()))
+            streams.print_progress(self.meter.format_line(self._verb, measure_held_memory()))
 
     def close(self) -> None:
         """Leave the lines."""
@@ -104,7 +106,7 @@ class _JsonRecords:
 class _TerminalBar:
     """Draws a bar that goes away when the task is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -128,6 +130,7 @@ class _TerminalBar:
             transient=True,
         )
         self.meter = TransferMeter(self._bar)
+        self._verb = verb
         self._bar.start()
 
     def show(self) -> None:
@@ -136,13 +139,16 @@ class _TerminalBar:
         kept = f"{format_file_size(meter.kept_bytes)} were there" if meter.kept_bytes else ""
         parts = (meter.phase, files, kept, format_memory_size(measure_held_memory()), meter.place)
         meter.sample("  ".join(filter(None, parts)))
+        if streams.RUN.file is not None and meter.is_line_due():
+            streams.RUN.write(meter.format_line(self._verb, measure_held_memory()))
 
     def close(self) -> None:
         self._bar.stop()
 
 
 def _choose_terminal_view(verb: str) -> _ProgressView:
-    return _TerminalBar() if streams.is_terminal(sys.stderr) else _LogLines(verb)
+    watched = streams.is_terminal(sys.stderr) and not streams.RUN.talk.quiet
+    return _TerminalBar(verb) if watched else _LogLines(verb)
 
 
 @contextmanager

@@ -198,10 +198,12 @@ def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
 
 
 def _list_given_parameters(context: typer.Context) -> tuple[str, ...]:
-    """List the parameters given on the command line, by the names of the options' fields."""
+    """List the parameters given on the command line or by settings, by the names of the options' fields."""
     names = (parameter.name or "" for parameter in context.command.params)
     sources = ((name, context.get_parameter_source(name)) for name in names)
-    return tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
+    return tuple(
+        name for name, source in sources if source is not None and source.name in {"COMMANDLINE", "DEFAULT_MAP"}
+    )
 
 
 def _rehearse_conversion(

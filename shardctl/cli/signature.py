@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import is_dataclass
 from inspect import Parameter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args, get_origin
 
 import typer
 
@@ -22,6 +22,10 @@ from shardctl.options.declaration import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+EVERY: Final = "every"
+"""The owner of the options that all verbs have."""
 
 
 class OmittedOptions(frozenset[str]):
@@ -44,8 +48,12 @@ class _OptionFields(NamedTuple):
         return (each for each in flat_options(self.kind) if each[0].name not in self.omitted)
 
 
-def spread_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
+def spread_options(
+    function: Callable[..., int | None], every: type[object], take: Callable[[Any], None]
+) -> Callable[..., int | None]:
     """Return the function as typer takes it: instead of each dataclass of options, a parameter for every option.
+
+    The options of the dataclass `every`, which all verbs have, are given to `take` before the function is called.
 
     Options are shown in the order of `HelpPanel`, within a panel in the order of declaration. Where two dataclasses
     declare an option of the same name, the later declaration stands, in the place of the earlier, whose field keeps its
@@ -66,11 +74,12 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
             found[parameter.name] = HelpPanel.GENERAL, parameter
             continue
         groups[parameter.name] = group
-        for declared, option in group.options():
-            owners[declared.name] = parameter.name
-            found[declared.name] = option.panel, _as_parameter(declared, option)
+        _spread_group(parameter.name, group, owners, found)
+
+    _spread_group(EVERY, _OptionFields(every, frozenset()), owners, found)
 
     def command(**given: object) -> int | None:
+        take(_collect_options(every, {name: value for name, value in given.items() if owners.get(name) == EVERY}))
         values = {name: value for name, value in given.items() if name not in owners}
         for each, group in groups.items():
             own = {name: value for name, value in given.items() if owners.get(name) == each}
@@ -83,6 +92,14 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
     command.__annotations__ = {}
     command.__signature__ = inspect.Signature([parameter for _, parameter in ordered])  # type: ignore[attr-defined]
     return command
+
+
+def _spread_group(
+    name: str, group: _OptionFields, owners: dict[str, str], found: dict[str, tuple[HelpPanel, Parameter]]
+) -> None:
+    for declared, option in group.options():
+        owners[declared.name] = name
+        found[declared.name] = option.panel, _as_parameter(declared, option)
 
 
 def _read_group(annotation: object) -> _OptionFields | None:
@@ -104,7 +121,7 @@ def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
         annotation, usual = str | None, None
     default = typer.Option(
         usual,
-        declared.flag,
+        *((declared.flag, option.short) if option.short else (declared.flag,)),
         metavar="" if annotation is bool else option.metavar,
         min=option.least,
         max=option.most,

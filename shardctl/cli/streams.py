@@ -11,14 +11,17 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
+from shardctl.cli.run_log import RunLog
 from shardctl.errors import AccessError, DestinationError
 from shardctl.report.failure import format_warning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
+
+    from shardctl.options.talk_options import TalkOptions
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
@@ -30,6 +33,37 @@ _MOST_COLUMNS: Final = 10_000
 """No terminal is wider: 4K in the smallest font has 1,280."""
 _PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
 """For terminals and locales without the block characters."""
+
+
+RUN: Final = RunLog()
+"""What this run says; there is one at a time."""
+_ARGS: Final[list[str]] = []
+
+
+def begin_run(args: Sequence[str]) -> None:
+    """Forget an earlier run of this process."""
+    RUN.__init__()  # type: ignore[misc]  # one object, which others have imported
+    _ARGS[:] = args
+
+
+def begin_talk(talk: TalkOptions) -> None:
+    """Take how much is to be said, and begin to say it."""
+    RUN.begin(talk, _ARGS)
+    print_settings()
+
+
+def print_settings() -> None:
+    """Say which options were set elsewhere than on the command line, once."""
+    for setting in () if RUN.told else RUN.settings:
+        print_progress(f"setting: {setting}\n")
+    RUN.told = True
+
+
+def end_run(code: int) -> None:
+    """Note how the run ended."""
+    said = RUN.end(code)
+    if RUN.talk.verbose:
+        _write_text(sys.stderr, said)
 
 
 def prepare_streams() -> None:
@@ -57,13 +91,13 @@ def print_view(view: RenderableType) -> None:
 
 
 def print_document(content: dict[str, Any]) -> None:
-    """Print the one document of a verb."""
-    _write_text(sys.stdout, _encode_json(content, indent=2))
+    """Print the one document of a verb, with the settings that it was run with."""
+    _write_text(sys.stdout, _encode_json(content | RUN.document(), indent=2))
 
 
 def print_record(content: dict[str, Any]) -> None:
-    """Print one of several records, on a line."""
-    _write_text(sys.stdout, _encode_json(content))
+    """Print one of several records, on a line; the last one has the settings of the run."""
+    _write_text(sys.stdout, _encode_json(content | RUN.document() if "exit_code" in content else content))
 
 
 def _encode_json(content: dict[str, Any], indent: int | None = None) -> str:
@@ -89,7 +123,22 @@ def print_text(content: str) -> None:
 
 def print_message(content: str) -> None:
     """Say something that is not data."""
+    RUN.write(content)
     _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
+
+
+def print_progress(content: str) -> None:
+    """Say how a run goes on, which who wants quiet does not want to know."""
+    RUN.write(content)
+    if not RUN.talk.quiet:
+        _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
+
+
+def print_detail(content: str) -> None:
+    """Say what only who asked for more wants to know."""
+    RUN.write(content)
+    if RUN.talk.verbose:
+        _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
 
 
 def write_report(path: Path, content: str | bytes) -> None:

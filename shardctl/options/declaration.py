@@ -46,6 +46,8 @@ class CommandOption:
     _: KW_ONLY
     flag: str = ""
     """The flag, such as `--from`; by default the name of the field with hyphens."""
+    short: str = ""
+    """A second flag of one letter, such as `-q`."""
     metavar: str | None = None
     least: int | None = None
     """The smallest number that is accepted."""

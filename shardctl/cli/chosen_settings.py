@@ -1,0 +1,210 @@
+"""Reads what options are set to by files and variables, and chooses which settings count for a verb.
+
+The command line comes first, then variables, then the project's file, then the user's. Of one place, what is set for
+one verb counts more than what is set for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
+
+import typer
+
+from shardctl.errors import UsageError
+from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+PREFIX: Final = "SHARDCTL_"
+PROJECT: Final = "pyproject.toml"
+_TABLE: Final = "tool.shardctl"
+_OTHER_VARIABLES: Final = frozenset({"DEBUG", "WORKERS", "GPU_TESTS", "VLLM_PYTHON"})
+"""What variables with the prefix mean that are no settings."""
+_NOT_OF_PROJECTS: Final = frozenset(
+    {
+        *("--overwrite", "--allow-unverified", "--allow-expansion", "--engine-python"),
+        *("--log", "--junit", "--summary", "--report", "--out"),
+    }
+)
+"""Options that permit something, run a program or write a file: a project may be downloaded, and must not decide that
+for its user."""
+_TRUE: Final = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_PAIR: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSetting:
+    """One option that a file or a variable sets."""
+
+    option: str
+    """Its long flag."""
+    verb: str
+    """For which verb; empty for all that have the option."""
+    value: Any
+    origin: str
+    """The variable, or the file and its table."""
+
+    def document(self) -> dict[str, Any]:
+        """Build it for JSON."""
+        return {"option": self.option, "verb": self.verb, "value": self.value, "origin": self.origin}
+
+    def __str__(self) -> str:
+        return f"{self.option}{'' if self.value is True else f' {self.value}'} from {self.origin}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """All settings, those that count more before the others, and where they were looked for."""
+
+    settings: tuple[OptionSetting, ...]
+    files: Mapping[str, bool]
+    """The files that were looked for, and whether each was there."""
+    warnings: tuple[str, ...]
+
+    def choose(self, verb: str, function: Callable[..., Any], args: Sequence[str]) -> dict[str, OptionSetting]:
+        """Choose what counts for the parameters of a verb that the command line does not give."""
+        chosen: dict[str, OptionSetting] = {}
+        for parameter, info in _list_parameters(function):
+            flags = [flag for flag in info.param_decls or () if flag.startswith("-")]
+            given = any(arg == flag or arg.startswith(f"{flag}=") for arg in args for flag in flags)
+            found = (each for each in self.settings if each.option in flags and each.verb in {"", verb})
+            setting = None if given else next(found, None)
+            if setting is not None:
+                chosen[parameter.name] = setting
+        return chosen
+
+
+def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[str, str]) -> ReadSettings:
+    """Read the settings of this environment, project and user; raises UsageError for one that no verb has."""
+    options = {verb: _list_flags(function) for verb, function in verbs.items()}
+    known = {flag for flags in options.values() for flag in flags}
+    found, warnings = [], list[str]()
+    for name, text in sorted(environment.items()):
+        if name.startswith(PREFIX) and text and name.removeprefix(PREFIX) not in _OTHER_VARIABLES:
+            setting = _read_variable(name, text, options)
+            if setting is None:
+                warnings.append(f"{name} is no setting and no variable of shardctl{_suggest_variable(name, options)}")
+            else:
+                found.append(setting)
+    found.sort(key=lambda setting: not setting.verb)
+    files: dict[str, bool] = {}
+    for path, table in _list_files(environment):
+        files[str(path)] = path.is_file()
+        if path.is_file():
+            content = parse_toml(read_file(path, RULE_TEXT, UsageError), str(path), RULE_TEXT, UsageError)
+            for part in filter(None, table.split(".")):
+                content = content.get(part, {}) if isinstance(content, dict) else {}
+            origin = f"{path} [{table}]" if table else str(path)
+            own = list(_read_table(content, "", origin, options, known))
+            for setting in own if table else ():
+                _refuse_permission(setting)
+            found += sorted(own, key=lambda setting: not setting.verb)
+    return ReadSettings(tuple(found), files, tuple(warnings))
+
+
+def _list_files(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """List the nearest project's file, and the user's, each with the table that is shardctl's."""
+    here = Path.cwd()
+    project = next((place / PROJECT for place in (here, *here.parents) if (place / PROJECT).is_file()), here / PROJECT)
+    yield project, _TABLE
+    base = environment.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118 - a home that is not known is "~"
+    yield Path(base, "shardctl", "config.toml"), ""
+
+
+def _read_table(
+    table: object, verb: str, origin: str, options: Mapping[str, frozenset[str]], known: set[str]
+) -> Iterator[OptionSetting]:
+    if not isinstance(table, dict):
+        raise UsageError(f"{origin} is no table", hint="write option = value in it")
+    for key, value in table.items():
+        if not verb and key in options and isinstance(value, dict):
+            inside = f"{origin.removesuffix(']')}.{key}]" if origin.endswith("]") else f"{origin} [{key}]"
+            yield from _read_table(value, key, inside, options, known)
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        if flag not in (options[verb] if verb else known):
+            near = get_close_matches(key, [each.removeprefix("--") for each in known], 1)
+            hint = f"did you mean {near[0]}?" if near else f"shardctl {verb or 'VERB'} --help-all lists the options"
+            raise UsageError(f"{origin} sets {key!r}, which is no option", hint=hint)
+        yield OptionSetting(flag, verb, _convert_value(value, f"{key!r} in {origin}"), origin)
+
+
+def _convert_value(value: object, where: str) -> Any:  # noqa: ANN401 - what the parser takes
+    """Return what the parser of the command line takes: texts, and booleans for flags."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list):
+        return tuple(_convert_value(each, where) for each in value)
+    raise UsageError(f"{where} is no text, number, boolean or list", hint="write it as on the command line")
+
+
+def _read_variable(name: str, text: str, options: Mapping[str, frozenset[str]]) -> OptionSetting | None:
+    words = name.removeprefix(PREFIX).lower().replace("_", "-")
+    for verb, flags in options.items():
+        flag = f"--{words.removeprefix(f'{verb}-')}"
+        if words.startswith(f"{verb}-") and flag in flags:
+            return OptionSetting(flag, verb, text, name)
+    return (
+        OptionSetting(f"--{words}", "", text, name)
+        if any(f"--{words}" in flags for flags in options.values())
+        else None
+    )
+
+
+def _suggest_variable(name: str, options: Mapping[str, frozenset[str]]) -> str:
+    every = {PREFIX + flag[2:].upper().replace("-", "_") for flags in options.values() for flag in flags}
+    near = get_close_matches(name, every, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _refuse_permission(setting: OptionSetting) -> None:
+    """Raise UsageError for what a project must not say."""
+    if setting.option in _NOT_OF_PROJECTS:
+        raise UsageError(
+            f"{setting.origin} sets {setting.option}, which a project cannot permit",
+            hint="give it on the command line, in a variable, or in the user's config.toml",
+        )
+
+
+def list_defaults(chosen: Mapping[str, OptionSetting], function: Callable[..., Any]) -> dict[str, Any]:
+    """List the values by parameter, as the parser takes them instead of its defaults."""
+    values: dict[str, Any] = {}
+    for parameter, info in _list_parameters(function):
+        setting = chosen.get(parameter.name)
+        if setting is None:
+            continue
+        value, several = setting.value, get_origin(parameter.annotation) is list
+        if parameter.annotation is bool and isinstance(value, str):
+            if value.lower() not in _TRUE:
+                raise UsageError(f"{setting} is neither true nor false", hint="write 1 or 0")
+            value = _TRUE[value.lower()]
+        if (parameter.annotation is not bool and isinstance(value, bool)) or (isinstance(value, tuple) and not several):
+            raise UsageError(
+                f"{setting}: {setting.option} takes one value", hint=f"it takes {info.metavar or 'a text'}"
+            )
+        values[parameter.name] = (value,) if several and not isinstance(value, tuple) else value
+    return values
+
+
+def _list_parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, typer.models.OptionInfo]]:
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        info = parameter.default
+        if get_origin(parameter.annotation) is Annotated:
+            annotation, info = get_args(parameter.annotation)[:_PAIR]
+            parameter = parameter.replace(annotation=annotation)  # noqa: PLW2901 - the same without its metadata
+        if isinstance(info, typer.models.OptionInfo):
+            yield parameter, info
+
+
+def _list_flags(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(
+        flag for _, info in _list_parameters(function) for flag in info.param_decls or () if flag.startswith("--")
+    )

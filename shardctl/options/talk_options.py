@@ -1,0 +1,36 @@
+"""Declares how much a run says, and where: the options that every verb has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.places import parse_output_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkOptions:
+    """How much a run says on stderr; results on stdout, warnings and errors are the same in all of them."""
+
+    quiet: Annotated[
+        bool, CommandOption(HelpPanel.REPORTS, "Say nothing of progress and settings.", short="-q", shapes_result=False)
+    ] = False
+    verbose: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.REPORTS,
+            "Say when each phase begins, how long the run took, and where a bug was raised.",
+            short="-v",
+            shapes_result=False,
+        ),
+    ] = False
+    log: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.REPORTS,
+            "Append to this file, with the time, all that is said, progress and exit code included.",
+            metavar="FILE",
+            parser=parse_output_file,
+            shapes_result=False,
+        ),
+    ] = None

@@ -1,0 +1,174 @@
+"""Options are set by files and variables, in a known order, and it is said which was set where."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder inside of a project, of which the files of project and user can be written."""
+    (tmp_path / "project" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project" / "inside")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "project" / "pyproject.toml"
+
+
+@pytest.fixture
+def user(tmp_path):
+    path = tmp_path / "config" / "shardctl" / "config.toml"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def ranks(said):
+    return json.loads(said.out)["mesh"]["ranks"]
+
+
+def test_the_command_line_then_variables_then_the_project_then_the_user(say, source, project, user, monkeypatch):
+    def planned(*args):
+        found = say("plan", source, "--json", *args)
+        assert found.code == 0, found.err
+        settings = [each for each in json.loads(found.out).get("settings", []) if each["option"] == "--fsdp"]
+        return ranks(found), found.err, [each["origin"] for each in settings]
+
+    assert planned("--fsdp", 1)[1:] == ("", [])
+    user.write_text("fsdp = 2\n")
+    assert planned() == (2, f"setting: --fsdp 2 from {user}\n", [str(user)])
+    project.write_text("[tool.shardctl]\nfsdp = 3\n")
+    where = f"{project} [tool.shardctl]"
+    assert planned() == (3, f"setting: --fsdp 3 from {where}\n", [where])
+    project.write_text("[tool.shardctl]\nfsdp = 3\n[tool.shardctl.plan]\nfsdp = 4\n")
+    where = f"{project} [tool.shardctl.plan]"
+    assert planned() == (4, f"setting: --fsdp 4 from {where}\n", [where])
+    monkeypatch.setenv("SHARDCTL_FSDP", "5")
+    assert planned() == (5, "setting: --fsdp 5 from SHARDCTL_FSDP\n", ["SHARDCTL_FSDP"])
+    monkeypatch.setenv("SHARDCTL_PLAN_FSDP", "6")
+    assert planned() == (6, "setting: --fsdp 6 from SHARDCTL_PLAN_FSDP\n", ["SHARDCTL_PLAN_FSDP"])
+    assert planned("--fsdp", "7") == (7, "", [])
+    assert planned("--fsdp=8") == (8, "", [])
+
+
+def test_every_kind_of_option_can_be_set(say, source, project, monkeypatch):
+    project.write_text(
+        '[tool.shardctl]\njson = true\n[tool.shardctl.plan]\ngpu = "80GB"\nmesh = "tp=2"\nseq_len = 16\n'
+        'lora-targets = "q_proj"\nlora-rank = 4\nfor = "train"\n'
+    )
+    document = json.loads(say("plan", source).out)
+    assert ranks(say("plan", source)) == 2
+    assert {each["option"] for each in document["settings"]} == {
+        *("--json", "--gpu", "--mesh", "--seq-len", "--lora-targets", "--lora-rank", "--for")
+    }
+    monkeypatch.setenv("SHARDCTL_JSON", "0")
+    assert say("plan", source).out.startswith("tiny-llama")
+    monkeypatch.setenv("SHARDCTL_VERIFY_MERGE", "one")
+    assert "add --against SRC" in say("verify", source).err, "a list of one"
+
+
+@pytest.mark.parametrize(
+    ("written", "message", "hint"),
+    [
+        ("gpuu = 1", "sets 'gpuu', which is no option", "did you mean gpu?"),
+        ("plan = {expect = 'x'}", "[tool.shardctl.plan] sets 'expect', which is no option", ""),
+        ("tp = {a = 1}", "'tp' in", "write it as on the command line"),
+        ("tp = [1, 2]", "--tp takes one value", "it takes N"),
+        ("search = 'perhaps'", "--search perhaps from", "write 1 or 0"),
+        ("overwrite = true", "sets --overwrite, which a project cannot permit", "on the command line"),
+        ("log = 'x'", "sets --log, which a project cannot permit", "on the command line"),
+        ("tp = 'two'", "--tp: 'two' is not a whole number", ""),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(say, source, project, written, message, hint):
+    project.write_text(f"[tool.shardctl]\n{written}\n")
+    found = say("plan", source)
+    assert found.code == 2
+    assert message in found.err
+    assert hint in found.err
+    assert str(project) in found.err
+
+
+def test_no_toml_is_an_error_that_names_the_file(say, source, project):
+    project.write_text("[tool.shardctl\n")
+    found = say("plan", source, "--json")
+    assert found.code == 2
+    assert str(project) in json.loads(found.out)["error"]
+
+
+def test_a_variable_that_means_nothing_is_said(say, source, project, monkeypatch):  # noqa: ARG001 - its folder
+    monkeypatch.setenv("SHARDCTL_TREADS", "3")
+    monkeypatch.setenv("SHARDCTL_WORKERS", "8")
+    monkeypatch.setenv("SHARDCTL_THREADS", "")
+    found = say("inspect", source)
+    assert found.code == 0
+    assert "SHARDCTL_TREADS is no setting and no variable of shardctl; did you mean SHARDCTL_THREADS?" in found.err
+    assert found.err.count("SHARDCTL_") == 2
+
+
+def test_settings_shows_what_counts_and_where_was_looked(say, project, user, monkeypatch):
+    user.write_text("threads = 2\n")
+    project.write_text("[tool.shardctl.plan]\ngpu = 'h200'\n")
+    monkeypatch.setenv("SHARDCTL_PLAN_GPU", "h100-80g")
+    monkeypatch.setenv("COLUMNS", "1000")
+    found = say("settings")
+    assert (found.code, found.err) == (0, "")
+    assert found.out.splitlines() == [
+        "--gpu h100-80g from SHARDCTL_PLAN_GPU for plan",
+        f"--threads 2 from {user} for plan, reshard, verify, diff, digest",
+        f"--gpu h200 from {project} [tool.shardctl.plan] is overridden",
+        f"read: {project}",
+        f"read: {user}",
+    ]
+    document = json.loads(say("settings", "--json").out)
+    assert [each["origin"] for each in document["verbs"]["plan"]] == ["SHARDCTL_PLAN_GPU", str(user)]
+    assert document["verbs"]["finish"] == []
+    assert [each["value"] for each in document["overridden"]] == ["h200"]
+    assert document["files"] == [{"path": str(project), "found": True}, {"path": str(user), "found": True}]
+
+
+def test_a_plan_is_not_followed_beside_settings_that_would_change_it(say, source, project, tmp_path):
+    assert say("plan", source, "--tp", 2, "--out", tmp_path / "plan.json").code == 0
+    project.write_text("[tool.shardctl]\ntp = 4\n")
+    found = say("reshard", "--plan", tmp_path / "plan.json", tmp_path / "out")
+    assert found.code == 2
+    assert "--plan and --tp are both given" in found.err
+    assert f"setting: --tp 4 from {project}" in found.err
+    project.write_text("[tool.shardctl]\nthreads = 1\n")
+    assert say("reshard", "--plan", tmp_path / "plan.json", tmp_path / "out").code == 0
+
+
+def test_quiet_verbose_and_the_log(say, source, project, tmp_path):
+    project.write_text("[tool.shardctl]\nthreads = 1\n")
+    log = tmp_path / "run.log"
+    found = say("verify", source, "--level", "full", "-q")
+    assert (found.code, found.err) == (0, "")
+    usual = say("verify", source, "--level", "full", "--log", log)
+    assert "setting: --threads 1" in usual.err
+    assert "begins" not in usual.err
+    assert "exit code" not in usual.err
+    much = say("verify", source, "--level", "full", "-v")
+    assert "content of 86.7 kB begins" in much.err
+    assert much.err.splitlines()[-1].startswith("exit code 0 after ")
+    first, *others = log.read_text().splitlines()
+    assert first.endswith(f"shardctl verify {source} --level full --log {log}")
+    said = "\n".join(line.partition(" ")[2] for line in others)
+    assert said.startswith("setting: --threads 1 from ")
+    assert "content of 86.7 kB begins" in said
+    assert "exit code 0 after " in said
+    assert say("verify", tmp_path / "nowhere", "--log", log, "-q").code == 4
+    later = log.read_text().splitlines()[len(others) + 1 :]
+    assert any("error: " in line and "nowhere" in line for line in later), "appended, quiet or not"
+    assert "exit code 4" in later[-1]
+    assert say("verify", source, "--log", tmp_path / "no" / "folder").code == 6
+
+
+def test_warnings_and_errors_are_said_in_quiet_too(say, tmp_path, source):
+    found = say("verify", tmp_path / "nowhere", "-q")
+    assert (found.code, found.err.startswith("error: ")) == (4, True)
+    assert "device '80' has no unit" in say("plan", source, "--gpu", "80", "--quiet").err
+    (source / "odd.pt").write_bytes(b"")
+    try:
+        assert "odd.pt" in say("digest", source, "-q").err
+    finally:
+        (source / "odd.pt").unlink()
