@@ -1,23 +1,92 @@
-"""Converts model checkpoints between any two layouts: plans, reshards and verifies."""
+"""Converts model checkpoints between any two layouts: plans, reshards and verifies.
+
+    import shardctl
+    from shardctl import Mesh, ReshardOptions, VerifyOptions
+
+    print(shardctl.inspect("llama").architecture)
+    done = shardctl.reshard("llama", "llama-tp4", ReshardOptions(mesh=Mesh.of(tp=4)))
+    assert shardctl.verify("llama-tp4", VerifyOptions(level="full", against="llama")).ok
+
+Each verb is a function that returns a dataclass. On failure it raises a `ShardctlError`, whose `hint` says what to do
+and whose `exit_code` is that of the program. In a notebook, results of `plan` and `inspect` show themselves as HTML.
+`shardctl.api` has the same names and the rest of the public ones.
+"""
 
 import sys
-from typing import TYPE_CHECKING
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 from shardctl.version import __version__
 
-if sys.platform == "win32":
-    raise ImportError("shardctl runs on Linux and macOS; on Windows, run it in WSL: it needs the file locks of POSIX")
-
 if TYPE_CHECKING:
-    from shardctl.loading.state_dict import lens, load
+    from shardctl.api import (
+        DiffResult,
+        DigestResult,
+        InspectResult,
+        Mesh,
+        PlanOptions,
+        PlanResult,
+        ReshardOptions,
+        ReshardResult,
+        ShardctlError,
+        SourceOptions,
+        VerifyOptions,
+        VerifyResult,
+        diff,
+        digest,
+        inspect,
+        lens,
+        load,
+        plan,
+        reshard,
+        verify,
+    )
 
-__all__ = ["__version__", "lens", "load"]
+__all__ = [
+    "DiffResult",
+    "DigestResult",
+    "InspectResult",
+    "Mesh",
+    "PlanOptions",
+    "PlanResult",
+    "ReshardOptions",
+    "ReshardResult",
+    "ShardctlError",
+    "SourceOptions",
+    "VerifyOptions",
+    "VerifyResult",
+    "__version__",
+    "diff",
+    "digest",
+    "inspect",
+    "lens",
+    "load",
+    "plan",
+    "reshard",
+    "verify",
+]
+_LATE: Final = frozenset(__all__) - {"__version__"}
 
 
 def __getattr__(name: str) -> object:
-    """Import `load` and `lens` when they are first asked for: what they need is slow to import."""
-    if name in {"lens", "load"}:
-        from shardctl.loading import state_dict as load
-
-        return getattr(load, name)
+    """Import what is offered here when it is first asked for: what it needs is slow to import."""
+    if name in _LATE:
+        return getattr(import_module("shardctl.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _LazyPackage(ModuleType):
+    """This package, in which the functions `verify` and `digest` do not give way to the modules of these names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Leave out what the import of a submodule sets; `from shardctl.verify import ...` does not need it."""
+        if not (name in _LATE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _LazyPackage

@@ -31,6 +31,8 @@ class ShardctlError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # which a traceback shows
 
 
 class UsageError(ShardctlError):

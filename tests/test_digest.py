@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 import time
@@ -15,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl import digest
 from shardctl.box import Box, list_flat_boxes
 from shardctl.digest import DigestSums, compute_box_sums, compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import UnsupportedError
 
+digest = importlib.import_module("shardctl.digest")  # `from shardctl import digest` is the verb
 BF16, F32 = BY_NAME["BF16"], BY_NAME["F32"]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

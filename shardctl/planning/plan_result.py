@@ -13,6 +13,7 @@ from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.selective import list_recomputation_remarks
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.mesh import Mesh
+from shardctl.notebook import NotebookView
 from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
 from shardctl.planning.advice import PlanAdvice, advise_plan
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
@@ -85,7 +86,7 @@ class ConversionCost:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanResult:
+class PlanResult(NotebookView):
     """What `plan` says."""
 
     path: str

@@ -25,7 +25,10 @@ _FILES_SHOWN = 8
 
 def render_inspection(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> RenderableType:
     """Render a checkpoint in a dozen lines; on request each tensor, and each rule in force."""
-    parts: list[RenderableType] = [render_line(found.path, "bold"), render_table(_list_facts(found), indent=2)]
+    parts: list[RenderableType] = [
+        render_line(found.path, "bold"),
+        render_table(list_inspection_facts(found), indent=2),
+    ]
     if tensors:
         parts += ["", _render_tensors(found.tensors)]
     if rules:
@@ -46,7 +49,8 @@ def _list_file_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
         yield "stages", f"{', '.join(map(str, found.stages))} layers"
 
 
-def _list_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
+def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
+    """List what is said of a checkpoint, each with its name."""
     yield from _list_file_facts(found)
     yield "model", _describe_model(found)
     if found.drafter:

@@ -12,6 +12,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
 from shardctl.models.drafters import name_drafter
+from shardctl.notebook import NotebookView
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.training import split_state_name
 
@@ -76,7 +77,7 @@ class TrainingLine:
 
 
 @dataclass(frozen=True, slots=True)
-class InspectResult:
+class InspectResult(NotebookView):
     """What `inspect` says."""
 
     path: str

@@ -38,7 +38,7 @@ _NOTHING: Final = "--out needs stored tensors and a type that reshard writes"
 @pause_garbage_collection()
 def plan(
     path: str | Path,
-    reshard_options: ReshardOptions,
+    reshard_options: ReshardOptions | None = None,
     *,
     source_options: SourceOptions | None = None,
     destination: str | Path | None = None,
@@ -48,7 +48,7 @@ def plan(
 
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
-    plan_options = plan_options or PlanOptions()
+    reshard_options, plan_options = reshard_options or ReshardOptions(), plan_options or PlanOptions()
     if plan_options.cast_type is not None:
         reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
     if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:

@@ -15,7 +15,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import shardctl.loading.device_levels
-import shardctl.verify.forward
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
@@ -24,6 +23,7 @@ from shardctl.report.annotations import MOST, format_github_annotations
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+from shardctl.verify import forward as forward_level
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward import (
     BlockError,
@@ -411,7 +411,7 @@ class TestForward:
             asked.append(args)
             return RESULT
 
-        monkeypatch.setattr(shardctl.verify.forward, "compare_forward_passes", forward)
+        monkeypatch.setattr(forward_level, "compare_forward_passes", forward)
         return asked
 
     def test_what_it_is_asked(self, say, ranks, source, told):
