@@ -1,10 +1,12 @@
 """Declares what several verbs have on the command line: the places they work on, and options that only it has."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardctl.cli.signature import OmittedOptions
+from shardctl.errors import UsageError
 from shardctl.options import SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.places import parse_output_file, parse_place
@@ -26,6 +28,24 @@ def declare_report(text: str, metavar: str = "FILE") -> CommandOption:
     return CommandOption(HelpPanel.REPORTS, text, metavar=metavar, parser=parse_output_file)
 
 
+_PAGES = (".html", ".htm")
+"""The suffixes of a page; with another suffix, the name may be a mistake that would overwrite a valuable file."""
+
+
+def parse_page_file(text: str) -> Path:
+    """Parse the name of a page to write; raises UsageError for another suffix."""
+    path = parse_output_file(text)
+    if path.suffix.lower() not in _PAGES:
+        raise UsageError(f"--report writes HTML, and {path} has another suffix", hint="name it FILE.html")
+    return path
+
+
+Page = Annotated[
+    Path | None,
+    CommandOption(
+        HelpPanel.REPORTS, "Write a self-contained HTML report as well.", metavar="FILE.html", parser=parse_page_file
+    ),
+]
 Source = Annotated[str, declare_place("SRC", _PLACES)]
 Destination = Annotated[str | None, declare_place("DST", _WHERE)]
 Json = Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print one JSON document instead of text.")]

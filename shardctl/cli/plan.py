@@ -1,17 +1,11 @@
 """Defines the command line of `shardctl plan`."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
-from shardctl.errors import UsageError
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
-from shardctl.options.places import parse_output_file
-
-_PAGES = (".html", ".htm")
-"""The suffixes of a report; with another suffix, the name may be a mistake that would overwrite a valuable file."""
 
 COMMON = (
     "--tp", "--pp", "--ep", "--fsdp", "--dp", "--mesh", "--for", "--gpu", "--gpus", "--search", "--seq-len",
@@ -35,15 +29,7 @@ def plan(
     ] = "rank",
     conversion: ReshardOptions,
     options: PlanOptions,
-    report: Annotated[
-        Path | None,
-        CommandOption(
-            HelpPanel.GENERAL,
-            "Write a self-contained HTML report as well.",
-            metavar="FILE.html",
-            parser=parse_output_file,
-        ),
-    ] = None,
+    report: arguments.Page = None,
     json: arguments.Json = False,
     source_options: SourceOptions,
 ) -> int:
@@ -52,8 +38,6 @@ def plan(
     from shardctl.report.planning import render_plan
     from shardctl.verbs.plan import plan as verb
 
-    if report is not None and report.suffix.lower() not in _PAGES:
-        raise UsageError(f"--report writes HTML, and {report} has another suffix", hint="name it FILE.html")
     planned = verb(src, conversion, source_options=source_options, plan_options=options)
     streams.print_warnings(planned.warnings)
     if report is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardctl.cli import arguments, streams
+from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
 from shardctl.errors import UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
@@ -19,6 +20,7 @@ from shardctl.options.declaration import CommandOption, HelpPanel, flat_options
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.execute.worker import WorkerId
+    from shardctl.verbs.reshard import ReshardResult
 
 COMMON = (
     "--to", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--only", "--merge",
@@ -57,6 +59,7 @@ def reshard(
     ] = False,
     fail_fast: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Let --each end at the first failure.")] = False,
     json: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print JSON lines: progress, then the result.")] = False,
+    report: arguments.Page = None,
     conversion: ReshardOptions,
     engine: Annotated[
         Literal["local", "ray"],
@@ -85,19 +88,17 @@ def reshard(
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help lists the arguments")
     crew = _parse_worker(worker)
-    if fail_fast and not each:
-        raise UsageError("--fail-fast is for several checkpoints", hint="add --each, or leave it out")
+    _refuse_combinations(
+        each=each,
+        fail_fast=fail_fast,
+        followed=file is not None,
+        shared=crew is not None,
+        on_ray=engine == "ray",
+        dry_run=dry_run,
+        page=report is not None,
+    )
     if each:
-        if file is not None or crew is not None or engine == "ray" or dry_run:
-            raise UsageError(
-                "--each is for conversions that one process does, without a plan file",
-                hint="leave --plan, --worker, --engine ray and --dry-run out",
-            )
         return _convert_each(src, dst, conversion, source_options, destination_options, fail_fast=fail_fast, json=json)
-    if crew is not None and engine == "ray":
-        raise UsageError(
-            "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
-        )
     if dry_run:
         _rehearse_conversion(src, dst, conversion, source_options, destination_options, file, json=json)
         return 0
@@ -123,11 +124,41 @@ def reshard(
     with raise_when_finished():
         seconds = time.monotonic() - began
         streams.print_warnings(warning for warning in done.warnings if warning not in said)
+        if report is not None:
+            _write_page(report, done, src, seconds)
         if json:
             streams.print_record(document(done, seconds))
         else:
             streams.print_view(view(done, seconds))
     return 0
+
+
+def _write_page(report: Path, done: "ReshardResult", src: str, seconds: float) -> None:
+    from shardctl.report.pages.reshard_page import render_reshard_page
+
+    streams.write_report(report, render_reshard_page(done, src, seconds, recall_command()))
+
+
+def _refuse_combinations(
+    *, each: bool, fail_fast: bool, followed: bool, shared: bool, on_ray: bool, dry_run: bool, page: bool
+) -> None:
+    """Raise UsageError for ways of converting that exclude each other."""
+    if fail_fast and not each:
+        raise UsageError("--fail-fast is for several checkpoints", hint="add --each, or leave it out")
+    if each and (followed or shared or on_ray or dry_run):
+        raise UsageError(
+            "--each is for conversions that one process does, without a plan file",
+            hint="leave --plan, --worker, --engine ray and --dry-run out",
+        )
+    if page and (each or shared or on_ray or dry_run):
+        raise UsageError(
+            "--report shows one conversion that one process has done",
+            hint="leave --each, --dry-run, --worker and --engine ray out, or use --json",
+        )
+    if shared and on_ray:
+        raise UsageError(
+            "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
+        )
 
 
 def _convert_each(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from shardctl.cli import arguments, streams
+from shardctl.cli.command_line import recall_command
 from shardctl.errors import ShardctlError, UsageError
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
@@ -39,14 +40,16 @@ def verify(
     verify_options: VerifyOptions,
     junit: Annotated[Path | None, arguments.declare_report("Write the result as JUnit XML.")] = None,
     summary: Annotated[Path | None, arguments.declare_report("Write the result as Markdown.")] = None,
+    report: arguments.Page = None,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: arguments.StoredSource,
 ) -> int:
     """Check that a checkpoint is complete, equals its source, loads and computes. Exits with 3 if not."""
     if newest_good:
-        if junit or summary:
-            raise UsageError("--newest-good has no report", hint="leave --junit and --summary out, or use --json")
+        if junit or summary or report:
+            hint = "leave --junit, --summary and --report out, or use --json"
+            raise UsageError("--newest-good has no report", hint=hint)
         return _find_newest(src, verify_options, source_options, threads, json=json)
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
@@ -54,7 +57,7 @@ def verify(
     from shardctl.report.verification import render_verification
     from shardctl.verbs.verify import verify as verb
 
-    for old in filter(None, (junit, summary)):
+    for old in filter(None, (junit, summary, report)):
         if old.is_file() and not old.is_symlink():
             old.unlink()
     try:
@@ -63,9 +66,9 @@ def verify(
     except (ShardctlError, MemoryError) as error:
         failed = describe_failure(error)
         text = f"{failed.message}; {failed.hint}" if getattr(error, "hint", None) else failed.message
-        _write_reports(_build_unread_result(src, text), junit, summary)
+        _write_reports(_build_unread_result(src, text), junit, summary, report)
         raise
-    _write_reports(found, junit, summary)
+    _write_reports(found, junit, summary, report)
     if json:
         streams.print_document(documents.build_verify_document(found))
     else:
@@ -81,7 +84,7 @@ def _build_unread_result(src: str, error: str) -> "VerifyResult":
     return VerifyResult(src, "", "", (), error=error)
 
 
-def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | None) -> None:
+def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | None, report: Path | None) -> None:
     if junit:
         from shardctl.report.junit import build_junit_report
 
@@ -90,6 +93,10 @@ def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | No
         from shardctl.report.summary import format_summary
 
         streams.write_report(summary, format_summary(found))
+    if report:
+        from shardctl.report.pages.verify_page import render_verify_page
+
+        streams.write_report(report, render_verify_page(found, recall_command()))
     if os.environ.get("GITHUB_ACTIONS"):
         from shardctl.report.annotations import format_github_annotations
 

@@ -28,7 +28,7 @@ def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
     """Render where the result is, what it holds, and what proves it."""
     return Group(
         render_line(done.destination, "bold"),
-        render_table(_list_facts(done, seconds), indent=2),
+        render_table(list_conversion_facts(done, seconds), indent=2),
         *_render_digests(done.record),
     )
 
@@ -92,7 +92,8 @@ def _list_whole_facts(done: FinishResult, seconds: float) -> Iterator[tuple[str,
     yield "parts", made if done.workers else "finished before; nothing was changed"
 
 
-def _list_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]]:
+def list_conversion_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]]:
+    """List what was done, each with its name."""
     yield from _list_result_facts(done.record, done.notes)
     if done.done_before:
         yield "done", "before: the destination holds exactly this result, and nothing was written"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.plan_file import PlanFile
+    from shardctl.copyplan import CopyPlan
     from shardctl.execute.part import WorkerPart
     from shardctl.options import ReshardOptions
     from shardctl.verify.level import LevelResult
@@ -57,6 +58,8 @@ class ReshardResult:
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
     dropped: tuple[str, ...] = ()
     """Other files of the source, and objects in its files, that were left behind."""
+    copy_plan: CopyPlan | None = field(default=None, repr=False)
+    """What was copied, tensor by tensor."""
 
 
 def reshard(
@@ -207,4 +210,5 @@ def _build_result(
         done_before=parts is None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
         dropped=work.checkpoint.manifest.dropped,
+        copy_plan=work.plan,
     )

@@ -62,7 +62,24 @@ def make_conversion(page):
     run(["plan", str(STORED), "--tp", "2", "--pp", "2", "--report", str(page)])
 
 
-PAGES = {"train": make_train, "search": make_search, "conversion": make_conversion}
+def make_reshard(page):
+    run(["reshard", str(STORED), str(page.parent / "cut"), "--tp", "2", "--dtype", "bf16", "--report", str(page)])
+
+
+def make_verify(page):
+    run(["reshard", str(STORED), str(page.parent / "cut"), "--tp", "2"])
+    shard = next((page.parent / "cut").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    run(["verify", str(page.parent / "cut"), "--load", "cpu", "--report", str(page)])
+
+
+PAGES = {
+    "train": make_train,
+    "search": make_search,
+    "conversion": make_conversion,
+    "reshard": make_reshard,
+    "verify": make_verify,
+}
 
 
 @pytest.mark.parametrize("name", PAGES)
