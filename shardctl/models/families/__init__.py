@@ -102,6 +102,7 @@ FAMILY_FILES: Final = {
     "stablelm": ("stablelm",),
     "starcoder2": ("starcoder2",),
     "step": ("step3p5",),
+    "step_vision": ("step3p7",),
     "t5": ("longt5", "mt5", "t5", "umt5"),
     "vision_language": ("gemma3", "llava", "llava_next", "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl"),
     "vit": ("vit",),

@@ -53,7 +53,7 @@ _MOE: Final = (ROUTER, BALANCE, *build_expert_rows(), *build_shared_expert_rows(
 _NEXT: Final = ".layers.{next}"
 _EXPERT: Final = f"{LAYER}.mlp.experts.{{expert}}"
 _STACKS: Final = tuple(
-    FusedArray(f"{LAYER}.moe.{name}.weight", (f"{_EXPERT}.{name}.weight",))
+    FusedArray(f"{LAYER}.moe.{name}.weight", (f"{_EXPERT}.{name}.weight",), stored=True)
     for name in ("gate_proj", "up_proj", "down_proj")
 )
 """The experts of a layer on the Hub."""

@@ -1,4 +1,4 @@
-"""Mistral Large 4 as transformers writes it, in the Hub's names and with the order of rows that the Hub has."""
+"""Mistral Large 4 and Step-3.7 as transformers writes them: the names and the order of rows are those of the Hub."""
 
 from __future__ import annotations
 
@@ -19,27 +19,44 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
-CONFIG = json.loads((CONFIGS.with_name("configs_hub") / "mistral_large4.json").read_text())
-KIND = transformers.MistralLarge4ForConditionalGeneration
+EYES = {
+    "mistral_large4": "vision_encoder.transformer.layers.0.attention.wq.weight",
+    "step3p7": "vision_model.transformer.resblocks.0.attn.in_proj_weight",
+}
+"""What the Hub has in another order of rows than the class."""
+CONFIGS_OF = {name: json.loads((CONFIGS.with_name("configs_hub") / f"{name}.json").read_text()) for name in EYES}
+
+
+def class_of(name):
+    """The class of a model."""
+    return getattr(transformers, CONFIGS_OF[name]["architectures"][0])
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """What `save_pretrained` wrote of a model whose every tensor is random."""
-    model = KIND(KIND.config_class.from_dict(CONFIG)).to(torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            near = 1 if "norm" in name and name.endswith("weight") else 0
-            tensor.copy_(near + 0.05 * torch.randn(tensor.shape, generator=generator))
-    path = tmp_path_factory.mktemp("source")
-    model.save_pretrained(path)
-    return path
+def made(tmp_path_factory):
+    """Gives what `save_pretrained` wrote of a model whose every tensor is random."""
+    paths = {}
+
+    def give(name):
+        if name not in paths:
+            kind, generator = class_of(name), torch.Generator().manual_seed(0)
+            model = kind(kind.config_class.from_dict(CONFIGS_OF[name])).to(torch.bfloat16)
+            with torch.no_grad():
+                for each, tensor in model.state_dict().items():
+                    near = 1 if "norm" in each and each.endswith("weight") else 0
+                    tensor.copy_(near + 0.05 * torch.randn(tensor.shape, generator=generator))
+            paths[name] = tmp_path_factory.mktemp(name)
+            model.save_pretrained(paths[name])
+        return paths[name]
+
+    return give
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=2,ep=2", "pp=2", "fsdp=2"])
-def test_there_and_back_is_the_identity_and_computes_the_same(source, tmp_path, mesh):
-    assert "vision_encoder.transformer.layers.0.attention.wq.weight" in stored(source)
+@pytest.mark.parametrize("name", EYES)
+def test_there_and_back_is_the_identity_and_computes_the_same(made, tmp_path, name, mesh):
+    source = made(name)
+    assert EYES[name] in stored(source)
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.parse(mesh)))
     found = verify(tmp_path / "ranks", VerifyOptions(level="forward", against=source))
     assert found.ok
@@ -47,17 +64,20 @@ def test_there_and_back_is_the_identity_and_computes_the_same(source, tmp_path, 
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
     assert digest(tmp_path / "back").digest == digest(source).digest
-    assert_same(loaded(tmp_path / "back", KIND).state_dict(), loaded(source, KIND).state_dict())
+    kind = class_of(name)
+    assert_same(loaded(tmp_path / "back", kind).state_dict(), loaded(source, kind).state_dict())
 
 
-def test_every_stage_has_what_scales_its_rotary_frequencies(source, tmp_path):
+def test_every_stage_has_what_scales_its_rotary_frequencies(made, tmp_path):
+    source = made("mistral_large4")
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2)))
     files = sorted(tmp_path.glob("ranks/*.safetensors"))
     holders = {file.name.split("-")[1] for file in files if "model.language_model.rotary_emb.alpha" in load_file(file)}
     assert holders == {"00001", "00002"}
 
 
-def test_layers_that_predict_are_refused_by_name(source, tmp_path):
+def test_layers_that_predict_are_refused_by_name(made, tmp_path):
+    source = made("mistral_large4")
     (tmp_path / "more").mkdir()
     (tmp_path / "more/config.json").write_text((source / "config.json").read_text())
     more = {**stored(source), "mtp_dspark.layers.0.attention_norm.weight": torch.ones(32)}
@@ -67,7 +87,7 @@ def test_layers_that_predict_are_refused_by_name(source, tmp_path):
 
 
 def test_layers_cache_latents_of_their_own_or_those_of_an_earlier_one():
-    attentions = [layer.attention for layer in build_anatomy(CONFIG).layers]
+    attentions = [layer.attention for layer in build_anatomy(CONFIGS_OF["mistral_large4"]).layers]
     assert [(one.borrowed, count_elements_per_token(one, 1), bool(one.indexer)) for one in attentions] == [
         (False, 16, True),
         (True, 12, False),
