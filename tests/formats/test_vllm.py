@@ -30,6 +30,8 @@ OWNERS = tuple(sorted(f"{path.parent.name}/{path.name}" for path in FIXTURES.glo
 """Every directory that vLLM wrote: ``CASE/PROFILE-MESH``."""
 EXPANDED = tuple(owner for owner in OWNERS if "deepseek" in owner and not owner.endswith("mla"))
 """Those that vLLM wrote under ``VLLM_MLA_DISABLE=1``, which are read and never written."""
+WIDENED = "qwen3_next"
+"""A model whose source has decays in bf16, which vLLM keeps in fp32."""
 WRITTEN = tuple(owner for owner in OWNERS if owner not in EXPANDED)
 
 
@@ -100,7 +102,9 @@ def renamed(at: Path, old: str, new: str) -> None:
 class TestReading:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
-        made = reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
+        stacked = "fused" if owner.startswith("gemma4/") else "keep"  # as Gemma 4's files have them
+        restored = "bf16" if owner.startswith(WIDENED) else "keep"
+        made = reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf", dtype=restored, experts=stacked))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
         assert unequal(ours, theirs) == []
         assert made.record.digest == digest(source(owner)).digest
@@ -117,6 +121,8 @@ class TestReading:
             ("gpt_neox/0.32-tp2", "0.32"),
             ("mixtral/0.25-tp2-ep2", "0.25"),
             ("mixtral/0.32-tp2-ep2", "0.32"),
+            ("qwen3_vl/0.32-tp2", "0.32"),
+            ("qwen3_next/0.32-tp2", "0.32"),
         ],
     )
     def test_inspect_says_which_versions_have_such_arrays(self, owner, profiles):
@@ -137,6 +143,8 @@ class TestReading:
             ("qwen3_moe/0.32-tp4-ep4", "tp4 x ep4", {"profile": "0.32", "latent": False}),
             ("llama-tied/0.32-tp2-pp2", "pp2 x tp2", {"profile": "0.32", "latent": False}),
             ("deepseek_v3/0.25-tp2-mla", "tp2", {"profile": "0.32", "latent": True}),
+            ("qwen3_5_moe/0.32-tp2-ep2", "tp2 x ep2", {"profile": "0.32", "latent": False}),
+            ("gemma4/0.32-tp2-ep2", "tp2 x ep2", {"profile": "0.32", "latent": False}),
         ],
     )
     def test_the_files_say_what_they_are(self, owner, mesh, facts):
@@ -225,6 +233,46 @@ class TestWriting:
 def test_no_model_is_known_whose_arrays_vllm_has_not_shown():
     shown = {json.loads(path.read_text())["model_type"] for path in FIXTURES.glob("*/hf/config.json")}
     assert shown == FAMILIES.keys()
+
+
+class TestNewerModels:
+    """What was compared with vLLM 0.32 alone."""
+
+    def test_of_another_profile(self, tmp_path):
+        with pytest.raises(UnsupportedError, match=r"known of vLLM 0\.32 alone, not of 0\.25"):
+            reshard(source("qwen3_5/"), tmp_path / "out", reshard_options("qwen3_5/0.25-tp4"))
+
+    def test_stages(self, tmp_path):
+        with pytest.raises(CutError, match="stages that vLLM makes"):
+            reshard(source("qwen3_vl/"), tmp_path / "out", reshard_options("qwen3_vl/0.32-pp2"))
+
+    def test_heads_of_linear_attention(self, tmp_path):
+        with pytest.raises(CutError, match="4 key heads of linear attention cannot be divided over tp=8"):
+            reshard(source("qwen3_next/"), tmp_path / "out", reshard_options("qwen3_next/0.32-tp8"))
+
+    def test_biases_that_vllm_drops(self, tmp_path):
+        shutil.copytree(source("qwen3_next/"), tmp_path / "hf")
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+        path = tmp_path / "hf" / "model.safetensors"
+        state = load_file(path)
+        for name, tensor in load_file(path).items():
+            if "self_attn" in name and name.endswith("_proj.weight"):
+                state[name.replace("weight", "bias")] = torch.zeros(tensor.shape[0], dtype=tensor.dtype)
+        save_file(state, path)
+        with pytest.raises(UnsupportedError, match=r"no place for model\.layers\.1\.self_attn\.o_proj\.bias"):
+            reshard(tmp_path / "hf", tmp_path / "out", reshard_options("qwen3_next/0.32-tp2"))
+
+    def test_keys_of_layers_that_borrow_them_are_left_behind_and_said(self, tmp_path):
+        shutil.copytree(source("gemma4_text/"), tmp_path / "hf")
+        path = tmp_path / "hf" / "model.safetensors"
+        state = load_file(path)
+        for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):  # as the Hub's files have them
+            state[f"model.layers.2.self_attn.{name}"] = state[f"model.layers.0.self_attn.{name}"].clone()
+        save_file(state, path)
+        made = reshard(tmp_path / "hf", tmp_path / "out", reshard_options("gemma4_text/0.32-tp2"))
+        assert any("3 tensors of layers that borrow keys and values are left behind" in said for said in made.warnings)
+        assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / "gemma4_text/0.32-tp2")) == []
 
 
 class TestForeignNames:

@@ -121,7 +121,7 @@ def build_manifest(
     tensors, left = {}, []
     for name, tensor in order.have.tensors.items():
         found, row = tuple(chunks.get(name, ())), order.model.tensors[name].row
-        if not found and (row.buffer or row.optional):
+        if not found and (row.buffer or row.optional or name in copies[0]):
             left += [] if row.buffer or name in copies[0] else [name]
             continue
         if _count_stored_elements(tuple(chunk.box for chunk in found)) != tensor.size:

@@ -66,13 +66,21 @@ class ModelParts:
     """Of the schema, for messages."""
     norms: str = ""
     """A *named* change of the weights of norms, as `Chunk.affine`; empty if they are stored as they are meant."""
+    inner: str = ""
+    """What stands before the names of a text model inside another, where its own names begin with ``model``."""
 
     def __contains__(self, name: str) -> bool:
-        return self.model.aliases.get(name, name) in self.model.tensors
+        return self.resolve(name) in self.model.tensors
+
+    def resolve(self, name: str) -> str:
+        """Return the canonical name of a tensor that a table calls `name`."""
+        if self.inner and name.startswith("model."):
+            name = f"{self.inner}{name.removeprefix('model')}"
+        return self.model.aliases.get(name, name)
 
     def __getitem__(self, name: str) -> CompositeArray:
         """Return a tensor, whole; raises UnsupportedError if the model has none of that name."""
-        known = self.model.tensors.get(self.model.aliases.get(name, name))
+        known = self.model.tensors.get(self.resolve(name))
         if known is None:
             raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
         affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
@@ -80,7 +88,7 @@ class ModelParts:
 
     def unit(self, name: str, dim: int = 0) -> int:
         """Return elements along a dim of a tensor that stay together when it is cut: those of a head."""
-        cuts = self.model.tensors[self.model.aliases.get(name, name)].spec.cuts
+        cuts = self.model.tensors[self.resolve(name)].spec.cuts
         return cuts[dim][0].sections[0].unit if cuts and cuts[dim] and cuts[dim][0].sections else 1
 
 

@@ -14,6 +14,7 @@ from shardctl.libraries.arrays.schema import ModelParts, Schema
 from shardctl.libraries.vllm.decoders import list_decoder_entries
 from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
 from shardctl.libraries.vllm.rank import VllmRank
+from shardctl.libraries.vllm.seeing import list_gemma4_entries, list_qwen_eyes_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +37,20 @@ VOCABULARY_TYPE: Final = "vocabulary_type"
 """The fact that names the type of the embedding, for ranks that only have zeros of it."""
 BIAS_TYPE: Final = "bias_type"
 """The fact that names the type of biases that are zeros on all ranks but the first."""
+_NEWER_TEXT: Final = ("qwen3_next", "gemma4_text")
+_NEWER: Final = frozenset({*_NEWER_TEXT, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"})
+"""Those that were compared with the newest profile alone, and without stages."""
+_UNBIASED: Final = ("qwen3_next", "qwen3_5", "qwen3_vl")
+"""How the families begin whose attention has no biases in vLLM, whatever the config says."""
 FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
     **dict.fromkeys(
         ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), list_decoder_entries
     ),
     **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), list_decoder_entries),
     "deepseek_v3": list_decoder_entries,
+    **dict.fromkeys(_NEWER_TEXT, list_decoder_entries),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), list_qwen_eyes_entries),
+    "gemma4": list_gemma4_entries,
     "gpt2": list_gpt2_entries,
     "gpt_neox": list_gpt_neox_entries,
     "bloom": list_bloom_entries,
@@ -52,7 +61,7 @@ _STAGED: Final = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "gpt_neox", "deepseek_v3"}
 )
 """Those whose stages only have what they need; all stages of the others have the embedding, last norm and head."""
-_HEADS: Final = ("ForCausalLM", "LMHeadModel")
+_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
@@ -63,6 +72,8 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
             f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
             hint=f"use --ep {tp}, or leave --ep out",
         )
+    if model.family in _NEWER:
+        _check_newer(model, dialect)
     place = dialect.mesh.coordinate(rank)
     stages = dialect.stages or split_into_stages(model.layers, dialect.mesh.degree("pp"))
     first = sum(stages[: place.get("pp", 0)])
@@ -80,6 +91,18 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
         bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
     )
     yield from FAMILIES[model.family](here, model)
+
+
+def _check_newer(model: Model, dialect: LibraryDialect) -> None:
+    """Raise UnsupportedError or CutError for what a newer family was not compared with."""
+    profile = dialect.text(PROFILE, PROFILES[0])
+    if profile != PROFILES[0]:
+        raise UnsupportedError(
+            f"the arrays of {model.architecture} are known of vLLM {PROFILES[0]} alone, not of {profile}",
+            hint=f"use --vllm-profile {PROFILES[0]}, or --to hf, which every version loads",
+        )
+    if dialect.mesh.degree("pp") > 1:
+        raise CutError(f"the stages that vLLM makes of {model.architecture} are not known here", hint="leave --pp out")
 
 
 def split_into_stages(layers: int, stages: int) -> tuple[int, ...]:
@@ -108,6 +131,10 @@ def check_model(model: Model) -> None:
             f"{TITLE} of {model.architecture or 'this model'} is not known here",
             hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
         )
+
+    biased = next((n for n in model.tensors if n.endswith(".self_attn.o_proj.bias")), None)
+    if biased is not None and model.family.startswith(_UNBIASED):
+        raise UnsupportedError(f"vLLM has no place for {biased}: its attention of {model.architecture} has no biases")
 
 
 _FURTHER: Final = (

@@ -7,9 +7,12 @@ array, `ShardedStateLoader` keeps the one that sorts first: a tied head, but not
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
+from shardctl.libraries.vllm.linear_attention import list_linear_attention
 from shardctl.libraries.vllm.rank import HeadRun, QkvRows, build_zero_entry
 
 if TYPE_CHECKING:
@@ -27,8 +30,12 @@ _NORMS: Final = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+    "pre_feedforward_layernorm_2",
 )
 _KINDS: Final = ("weight", "bias")
+_INPUTS: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
@@ -42,18 +49,37 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
         yield here.vocabulary(_HEAD)
     if here.ends:
         yield from here.same("model.norm.weight")
+    yield from _list_layer_inputs(here)
+    borrowing = 0
     for number in here.layers:
-        layer = f"model.layers.{number}"
-        yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
-        if model.family == "gpt_oss":
-            yield from _list_gpt_oss_layer(here, layer)
-        elif f"{layer}.self_attn.kv_b_proj.weight" in here:
-            yield from (_list_latent_attention if here.latent else _list_expanded_attention)(here, f"{layer}.self_attn")
-            yield from _list_mlp(here, f"{layer}.mlp")
-        else:
-            yield from _list_attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
-            yield from _list_mlp(here, f"{layer}.mlp")
-            yield from _list_mixtral_experts(here, f"{layer}.block_sparse_moe")
+        layer = new = f"model.layers.{number}"
+        if _borrows_keys(here, f"{layer}.self_attn"):
+            new, borrowing = f"model.cross_decoder.decoder_layers.{borrowing}", borrowing + 1
+        for entry in _list_layer(here, layer):
+            yield entry if new == layer else replace(entry, name=entry.name.replace(layer, new, 1))
+
+
+def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
+    yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
+    if here.parts.model.family == "gpt_oss":
+        yield from _list_gpt_oss_layer(here, layer)
+    elif f"{layer}.linear_attn.A_log" in here:
+        yield from list_linear_attention(here, f"{layer}.linear_attn")
+        yield from _list_mlp(here, f"{layer}.mlp")
+    elif f"{layer}.self_attn.kv_b_proj.weight" in here:
+        yield from (_list_latent_attention if here.latent else _list_expanded_attention)(here, f"{layer}.self_attn")
+        yield from _list_mlp(here, f"{layer}.mlp")
+    else:
+        yield from _list_attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
+        yield from _list_mlp(here, f"{layer}.mlp")
+        yield from _list_mixtral_experts(here, f"{layer}.block_sparse_moe")
+        yield from _list_gemma4_extras(here, layer)
+
+
+def _borrows_keys(here: VllmRank, have: str) -> bool:
+    """Return whether attention borrows keys and values of a layer before; vLLM has such layers in a module apart."""
+    key = here.parts.model.tensors.get(here.parts.resolve(f"{have}.k_proj.weight"))
+    return f"{have}.q_proj.weight" in here and (key is None or key.optional)
 
 
 def _is_headless(here: VllmRank, family: str) -> bool:
@@ -64,31 +90,24 @@ def _is_headless(here: VllmRank, family: str) -> bool:
 
 
 def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    borrows = _borrows_keys(here, have)
+    if borrows:
+        yield from here.column_layer(f"{have}.q_proj")
     for kind in _KINDS:
-        if f"{have}.q_proj.{kind}" in here:
-            parts = (
-                HeadRun((here[f"{have}.{part}_proj.{kind}"],), here.parts.unit(f"{have}.{part}_proj.weight"))
-                for part in "qkv"
-            )
+        if not borrows and f"{have}.q_proj.{kind}" in here:
+            names = [f"{have}.{part}_proj" for part in ("qkv" if f"{have}.v_proj.weight" in here else "qkk")]
+            parts = (HeadRun((here[f"{name}.{kind}"],), here.parts.unit(f"{name}.weight")) for name in names)
             yield here.attention(f"{new}.qkv_proj.{kind}", QkvRows(*parts))
         elif f"{have}.qkv_proj.{kind}" in here:
             yield here.attention(f"{new}.qkv_proj.{kind}", _build_heads(here, f"{have}.qkv_proj.{kind}"))
     yield from here.row_layer(f"{have}.o_proj", f"{new}.o_proj")
-    yield from here.same(f"{have}.q_norm.weight", f"{have}.k_norm.weight")
+    yield from here.same(f"{have}.q_norm.weight", *(() if borrows else (f"{have}.k_norm.weight",)))
     yield from here.scales(f"{new}.attn")
 
 
 def _build_heads(here: VllmRank, name: str) -> QkvRows:
     """Build the heads of an array that has all queries, then all keys, then all values."""
-    return QkvRows(*(HeadRun((part,), unit) for part, unit in list_sections(here, name)))
-
-
-def list_sections(here: VllmRank, name: str, dim: int = 0) -> Iterator[tuple[CompositeArray, int]]:
-    """List the sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
-    whole, start = here[name], 0
-    for section in here.parts.model.tensors[name].spec.cuts[dim][0].sections:
-        yield whole.part(dim, start, start + section.size), section.unit
-        start += section.size
+    return QkvRows(*(HeadRun((part,), unit) for part, unit in here.sections(name)))
 
 
 def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
@@ -96,11 +115,14 @@ def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     if f"{have}.gate_proj.weight" in here:
         yield from _list_gated_mlp(here, have, have)
     elif f"{have}.gate_up_proj.weight" in here:
-        halves = (part.share(0, here.index, here.tp) for part, _ in list_sections(here, f"{have}.gate_up_proj.weight"))
+        halves = (part.share(0, here.index, here.tp) for part, _ in here.sections(f"{have}.gate_up_proj.weight"))
         yield SchemaEntry(f"{have}.gate_up_proj.weight", join_arrays(list(halves)))
         yield from here.row_layer(f"{have}.down_proj")
     elif f"{have}.gate.weight" in here:
-        yield from _list_experts(here, have, _USUAL)
+        if f"{have}.experts.gate_up_proj" in here:
+            yield from _list_stacked_experts(here, f"{have}.experts")
+        else:
+            yield from _list_experts(here, have, _USUAL, f"{have}.gate")
         yield from _list_router(here, have)
         shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
         if f"{have}.shared_experts.down_proj.weight" in here:
@@ -113,7 +135,7 @@ def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
 def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List the router, which some classes give to the module of the experts, whose name for it sorts first."""
     shared = f"{have}.shared_experts.down_proj.weight" in here
-    given = shared or (here.modern and f"{have}.shared_expert.down_proj.weight" not in here)
+    given = shared or (here.modern and here.parts.model.family != "qwen2_moe")
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
     for name in ("weight", "e_score_correction_bias"):
         if f"{have}.gate.{name}" in here:
@@ -127,13 +149,45 @@ def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
 
 def _list_mixtral_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     if f"{have}.gate.weight" in here:
-        yield from _list_experts(here, have, _MIXTRAL)
+        yield from _list_experts(here, have, _MIXTRAL, f"{have}.gate")
         yield from here.same(f"{have}.gate.weight")
 
 
-def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str]) -> Iterator[SchemaEntry]:
-    count = here[f"{have}.gate.weight"].shape[0]
+def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str], router: str) -> Iterator[SchemaEntry]:
+    count = here[f"{router}.weight"].shape[0]
     yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
+
+
+def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List experts that the model has in two arrays, of rows or, as in Qwen3-VL, of columns."""
+    both, down = here[f"{have}.gate_up_proj"], here[f"{have}.down_proj"]
+    turned = len(here.parts.model.tensors[here.parts.resolve(f"{have}.gate_up_proj")].spec.cuts[2]) > 0
+    if turned:
+        both, down = both.transposed, down.transposed
+    held = here.held(both.shape[0])
+    if not held:
+        raise CutError(f"{have}: {both.shape[0]} experts are too few for ep={here.tp}")
+    both, down = (stack.part(0, held.start, held.stop) for stack in (both, down))
+    halves = [here.inside(half, 1) for half in both.shares(1, 2)]
+    yield SchemaEntry(f"{here.routed(have)}.w13_weight", join_arrays(halves, 1))
+    yield SchemaEntry(f"{here.routed(have)}.w2_weight", here.inside(down, 2))
+
+
+def _list_layer_inputs(here: VllmRank) -> Iterator[SchemaEntry]:
+    """List what makes the inputs of each layer of a small Gemma 4: an embedding of its own, and a projection."""
+    if "model.embed_tokens_per_layer.weight" in here:
+        yield here.vocabulary("model.embed_tokens_per_layer.weight")
+        yield from here.column_layer("model.per_layer_model_projection")
+        yield from here.same("model.per_layer_projection_norm.weight")
+
+
+def _list_gemma4_extras(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
+    """List what only layers of Gemma 4 have: a factor, inputs of each layer, and experts beside the MLP."""
+    yield from here.same(f"{layer}.layer_scalar")
+    yield from here.same(*(f"{layer}.{name}.weight" for name in _INPUTS))
+    if f"{layer}.router.proj.weight" in here:
+        yield from here.same(*(f"{layer}.router.{name}" for name in ("proj.weight", "scale", "per_expert_scale")))
+        yield from _list_experts(here, layer, _USUAL, f"{layer}.router.proj")
 
 
 def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:

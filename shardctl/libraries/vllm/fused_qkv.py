@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.arrays.composite import SchemaEntry
-from shardctl.libraries.vllm.decoders import list_sections
 from shardctl.libraries.vllm.rank import HeadRun, QkvRows
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
         layer = f"transformer.h.{number}"
         yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
         qkv = f"{layer}.attn.c_attn"
-        weights = ((part.transposed, unit) for part, unit in list_sections(here, f"{qkv}.weight", 1))
+        weights = ((part.transposed, unit) for part, unit in here.sections(f"{qkv}.weight", 1))
         yield here.attention(f"{qkv}.weight", QkvRows(*(HeadRun((part,), unit) for part, unit in weights)))
-        biases = list_sections(here, f"{qkv}.bias")
+        biases = here.sections(f"{qkv}.bias")
         yield here.attention(f"{qkv}.bias", QkvRows(*(HeadRun((part,), unit) for part, unit in biases)))
         yield from here.scales(f"{layer}.attn.attn")
         wide = here[f"{layer}.mlp.c_fc.weight"].transposed
@@ -94,7 +93,7 @@ def _build_heads(here: VllmRank, name: str, attention: str) -> QkvRows:
 
     In the first, `Dim` says how many rows a head has; in the second, a group has two heads more than it has queries.
     """
-    parts = list(list_sections(here, name))
+    parts = list(here.sections(name))
     if len(parts) > 1:
         return QkvRows(*(HeadRun((part,), unit) for part, unit in parts))
     (whole, group), queries = parts[0], here.parts.unit(f"{attention}.dense.weight", 1)

@@ -22,9 +22,11 @@ _ROUTED: Final = ".routed_experts"
 _LATENT: Final = ".mla_attn.o_proj.weight"
 _BIAS: Final = ".w2_bias"
 _VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
+_NEWEST: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.embed_in.weight")
+"""Parts of names that only models have whose arrays are known of the newest profile alone."""
 _LAYER: Final = re.compile(r"rank([0-9]+)/[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
 _MOE: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
-_ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router")
+_ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router", "router.proj")
 
 
 def recognise_dialect(
@@ -81,7 +83,7 @@ def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool)
     if len(scales) == len(SCALES) and len(routed) == len(experts):
         if mapped or _has_only_older_names(arrays):
             return (middle,)
-        newer = divided or any(name.endswith("/model.embed_in.weight") for name in arrays)
+        newer = divided or any(part in name for name in arrays for part in _NEWEST)
         return (newest,) if newer else (newest, middle)
     if not scales and not routed:
         return (oldest,)

@@ -126,6 +126,13 @@ class VllmRank(schema.SchemaRank):
             if name in self:
                 yield SchemaEntry(name, self[name])
 
+    def sections(self, name: str, dim: int = 0) -> Iterator[tuple[CompositeArray, int]]:
+        """Yield the sections of a dim of a tensor, in their order, and the elements of a head in each."""
+        whole, start = self[name], 0
+        for section in self.parts.model.tensors[self.parts.resolve(name)].spec.cuts[dim][0].sections:
+            yield whole.part(dim, start, start + section.size), section.unit
+            start += section.size
+
     def merged(self, new: str, parts: Sequence[str]) -> Iterator[SchemaEntry]:
         """Yield layers whose outputs are cut, as one: this rank's rows of the first, then of the next."""
         for kind in _KINDS:
@@ -185,10 +192,10 @@ class VllmRank(schema.SchemaRank):
         shapes = tuple(self[f"{names[0]}.{part}"].shape for part in (gate, up, down))
         share = (0, 1) if self.whole_experts else (self.index, self.tp)
         both, narrow = _stack_experts(shapes, len(held), *share)
-        yield SchemaEntry(
-            f"{self.routed(new)}.w13_weight", _name_tensors(both, [f"{e}.{w}" for e in held for w in (gate, up)])
-        )
-        yield SchemaEntry(f"{self.routed(new)}.w2_weight", _name_tensors(narrow, [f"{e}.{down}" for e in held]))
+        rows = [self.parts.resolve(f"{e}.{w}") for e in held for w in (gate, up)]
+        columns = [self.parts.resolve(f"{e}.{down}") for e in held]
+        yield SchemaEntry(f"{self.routed(new)}.w13_weight", _name_tensors(both, rows))
+        yield SchemaEntry(f"{self.routed(new)}.w2_weight", _name_tensors(narrow, columns))
         yield from self.expert_map(new, len(names))
 
     def expert_map(self, new: str, experts: int) -> Iterator[SchemaEntry]:

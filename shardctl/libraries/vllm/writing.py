@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 OPTION: Final = "vllm_profile"
 _VERSION: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")
+_UNUSED: Final = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm)\.")
 _USUAL_PART: Final = 5 << 30
 _BIAS: Final = ".down_proj_bias"
 _VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
@@ -65,7 +66,17 @@ def pack_vllm(order: PackRequest) -> Manifest:
     for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
         for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
             builder.add(f"{_format_file_prefix(dialect, rank)}part-{part}.safetensors", some)
-    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored(), _list_unused_keys(order))
+
+
+def _list_unused_keys(order: PackRequest) -> tuple[list[str], list[str]]:
+    """List keys and values of the layers of Gemma 4 that borrow those of others, and what is to be said of them."""
+    if not order.model.family.startswith("gemma4"):
+        return [], []
+    known = order.model.tensors
+    unused = [name for name in order.have.tensors if known[name].optional and _UNUSED.search(name)]
+    said = f"{len(unused)} tensors of layers that borrow keys and values are left behind: no layer of vLLM uses them"
+    return unused, [said] * bool(unused)
 
 
 def choose_profile(version: str) -> str:
