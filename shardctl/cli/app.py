@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, settings, streams, verify
-from shardctl.cli.short_help import format_short_help
+from shardctl.cli.short_help import format_program_help, format_short_help
 from shardctl.cli.signature import spread_options
 from shardctl.options.talk_options import TalkOptions
 from shardctl.version import __version__
@@ -71,6 +71,11 @@ for name, verb in VERBS.items():
 _SHOW_SETTINGS = settings.build_settings_command(FUNCTIONS)
 app.command("settings", epilog=settings.EXAMPLES, rich_help_panel="For the shell")(_SHOW_SETTINGS)
 app.command("completion", epilog=completion.EXAMPLES, rich_help_panel="For the shell")(completion.completion)
+
+
+def format_own_help(command: Any) -> str:  # noqa: ANN401 - click's group
+    """Format the help of the program on one screen."""
+    return format_program_help("shardctl", command)
 
 
 def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's group

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shardctl.cli import streams
-from shardctl.cli.app import FUNCTIONS, VERBS, answer_shell, app, format_verb_help
+from shardctl.cli.app import FUNCTIONS, VERBS, answer_shell, app, format_own_help, format_verb_help
 from shardctl.cli.chosen_settings import list_defaults, read_settings
 from shardctl.cli.command_line import remember_command
 from shardctl.cli.completion import ASK
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.cli.parser_errors import translate_parser_error
+from shardctl.cli.quick_values import quicken_values
 from shardctl.cli.short_help import ALL
 from shardctl.errors import UsageError
 from shardctl.report.documents import format_schema_name
@@ -66,12 +67,16 @@ def _invoke_command(args: list[str]) -> int:
     brief = "-h" in _list_given(args)
     args = _spell_out_help(args)
     command = typer.main.get_command(app)
+    quicken_values(command)
     asked = {"--help", ALL}.intersection(_list_given(args))
     if asked:
         _fill_in_choices(command, args)
         verb = _find_verb(args)
         if verb is not None and ALL not in asked:
             streams.print_text(format_verb_help(verb, command, brief=brief))
+            return 0
+        if args == ["--help"]:
+            streams.print_text(format_own_help(command))
             return 0
         args = ["--help" if arg == ALL else arg for arg in args]
     defaults = {} if asked else _apply_settings(args)

@@ -16,6 +16,8 @@ ALL: Final = "--help-all"
 _WIDTH: Final = 80
 _NAMES: Final = 26
 """Columns of the flags and what they take."""
+_VERBS: Final = 12
+"""Columns of the verbs."""
 _SENTENCE: Final = re.compile(r"[.;](?= |$)")
 
 
@@ -51,6 +53,24 @@ def format_short_help(program: str, command: Any, common: Sequence[str], example
     )
 
 
+def format_program_help(program: str, command: Any) -> str:  # noqa: ANN401 - click's
+    """Format the help of the program on one screen: its verbs, and what follows them."""
+    rows = [(name, verb.help) for name, verb in command.commands.items()]
+    rows += [("--version", "Print the version and exit."), ("--help", "Show this message and exit.")]
+    return "\n".join(
+        [
+            f"Usage: {program} [OPTIONS] COMMAND [ARGS]...",
+            "",
+            fill(" ".join((command.help or "").split()), _WIDTH),
+            "",
+            *(_format_verb_row(name, help_ or "") for name, help_ in rows),
+            "",
+            command.epilog.strip(),
+            "",
+        ]
+    )
+
+
 def _format_argument(parameter: Any) -> str:  # noqa: ANN401 - click's
     name = parameter.metavar or parameter.name.upper()
     return name if parameter.required else f"[{name.strip('[]')}]"
@@ -74,6 +94,11 @@ def _format_row(name: str, text: str, most: int = 2) -> str:
         else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
     )
     return "\n".join([*head, *(f"{'':{_NAMES + 2}}{line}" for line in lines[1:])])
+
+
+def _format_verb_row(name: str, text: str) -> str:
+    lines = wrap(split_first_sentence(text), _WIDTH - _VERBS - 2, break_on_hyphens=False)
+    return "\n".join([f"  {name:{_VERBS}}{lines[0]}", *(f"{'':{_VERBS + 2}}{line}" for line in lines[1:])])
 
 
 def split_first_sentence(text: str) -> str:

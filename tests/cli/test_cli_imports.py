@@ -47,6 +47,35 @@ def test_bytes_are_moved_and_compared_without_torch(source, tmp_path):
     assert "torch" not in loaded("verify", tmp_path / "out", "--level", "full", "--against", source)
 
 
+def own_modules(*args):
+    """How many of shardctl's own modules a command line loads, and whether it loads what typer and rich rarely need."""
+    program = (
+        "import sys\n"
+        "from shardctl.cli.program import run\n"
+        "run(sys.argv[1:])\n"
+        "loaded = {'pydantic', 'rich.markdown', 'rich.console'} & set(sys.modules)\n"
+        "print(sum(name.startswith('shardctl') for name in sys.modules), *sorted(loaded), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)], capture_output=True, text=True, env=environment(), check=True
+    )
+    number, *rare = done.stderr.splitlines()[-1].split()
+    return int(number), rare
+
+
+def test_few_modules_are_loaded(source):
+    """Each is about half a millisecond of every run; who adds one to these counts has a reason."""
+    for args, most, rare in (
+        (["--help"], 40, []),
+        (["plan", "--help"], 200, []),
+        (["inspect", source], 240, ["rich.console"]),
+        (["plan", source, "--tp", 2], 330, ["rich.console"]),
+    ):
+        number, found = own_modules(*args)
+        assert number <= most, f"{args[0]} loads {number}"
+        assert found == rare
+
+
 def test_the_version_is_there_at_once():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "shardctl", "--version"], check=True, capture_output=True)

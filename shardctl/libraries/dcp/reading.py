@@ -6,8 +6,6 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.libraries.dcp.checkpoint import DcpCollector
-from shardctl.libraries.dcp.metadata import read_metadata
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import is_megatron
 from shardctl.libraries.reader import Format
@@ -47,6 +45,9 @@ def scan_dcp(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: items that were compressed, or written by something else than torch.
     """
+    from shardctl.libraries.dcp.checkpoint import DcpCollector
+    from shardctl.libraries.dcp.metadata import read_metadata
+
     folders = _list_saves(source)
     optimizer = [folder for folder in folders if folder and _OPTIMIZER.fullmatch(folder)]
     model = [folder for folder in folders if folder not in optimizer] or optimizer[:1]

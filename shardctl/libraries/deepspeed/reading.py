@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.libraries.deepspeed.checkpoint import DeepSpeedReader
 from shardctl.libraries.deepspeed.files import choose_checkpoint, is_deepspeed_file, sort_files
 from shardctl.libraries.reader import Format
 
@@ -28,6 +27,8 @@ def scan_deepspeed(source: Source, weights: Weights = None) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: a kind of partition that is not converted, or the copy of the weights that is not there.
     """
+    from shardctl.libraries.deepspeed.checkpoint import DeepSpeedReader
+
     found = sort_files(source)
     if not found:
         raise SourceError(f"{source.name} holds no files of DeepSpeed")

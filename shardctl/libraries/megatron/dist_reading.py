@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.dcp.metadata import read_metadata
-from shardctl.libraries.dcp.save import DcpSave
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.sharded_backend import MARK, ShardedBackend, is_megatron, read_sharded_backend
-from shardctl.libraries.megatron.dist_checkpoint import build_manifest
 from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
@@ -37,6 +34,10 @@ def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: another container than torch's, or a version of Megatron-LM's that is not known.
     """
+    from shardctl.libraries.dcp.metadata import read_metadata
+    from shardctl.libraries.dcp.save import DcpSave
+    from shardctl.libraries.megatron.dist_checkpoint import build_manifest
+
     backend = read_sharded_backend(source)
     if backend is None:
         raise SourceError(

@@ -11,12 +11,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.libraries.dcp.keys import sort_keys
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_TORCH
 from shardctl.libraries.files.rank_files import list_rank_files
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.libraries.rank_pickles.checkpoint import RankCollector
-from shardctl.libraries.rank_pickles.training_state import collect_training
 from shardctl.libraries.reader import Format, find_given_file
 from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, OwnConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
@@ -51,6 +48,10 @@ def scan_pickled_ranks(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: sums that are pending, tensors of a kind that is not converted.
     """
+    from shardctl.libraries.dcp.keys import sort_keys
+    from shardctl.libraries.rank_pickles.checkpoint import RankCollector
+    from shardctl.libraries.rank_pickles.training_state import collect_training
+
     files = list_rank_files(source.files())
     model = _select_one_save(source, [file for file in files if file.kind == "model"], "models")
     optimizer = _select_one_save(source, [file for file in files if file.kind == "optimizer"], "optimizers")

@@ -11,7 +11,7 @@ from shardctl.mesh import EXPERT_FSDP
 from shardctl.models.family import Row
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.quantisation import find_quantisation_config, quantise_model
-from shardctl.models.quantisation.quantiser import read_scheme
+from shardctl.models.quantisation.methods import read_scheme
 from shardctl.models.quantisation.settings import name_method
 from shardctl.models.quantisation.storage import FP8, AlongDim
 

@@ -1,12 +1,11 @@
 """Describes quantised weights: the arrays in which each method stores them, and how those are cut."""
 
 from shardctl.models.quantisation.mxfp4 import list_block_encodings
-from shardctl.models.quantisation.quantiser import METHODS, quantise_model
+from shardctl.models.quantisation.quantiser import quantise_model
 from shardctl.models.quantisation.settings import complete_config, drop_quantisation_config, find_quantisation_config
 from shardctl.models.quantisation.torchao import drop_torchao_metadata
 
 __all__ = [
-    "METHODS",
     "complete_config",
     "drop_quantisation_config",
     "drop_torchao_metadata",

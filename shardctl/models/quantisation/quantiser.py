@@ -8,25 +8,13 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.binding import find_canonical_name, list_older_names
-from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
-from shardctl.models.quantisation.autoround import AUTOROUND
-from shardctl.models.quantisation.awq import AWQ
-from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
-from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.encoding import WeightEncoding
 from shardctl.models.quantisation.expressions import limit_matching
-from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
-from shardctl.models.quantisation.gptq import GPTQ
-from shardctl.models.quantisation.hqq import HQQ
-from shardctl.models.quantisation.modelopt import MODELOPT
-from shardctl.models.quantisation.mxfp4 import MXFP4
-from shardctl.models.quantisation.quark import QUARK
-from shardctl.models.quantisation.settings import find_quantisation_config, name_method
-from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
-from shardctl.models.quantisation.torchao import TORCHAO
+from shardctl.models.quantisation.settings import find_quantisation_config
+from shardctl.models.quantisation.storage import FLOAT, SCALE
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
 from shardctl.placement import PartitionSpec
 from shardctl.value import value_class
@@ -39,21 +27,6 @@ if TYPE_CHECKING:
     from shardctl.models.quantisation.encoding import WeightArray
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
-METHODS: Final[tuple[QuantisationMethod, ...]] = (
-    AUTOROUND,
-    AWQ,
-    BITSANDBYTES,
-    COMPRESSED_TENSORS,
-    FBGEMM,
-    FINE_GRAINED,
-    GPTQ,
-    HQQ,
-    MODELOPT,
-    QUARK,
-    TORCHAO,
-    MXFP4,
-)
-"""Every method; to add one, write its file and name it here."""
 _WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
 _SPARED_DIMS: Final = ("experts ", "index_heads ")
@@ -74,6 +47,8 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     if find_quantisation_config(config) is None:
         noticed = check_unexplained_codes(model, stored) if stored is not None else ()
         return replace(model, warnings=(*model.warnings, *noticed)) if noticed else model
+    from shardctl.models.quantisation.methods import read_scheme  # most models are not quantised
+
     scheme = read_scheme(config)
     if scheme is None:
         return model
@@ -81,25 +56,6 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
     with limit_matching():
         return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
-
-
-def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
-    """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
-
-    Raises UnsupportedError for a method that is not known, and SourceError for settings that make no sense.
-    """
-    settings = find_quantisation_config(config)
-    if settings is None:
-        return None
-    name = name_method(settings)
-    method = next((m for m in METHODS if name in m.names), None)
-    if method is None:
-        raise UnsupportedError(
-            f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
-            hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
-        )
-    around = {"expert_dtype": config.get("expert_dtype"), "model_dtype": ModelConfig(config).dtype().name}
-    return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
 
 
 @value_class

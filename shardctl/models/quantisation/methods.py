@@ -1,0 +1,60 @@
+"""Lists the methods of quantisation, and finds what a config means by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.config import ModelConfig
+from shardctl.models.quantisation.autoround import AUTOROUND
+from shardctl.models.quantisation.awq import AWQ
+from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
+from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
+from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
+from shardctl.models.quantisation.gptq import GPTQ
+from shardctl.models.quantisation.hqq import HQQ
+from shardctl.models.quantisation.modelopt import MODELOPT
+from shardctl.models.quantisation.mxfp4 import MXFP4
+from shardctl.models.quantisation.quark import QUARK
+from shardctl.models.quantisation.settings import find_quantisation_config, name_method
+from shardctl.models.quantisation.torchao import TORCHAO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.quantisation.storage import QuantisationMethod, QuantisationScheme
+
+METHODS: Final[tuple[QuantisationMethod, ...]] = (
+    AUTOROUND,
+    AWQ,
+    BITSANDBYTES,
+    COMPRESSED_TENSORS,
+    FBGEMM,
+    FINE_GRAINED,
+    GPTQ,
+    HQQ,
+    MODELOPT,
+    QUARK,
+    TORCHAO,
+    MXFP4,
+)
+"""Every method; to add one, write its file and name it here."""
+
+
+def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
+    """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
+
+    Raises UnsupportedError for a method that is not known, and SourceError for settings that make no sense.
+    """
+    settings = find_quantisation_config(config)
+    if settings is None:
+        return None
+    name = name_method(settings)
+    method = next((m for m in METHODS if name in m.names), None)
+    if method is None:
+        raise UnsupportedError(
+            f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
+            hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
+        )
+    around = {"expert_dtype": config.get("expert_dtype"), "model_dtype": ModelConfig(config).dtype().name}
+    return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
