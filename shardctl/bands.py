@@ -107,6 +107,8 @@ def find_fastest_dim(chunks: Sequence[Chunk]) -> int | None:
     for chunk in chunks:
         if isinstance(chunk.where, ConstantFill):
             continue
+        if chunk.where.strides == compute_dense_strides(chunk.dtype, chunk.box.shape):
+            continue
         dims = [d for d, n in enumerate(chunk.box.shape) if n > 1]
         if not dims:
             continue

@@ -165,7 +165,10 @@ class BoxIndex:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = tuple(boxes)
-        ndim = len(self.boxes[0].origin) if len(self.boxes) > 1 else 0  # one box needs no order
+        if len(self.boxes) < 2:  # noqa: PLR2004 - one box needs no order
+            self._dim = -1
+            return
+        ndim = len(self.boxes[0].origin)
         self._dim = max(range(ndim), key=lambda d: len({b.origin[d] for b in self.boxes}), default=-1)
         d = self._dim
         self._order = sorted(range(len(self.boxes)), key=lambda i: self.boxes[i].origin[d] if d >= 0 else 0)

@@ -57,6 +57,8 @@ _CALL: Final = 1 << 13
 """Elements per BLAS call: from 9,216 up some versions of OpenBLAS start threads, which would fight the caller's."""
 _ROWS: Final = 16
 """Rows in a block where there are so many: BLAS calls of few rows cost more."""
+_SMALL: Final = 1 << 12
+"""Elements up to which a whole tensor is multiplied with integer keys at once: calls would cost more than the work."""
 _GROUP: Final = 1 << 15
 """Row sums of one lane kept at a time before the row keys are applied."""
 
@@ -123,8 +125,11 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
     """
     if len(box.shape) != len(shape) or any(map(gt, box.stop, shape)):
         raise ValueError(f"box {box} is not inside a tensor of shape {tuple(shape)}")
-    if not box.size:
+    size = box.size
+    if not size:
         return DigestSums.zero(dtype)
+    if size <= _SMALL and box.shape == tuple(shape) and dtype.bits >= _BYTE and dtype.unit_elements == 1:
+        return _compute_small_sums(data, dtype, box.shape)
     *leading, width = dtype.unit_shape(box.shape) or (1,)
     *_, column = dtype.unit_shape(box.origin) or (0,)
     units = _split_units(data, dtype, prod(leading), width)
@@ -137,6 +142,14 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
         strip = units[:, start // each - column : stop // each - column]
         _add_strip(total, strip, dtype.bits, rows, range(start, stop), stretch)
     return DigestSums(tuple(total.ravel().tolist()))
+
+
+def _compute_small_sums(data: Buffer, dtype: DType, shape: tuple[int, ...]) -> DigestSums:
+    """Compute the sums over a whole tensor of few elements, all of which are in the first tile."""
+    *leading, width = shape or (1,)
+    keys, sums = _multiply_small_keys(prod(leading), width)
+    words = _split_units(data, dtype, keys.shape[1], 1)[:, 0].astype(np.uint64)
+    return DigestSums(tuple((words.T @ keys.T + sums).ravel().tolist()))
 
 
 def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) -> str:
@@ -217,6 +230,14 @@ def _draw_row_keys() -> NDArray[np.uint64]:
 def _draw_tile_keys(row_tile: int, column_tile: int) -> NDArray[np.uint64]:
     """Draw the keys ``[lanes, 1]`` of a tile."""
     return _draw_key_words(f"tile {row_tile} {column_tile}", LANES)[:, None] | np.uint64(1)
+
+
+@lru_cache(maxsize=16)  # a MiB at most
+def _multiply_small_keys(rows: int, width: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Multiply the keys of each element of a small tensor ``[lanes, elements]``, and sum them up ``[lanes]``."""
+    columns = _draw_column_keys()[0][:, None, :width].astype(np.uint64)
+    keys = ((_draw_row_keys()[:, :rows] * _draw_tile_keys(0, 0))[:, :, None] * columns).reshape(LANES, -1)
+    return keys, keys.sum(1, dtype=np.uint64)
 
 
 class _RowKeys:

@@ -228,6 +228,18 @@ def test_narrow_elements_in_many_rows_take_the_same_value_by_the_fast_way(name, 
     assert whole(data, dtype, shape) == slow(data, dtype, Box.whole(shape), shape)
 
 
+@every_dtype
+@pytest.mark.parametrize("shape", [(), (1,), (16, 16), (3, 5, 7), (1, 2048), (1000, 4)])
+def test_small_tensors_take_the_same_value_at_once_as_in_blocks(dtype, shape, monkeypatch):
+    shape = (*shape[:-1], shape[-1] * dtype.unit_elements) if shape and dtype.unit_elements > 1 else shape
+    if dtype.unit_elements > 1 and not shape:
+        pytest.skip("one element is no byte")
+    data = random_bytes(dtype, shape)
+    at_once = whole(data, dtype, shape)
+    monkeypatch.setattr(digest, "_SMALL", 0)
+    assert whole(data, dtype, shape) == at_once
+
+
 @pytest.mark.parametrize(("bits", "code"), [(8, 0), (8, 255), (4, 15), (6, 63)])
 def test_a_stretch_of_the_largest_narrow_elements_times_the_largest_keys_is_exact_in_float32(bits, code):
     planes, n_bytes = (4, 3) if bits == 6 else (8 // bits, 1)

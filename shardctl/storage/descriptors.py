@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import threading
@@ -10,7 +9,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 _SHARE: Final = 6
@@ -30,9 +29,12 @@ class DescriptorPool:
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, list[int]] = OrderedDict()
 
-    @contextlib.contextmanager
-    def use(self, path: Path) -> Iterator[int]:
+    def use(self, path: Path) -> _UsedDescriptor:
         """Give the descriptor of `path`, opened if it is not; it stays open for the length of the `with` block."""
+        return _UsedDescriptor(self, path)
+
+    def take(self, path: Path) -> list[int]:
+        """Return the descriptor of `path` and how many use it, this one included; `give_back` is to follow."""
         with self._lock:
             entry = self._open.get(path)
             if entry is None:
@@ -41,11 +43,12 @@ class DescriptorPool:
                 self._open[path] = entry
             self._open.move_to_end(path)
             entry[1] += 1
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
+        return entry
+
+    def give_back(self, entry: list[int]) -> None:
+        """Note that one use is over."""
+        with self._lock:
+            entry[1] -= 1
 
     def _make_room(self) -> None:
         while len(self._open) >= self._most:
@@ -65,6 +68,24 @@ class DescriptorPool:
             for descriptor, _ in self._open.values():
                 os.close(descriptor)
             self._open.clear()
+
+
+class _UsedDescriptor:
+    """The `with` block of one use; a generator would take three times as long, and small tensors are many."""
+
+    __slots__ = ("_entry", "_path", "_pool")
+
+    def __init__(self, pool: DescriptorPool, path: Path) -> None:
+        self._pool, self._path = pool, path
+        self._entry: list[int] | None = None
+
+    def __enter__(self) -> int:
+        self._entry = self._pool.take(self._path)
+        return self._entry[0]
+
+    def __exit__(self, *_: object) -> None:
+        if self._entry is not None:
+            self._pool.give_back(self._entry)
 
 
 def choose_descriptor_count() -> int:
