@@ -17,6 +17,7 @@ from shardctl.estimate.schedule import compute_bubble
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.planning.needs_table import tabulate_needs
 from shardctl.report.pages.pipeline import draw_pipeline, simulate_pipeline
+from shardctl.report.pages.plan_page import render_plan_page
 from shardctl.report.pages.treemap import lay_out_areas, list_areas_by_name
 from shardctl.verbs.plan import plan
 
@@ -110,6 +111,13 @@ def test_a_page_has_the_pictures_of_its_purpose(tmp_path):
     assert 'class="dot best"' in search
     assert 'class="frontier"' in search
     assert "The pipeline" not in search
+
+
+def test_a_page_that_no_command_made_names_none():
+    text = render_plan_page(plan(STORED, ReshardOptions()), ())
+    assert "UTC</p>" in text
+    assert "<pre></pre>" not in text
+    assert "--out plan.json" not in text
 
 
 def test_what_to_do_next_can_be_done(tmp_path):

@@ -51,7 +51,7 @@ _AREAS: Final = 220
 
 
 def render_plan_page(planned: PlanResult, command: Sequence[str]) -> str:
-    """Return the whole page as HTML; `command` made it."""
+    """Return the whole page as HTML; `command` made it, and is empty where a program did."""
     return render_page("plan.html.jinja", _collect_facts(planned, command) | _collect_pictures(planned), command)
 
 
@@ -188,7 +188,7 @@ def _list_next_steps(planned: PlanResult, command: Sequence[str]) -> list[tuple[
         search = f"shardctl plan {path} --search --gpus N --gpu {shlex.quote(device)}"
         return [("Look for a mesh of more devices", search)]
     steps = []
-    if planned.conversion is not None:
+    if planned.conversion is not None and command:
         steps.append(("Keep this plan in a file", f"{shlex.join(command)} --out plan.json"))
         steps.append(("Convert as it says", "shardctl reshard OUT --plan plan.json"))
         steps.append(("Prove it", f"shardctl verify OUT --level full --against {path}"))
