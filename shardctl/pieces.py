@@ -296,12 +296,21 @@ def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
 
 
 def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
-    """Parse layers per stage from text such as ``20,20,22,18``; raises UsageError unless they add up."""
+    """Parse layers per stage from text such as ``20,20,22,18``; raises UsageError unless they add up.
+
+    ``transformers`` stands for what its `DistributedConfig` does with `pp_size`: as many on every stage, and what is
+    left over on the last (transformers 5.23, `distributed/pipeline_parallel.py`, `layer_range_for_rank`).
+
+    >>> parse_stages("transformers", layers=32, count=3)
+    (10, 10, 12)
+    """
+    if text == "transformers" and layers >= count:
+        return (*(layers // count for _ in range(count - 1)), layers - layers // count * (count - 1))
     try:
         stages = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(
-            f"cannot read --stages {text!r}", hint="write layers per stage, such as 20,20,22,18"
+            f"cannot read --stages {text!r}", hint="write layers per stage, such as 20,20,22,18, or transformers"
         ) from error
     if min(stages) < 1:
         raise UsageError(f"--stages {text} leaves a stage without layers", hint="every stage has at least one layer")

@@ -181,6 +181,8 @@ def test_balanced_stages_are_as_light_as_can_be(costs, first, last, data):
 
 def test_stages_must_add_up():
     assert parse_stages("3,2", 5, 2) == (3, 2)
+    with pytest.raises(UsageError, match="cannot read --stages 'transformers'"):
+        parse_stages("transformers", 2, 3)
     for text, layers, count in [("3,3", 5, 2), ("5", 5, 2), ("5,0", 5, 2), ("a,b", 5, 2)]:
         with pytest.raises(UsageError):
             parse_stages(text, layers, count)
