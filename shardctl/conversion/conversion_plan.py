@@ -38,12 +38,13 @@ from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.libraries.arrays.form import EXPERTS, choose_form
+from shardctl.libraries.arrays.form import EXPERTS, choose_form, choose_trainer_form
 from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.models.families import load_family
+from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.record import DERIVED, GIVEN
@@ -167,15 +168,7 @@ def plan_conversion(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
     dtypes = choose_dtypes(have, reshard_options, coded)
-    fusions = _select_fusions(checkpoint, reshard_options)
-    arrays = choose_form(
-        have,
-        {**fusions, **build_state_fusions(have, fusions)},
-        dtypes,
-        experts=reshard_options.experts,
-        spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
-    )
-    have, arrays = name_state_arrays(have, arrays, fusions)
+    have, arrays = _choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
     dtypes = choose_dtypes(have, reshard_options, coded)
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
@@ -236,8 +229,8 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in {"keep", "transformers"}:
-        raise UsageError(f"unknown --names {reshard_options.names!r}", hint="use keep or transformers")
+    if reshard_options.names not in {"keep", "transformers", TRAINER}:
+        raise UsageError(f"unknown --names {reshard_options.names!r}", hint="use keep, transformers or torchtitan")
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(reshard_options, layout, mesh)
@@ -345,6 +338,33 @@ def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
     """Return whether a text model that was split off can be loaded by the names of its class alone."""
     family = load_family(checkpoint.model.family) if checkpoint.part == "text" and checkpoint.model else None
     return family is not None and family.class_names_only
+
+
+def _choose_arrays(
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    layout: Layout,
+    have: Manifest,
+    dtypes: Mapping[str, DType],
+) -> tuple[Manifest, ArrayForm]:
+    """Choose the arrays that hold the tensors, and their names; those of states follow."""
+    if reshard_options.names == TRAINER:
+        if layout.name != "dcp" or reshard_options.experts != "keep" or get_states(have):
+            raise UsageError(
+                "--names torchtitan is for the weights of a model in --to dcp, whose experts it stacks",
+                hint="add --to dcp --optimizer-states drop, and leave --experts out",
+            )
+        model = checkpoint.require_model("--names torchtitan")
+        return have, choose_trainer_form(have, build_trainer_arrays(model), dtypes)
+    fusions = _select_fusions(checkpoint, reshard_options)
+    arrays = choose_form(
+        have,
+        {**fusions, **build_state_fusions(have, fusions)},
+        dtypes,
+        experts=reshard_options.experts,
+        spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
+    )
+    return name_state_arrays(have, arrays, fusions)
 
 
 def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:
@@ -455,7 +475,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
     shaping = {
         "dtype": reshard_options.dtype if reshard_options.dtype != "keep" else None,
         "keep_fp32": reshard_options.keep_fp32 if reshard_options.dtype != "keep" else None,
-        "names": "keep" if reshard_options.names == "keep" else None,
+        "names": reshard_options.names if reshard_options.names != "transformers" else None,
         "experts": reshard_options.experts if reshard_options.experts != "keep" else None,
         "only": reshard_options.only,
         "include": reshard_options.include,

@@ -29,7 +29,11 @@ class ReshardOptions:
     mesh: Annotated[Mesh | None, OptionGroup(MeshFlags)] = None
     stages: Annotated[
         str | None,
-        CommandOption(HelpPanel.MESH, "Number of layers in each stage. Default: balanced by bytes.", metavar="N,N,..."),
+        CommandOption(
+            HelpPanel.MESH,
+            "Number of layers in each stage, or transformers for its own division. Default: balanced by bytes.",
+            metavar="N,N,...",
+        ),
     ] = None
     to: Annotated[
         str | None,
@@ -42,8 +46,11 @@ class ReshardOptions:
     ] = None
     """The layout; by default `ranks` for a mesh and `hf` for one device."""
     names: Annotated[
-        Literal["transformers", "keep"],
-        CommandOption(HelpPanel.WRITING, "Tensor names in rank files: those of transformers, or those of the source."),
+        Literal["transformers", "keep", "torchtitan"],
+        CommandOption(
+            HelpPanel.WRITING,
+            "Tensor names in rank files: those of transformers, or those of the source; or, in dcp, torchtitan's.",
+        ),
     ] = "transformers"
     experts: Annotated[
         Literal["keep", "fused", "split"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.record import RECORD
 from shardctl.value import value_class
 
@@ -39,6 +39,8 @@ class ArrayForm:
     """By tensor: the arrays of its own, several for a tie."""
     places: Mapping[str, FusedPlace]
     """By tensor: its place in an array that it shares; then its names do not count."""
+    at_root: bool = False
+    """Whether a saved state has the arrays at its root, as torchtitan saves, and not in a dict of their own."""
 
     def array(self, name: str) -> str:
         """Return the array that holds a tensor, the first of several; one that was filtered out keeps its own name."""
@@ -74,6 +76,29 @@ def choose_form(
             places |= {tensor.name: FusedPlace(wanted, fusion, n) for n, tensor in enumerate(found)}
     _check_distinct(names, places)
     return ArrayForm(names, places)
+
+
+def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtypes: Mapping[str, DType]) -> ArrayForm:
+    """Choose the arrays that a trainer has of a model, of which every tensor must be there.
+
+    Raises UnsupportedError for an array that would lack tensors or would hold several types.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    places: dict[str, FusedPlace] = {}
+    for fusion in arrays.values():
+        found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
+        if len(found) < len(fusion.tensors):
+            lacking = next(name for name in fusion.tensors if name not in have.tensors)
+            raise UnsupportedError(f"{fusion.name} cannot be written without {lacking}", hint="leave --exclude out")
+        if fusion.renames:
+            names[found[0].name] = (*names.get(found[0].name, ()), fusion.name)
+        else:
+            _check_types(fusion.name, found, dtypes)
+            places |= {tensor.name: FusedPlace(fusion.name, fusion, n) for n, tensor in enumerate(found)}
+    extra = [name for name in have.tensors if name not in names and name not in places]
+    if extra:
+        raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
+    return ArrayForm(names, places, at_root=True)
 
 
 def _find_prefix(have: Manifest) -> Callable[[str], str]:

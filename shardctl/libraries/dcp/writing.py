@@ -36,7 +36,7 @@ _Way = tuple[str | int, ...]
 def pack_dcp(request: PackRequest) -> Manifest:
     """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
-    builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD)
+    builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, at_root=form.at_root)
     if have.training is not None:
         builder.settings(have.training, form)
     if request.placed is None:
@@ -56,7 +56,8 @@ def pack_dcp(request: PackRequest) -> Manifest:
 class _DcpBuilder:
     """Collects items, the way to each, and the chunks of tensors that lie in them."""
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, *, at_root: bool) -> None:
+        self._at_root = at_root
         self.files = DcpFiles(largest)
         self.chunks: dict[str, list[Chunk]] = {}
         self.ways: dict[Value, Value] = {}
@@ -74,7 +75,7 @@ class _DcpBuilder:
         """Add the boxes of one rank that no earlier rank holds, too."""
         self.files.rank(rank)
         for array in arrays:
-            way = _find_key_path(array.name)
+            way: _Way = (array.name,) if self._at_root else _find_key_path(array.name)
             region = self.files.tensor(_join_key_path(way), array.shape, array.dtype, array.box)
             if region is not None:
                 self.ways[_join_key_path(way)] = way
