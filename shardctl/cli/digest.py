@@ -1,21 +1,24 @@
 """Defines the command line of `shardctl digest`."""
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from shardctl.cli import arguments, streams
 from shardctl.errors import UsageError
+from shardctl.mesh import Mesh
+from shardctl.options import SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
 
 _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
-COMMON = ("--expect", "--tensors", "--json")
+COMMON = ("--expect", "--tensors", "--as", "--tp", "--json")
 """What the help of one screen shows."""
 
 EXAMPLES = """
 Examples:
   shardctl digest ./llama --tensors
+  shardctl digest ./llama --as vllm --tp 8 --json
   shardctl digest ./llama --expect shardctl1:5bd4ca5bed2343b650ea5dd61b1ee693
 """
 
@@ -29,6 +32,16 @@ def digest(
         CommandOption(HelpPanel.GENERAL, "Exit with 3 unless this is the digest.", metavar="DIGEST"),
     ] = None,
     json: arguments.Json = False,
+    engine: Annotated[
+        Literal["vllm"] | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Print the SHA-256 of the arrays that the ranks of this engine hold, as its weight checker has them.",
+            flag="--as",
+        ),
+    ] = None,
+    tp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, tensor-parallel ranks.", metavar="N", least=1)] = 1,
+    pp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, pipeline stages.", metavar="N", least=1)] = 1,
     threads: Threads = None,
     source_options: arguments.StoredSource,
 ) -> int:
@@ -38,6 +51,10 @@ def digest(
     from shardctl.report.digests import render_digests
     from shardctl.verbs.digest import digest as verb
 
+    if engine is not None:
+        return _print_engine_sums(src, Mesh.of(pp=pp, tp=tp), threads, source_options, expect, json=json)
+    if (tp, pp) != (1, 1):
+        raise UsageError("--tp and --pp are for --as: a digest is the same for every mesh", hint="add --as vllm")
     if expect is not None:
         _require_digest(expect)
     with watch_effort("digest", threads) as work:
@@ -48,6 +65,27 @@ def digest(
     else:
         streams.print_view(render_digests(found, tensors=tensors, expected=expect))
     return 0 if expect in {None, found.digest} else 3
+
+
+def _print_engine_sums(
+    src: str, mesh: Mesh, threads: int | None, source_options: SourceOptions, expect: str | None, *, json: bool
+) -> int:
+    """Print a line for each array and rank; --expect is no digest of these."""
+    from shardctl.cli.progress import watch_effort
+    from shardctl.conversion.engine_sums import sum_engine_arrays
+    from shardctl.report import documents
+    from shardctl.report.digests import render_engine_sums
+
+    if expect is not None:
+        raise UsageError("--as prints sums of arrays, and --expect compares a digest", hint="leave one of them out")
+    with watch_effort("digest", threads) as work:
+        found = sum_engine_arrays(src, mesh, source_options=source_options, effort=work)
+    streams.print_warnings(found.warnings)
+    if json:
+        streams.print_document(documents.build_engine_sums_document(src, found))
+    else:
+        streams.print_view(render_engine_sums(found))
+    return 0
 
 
 def _require_digest(text: str) -> None:

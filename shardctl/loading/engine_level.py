@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
+from shardctl.options.verify_options import is_running
 from shardctl.storage.local import LocalSource
 from shardctl.verify import rank_files
 from shardctl.verify.engines import asking, judging
@@ -33,7 +34,7 @@ _RANKS: Final = {"vllm": 1, "transformers": 2, "fsdp2": 2}
 
 def require_engine(verify_options: VerifyOptions) -> None:
     """Raise UsageError unless the engine that is asked for is installed."""
-    if verify_options.engine is not None:
+    if verify_options.engine is not None and not is_running(verify_options.engine):
         asking.find_engine(verify_options.engine, verify_options.engine_python)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal, TypeGuard, get_args
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
@@ -13,6 +13,22 @@ from shardctl.options.sizes import parse_size
 LevelName = Literal["quick", "full", "load", "forward"]
 _LEVELS: Final = get_args(LevelName)
 """Each does what those before it do, and more."""
+
+
+ENGINES: Final = ("vllm", "transformers", "fsdp2")
+"""Those that `verify` starts itself."""
+
+
+def is_running(engine: str | None) -> TypeGuard[str]:
+    """Return whether an engine is named by the address at which it runs."""
+    return engine is not None and engine.startswith(("http://", "https://"))
+
+
+def parse_engine(text: str) -> str:
+    """Refuse what is neither the name of an engine nor an address."""
+    if text not in ENGINES and not is_running(text):
+        raise UsageError(f"unknown --engine {text!r}", hint=f"use {', '.join(ENGINES)}, or http://HOST:PORT")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +136,14 @@ class VerifyOptions:
     ] = False
 
     engine: Annotated[
-        Literal["vllm", "transformers", "fsdp2"] | None,
+        str | None,
         CommandOption(
-            HelpPanel.TRIALS, "Have this engine load the directory, and compare what it says with the source."
+            HelpPanel.TRIALS,
+            "Have vllm, transformers or fsdp2 load the directory, and compare what it says with the source; or ask a "
+            "running vLLM at http://HOST:PORT which weights it holds.",
+            metavar="ENGINE",
+            parser=parse_engine,
+            words=lambda: ENGINES,
         ),
     ] = None
     engine_python: Annotated[

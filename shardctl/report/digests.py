@@ -11,6 +11,7 @@ from shardctl.report.grid import render_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from shardctl.conversion.engine_sums import EngineSums
     from shardctl.verbs.digest import DigestResult
 
 
@@ -23,3 +24,11 @@ def render_digests(digested: DigestResult, *, tensors: bool = False, expected: s
     if expected not in {None, digested.digest}:
         lines.append(f"FAILED: {expected} was expected")
     return Group(*map(render_line, lines))
+
+
+def render_engine_sums(found: EngineSums) -> RenderableType:
+    """Render one line for each array and rank; a mark follows those that the engine may keep in another order."""
+    mark = "  (unknown: a kernel may keep another order)"
+    return Group(
+        *(render_line(f"{value}  {key}{mark if key in found.reordered else ''}") for key, value in found.sums.items())
+    )

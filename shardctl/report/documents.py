@@ -10,6 +10,7 @@ from shardctl.mesh import EXPERT_AXES
 from shardctl.report.failure import describe_failure
 
 if TYPE_CHECKING:
+    from shardctl.conversion.engine_sums import EngineSums
     from shardctl.conversion.worker_part import ContributeResult
     from shardctl.mesh import Mesh
     from shardctl.models.derived import RuleDerivation
@@ -320,6 +321,17 @@ def build_digest_document(result: DigestResult, *, tensors: bool = False, expect
     if tensors:
         document["tensors"] = {name: asdict(row) for name, row in result.tensors.items()}
     return document
+
+
+def build_engine_sums_document(path: str, found: EngineSums) -> Document:
+    """Build the sums of an engine's arrays, as its weight checker gives them, and which may be in another order."""
+    return build_document_head("digest") | {
+        "path": path,
+        "checksums": dict(found.sums),
+        "unknown": sorted(found.reordered),
+        "tensor_bytes": found.nbytes,
+        "warnings": list(found.warnings),
+    }
 
 
 def build_document_head(verb: str, *, answer: bool = True) -> Document:

@@ -24,7 +24,9 @@ from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.loading.engine_level import require_engine, run_engine_level
+from shardctl.loading.running_engine_level import run_running_engine_level
 from shardctl.options import SourceOptions, VerifyOptions
+from shardctl.options.verify_options import is_running
 from shardctl.pieces import PlacedCheckpoint
 from shardctl.record import GIVEN, RECORD
 from shardctl.storage.crc_tracker import CrcReader
@@ -78,12 +80,13 @@ def verify(
     if against is None and verify_options.merge:
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
     run = _VerifyRun(
+        path,
         names,
         verify_options,
         replace(source_options or SourceOptions(), kv_heads="replicate"),
         effort or ExecutionOptions(),
     )
-    levels, digest = run.of(path)
+    levels, digest = run.of()
     required = LEVELS[require or verify_options.highest_level()]
     return VerifyResult(str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked))
 
@@ -92,6 +95,7 @@ def verify(
 class _VerifyRun:
     """One verification on its way."""
 
+    path: str | Path
     names: list[str]
     """The levels to run, in order."""
     verify_options: VerifyOptions
@@ -104,7 +108,7 @@ class _VerifyRun:
     def strict(self) -> bool:
         return self.source_options.strict
 
-    def of(self, path: str | Path) -> tuple[list[LevelResult], str]:
+    def of(self) -> tuple[list[LevelResult], str]:
         """Return the levels and the digest, which is empty if it was not computed."""
         first, began = LevelResult("structure", strict=self.strict), time.monotonic()
         options = replace(self.source_options, strict=False)  # what is odd fails its level, and the others are run
@@ -118,7 +122,7 @@ class _VerifyRun:
 
         try:
             with ExitStack() as stack:
-                checkpoint = stack.enter_context(open_checkpoint(path, options, before=recorded))
+                checkpoint = stack.enter_context(open_checkpoint(self.path, options, before=recorded))
                 checkpoint = _set_given_mesh(checkpoint, self.verify_options)
                 found = list(_check_structure(checkpoint))
                 first.add(iter(found))
@@ -186,11 +190,18 @@ class _VerifyRun:
             level = run_forward_level(checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict)
             levels.append(level)
         if "engine" in self.names:
-            levels.append(run_engine_level(checkpoint, other, self.verify_options, strict=self.strict))
+            levels.append(self._ask_engine(checkpoint, other))
         weights = checkpoint.manifest.tensors.values()
         if "content" not in self.names:
             return levels, ""
         return levels, compute_checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
+
+    def _ask_engine(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> LevelResult:
+        engine = self.verify_options.engine
+        if is_running(engine):
+            limit = self.verify_options.engine_timeout
+            return run_running_engine_level(self.path, engine, limit, self.source_options, self.effort)
+        return run_engine_level(checkpoint, other, self.verify_options, strict=self.strict)
 
     def _cut_short(self, first: LevelResult, reason: str) -> list[LevelResult]:
         """Return the levels when a failed first one makes the others meaningless."""

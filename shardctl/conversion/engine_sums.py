@@ -1,0 +1,176 @@
+"""Computes the SHA-256 of every array that vLLM holds of a model, by rank, under the keys of its weight checker.
+
+The arrays are those that `--to vllm` writes: files are filled group by group in the directory for temporary files,
+hashed and removed, so that neither the memory nor the disk holds the model. Keys and sums are those of vLLM 0.32
+(`v1/worker/gpu_worker.py`, `compute_weight_checksums`; `model_executor/model_loader/weight_checksum.py`): parameters
+without buffers, one of the names of a tie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.conversion.bucket_output import ShareGroups, ShareSender, scratch_directory
+from shardctl.conversion.preparing import open_conversion
+from shardctl.conversion.share_transfer import list_source_versions
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.libraries.registry import scan_checkpoint
+from shardctl.manifest import Region
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.storage.local import LocalSource
+from shardctl.workers import ExecutionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardctl.execute.part import WorkerPart
+    from shardctl.manifest import Manifest
+    from shardctl.mesh import Mesh
+
+_FILE: Final = re.compile(r"model-(?:rank-([0-9]+)|pp-([0-9]+)-tp-([0-9]+))-part-[0-9]+\.safetensors")
+_EXPERTS: Final = re.compile(r".+\.w(13|2)_[a-z_]+")
+_HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_ROUTER: Final = re.compile(r"\.experts\._?gate\.")
+_SHARED: Final = re.compile(r"\.experts\._shared_experts\.(_layer\.)?")
+_BUFFER: Final = "_"
+"""What the names of buffers begin with: scales of attention, and maps of experts."""
+_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
+_BLOCK: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSums:
+    """The SHA-256 of each array of each rank."""
+
+    sums: Mapping[str, str]
+    """In hexadecimal, by keys such as ``dp0:pp0:pcp0:tp1:lm_head.weight``."""
+    reordered: frozenset[str]
+    """Those of which a kernel of the engine may keep another order, padding or type: experts, and quantised layers."""
+    nbytes: int
+    """Bytes of all arrays."""
+    warnings: tuple[str, ...]
+
+
+def sum_engine_arrays(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+) -> EngineSums:
+    """Read the checkpoint at `path`, and sum the arrays that vLLM's ranks of `mesh` (tp and pp) have of it.
+
+    Raises UnsupportedError for a model whose arrays are not known, CutError for a mesh that does not fit.
+    """
+    effort = effort or ExecutionOptions()
+    options = ReshardOptions(to="vllm", mesh=mesh, threads=effort.threads)
+    reading = replace(source_options or SourceOptions(), kv_heads="replicate")
+    with (
+        scratch_directory() as scratch,
+        open_conversion(path, scratch / "result", options, reading, None) as work,
+        stop_on_signals(effort.stop),
+    ):
+        summing = _ArraySums(mesh)
+        sender = ShareSender(
+            work, list_source_versions(work), scratch, summing, effort.watcher, effort.stop, sha256=False
+        )
+        sender.send(ShareGroups.of(work, scratch, None), ())
+        work.checkpoint.prove()
+        tied = any(_HEAD in (tensor.name, *tensor.ties) for tensor in work.have.tensors.values() if tensor.ties)
+        single = any(".shared_expert." in name for name in work.have.tensors)
+        sums, changed = _name_parameters(summing.sums, tied=tied, single=single), _list_reordered(work.plan.want)
+        reordered = frozenset(key for key in sums if key.rpartition(":")[2] in changed)
+        return EngineSums(dict(sorted(sums.items())), reordered, summing.nbytes, work.have.warnings)
+
+
+def format_engine_key(name: str, *, pp: int, tp: int, dp: int = 0) -> str:
+    """Format the key of a parameter on a rank.
+
+    >>> format_engine_key("lm_head.weight", pp=0, tp=1)
+    'dp0:pp0:pcp0:tp1:lm_head.weight'
+    """
+    return f"dp{dp}:pp{pp}:pcp0:tp{tp}:{name}"
+
+
+def _name_parameters(sums: Mapping[str, str], *, tied: bool, single: bool) -> dict[str, str]:
+    """Return the sums of arrays by the names that parameters have, of which those that are shared have one.
+
+    A head that is tied is the embedding, and what the experts' module shares with the layer's is the layer's.
+    """
+    found = {}
+    for key, value in sums.items():
+        rank, _, name = key.rpartition(":")
+        found[f"{rank}:{_EMBEDDING if tied and name == _HEAD else _name_shared(name, single=single)}"] = value
+    return found
+
+
+def _name_shared(name: str, *, single: bool) -> str:
+    """Return what the layer calls what the experts' module has, too; `single` says that it has one shared expert."""
+    name = _ROUTER.sub(".gate.", name)
+    if not single:
+        return _SHARED.sub(".shared_experts.", name)
+    return _SHARED.sub(".shared_expert.", name).replace(".shared_expert.expert_gate.", ".shared_expert_gate.")
+
+
+def _list_reordered(want: Manifest) -> set[str]:
+    """List the names of arrays of experts, and all of modules with one that holds no plain floating-point numbers."""
+    names = {chunk.name: chunk.dtype.name for _, chunk in want.arrays()}
+    coded = {name.rpartition(".")[0] for name, dtype in names.items() if dtype not in _PLAIN or "_scale" in name}
+    return {name for name in names if _EXPERTS.fullmatch(name) or name.rpartition(".")[0] in coded}
+
+
+class _ArraySums:
+    """Takes groups of files as a destination does, and keeps the sums of their arrays only."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._tp = mesh.degree("tp")
+        self.sums: dict[str, str] = {}
+        self.nbytes = 0
+
+    def group(self, number: int) -> WorkerPart | None:
+        """Return nothing: no earlier run has left anything."""
+        del number
+        return None
+
+    def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
+        """Sum every parameter in the files."""
+        del number
+        for path in part.files:
+            match = _FILE.fullmatch(path)
+            if match is not None:
+                pp, tp = divmod(int(match[1]), self._tp) if match[1] else (int(match[2]), int(match[3]))
+                self._sum_file(tree / path, pp, tp)
+        return part
+
+    def _sum_file(self, path: Path, pp: int, tp: int) -> None:
+        source = LocalSource(path)
+        for tensor, chunk in scan_checkpoint(source).arrays():
+            if not tensor.name.rpartition(".")[2].startswith(_BUFFER) and isinstance(chunk.where, Region):
+                key = format_engine_key(tensor.name, pp=pp, tp=tp)
+                self.sums[key] = _hash_range(source, chunk.where.file, chunk.where.offset, tensor.nbytes)
+                self.nbytes += tensor.nbytes
+        source.close()
+
+    def write(self, path: str, content: bytes) -> None:
+        """Do nothing: no file is kept."""
+
+    def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
+        """Do nothing: no file is kept."""
+
+    def discard(self) -> None:
+        """Forget the sums: the source has changed."""
+        self.sums.clear()
+
+
+def _hash_range(source: LocalSource, path: str, offset: int, size: int) -> str:
+    state, buffer = hashlib.sha256(), bytearray(min(size, _BLOCK))
+    for start in range(0, size, _BLOCK):
+        block = memoryview(buffer)[: min(_BLOCK, size - start)]
+        source.read_at(path, offset + start, block)
+        state.update(block)
+    return state.hexdigest()

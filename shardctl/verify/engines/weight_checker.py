@@ -1,0 +1,103 @@
+"""Asks a running vLLM for the sums of the weights that it holds.
+
+`POST /weight_checker` with the action `checksum` gives a SHA-256 for each parameter of each worker (vLLM 0.32,
+`entrypoints/rl/online/api_router.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import AccessError, SourceError, TransientError, UnsupportedError, UsageError
+from shardctl.mesh import MOST_RANKS, Mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+EMPTY: Final = sha256(b"").hexdigest()
+"""Of a parameter without elements: its kernel keeps the weight somewhere else."""
+_KEY: Final = re.compile(r"dp([0-9]{1,6}):pp([0-9]{1,6}):pcp([0-9]{1,6}):tp([0-9]{1,6}):(.+)")
+_SUM: Final = re.compile(r"[0-9a-f]{64}")
+_LARGEST: Final = 1 << 30
+"""Bytes of an answer; 10,000 parameters on 64 ranks take 100 MB."""
+_KEY_VARIABLE: Final = "VLLM_API_KEY"
+_NOT_THERE: Final = (404, 405)
+_REFUSED: Final = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """What the workers of an engine say that they hold."""
+
+    sums: Mapping[tuple[int, int, int, str], str]
+    """By replica (of dp and pcp together), stage, tp rank and name of the parameter."""
+    mesh: Mesh
+    """Of one replica."""
+    replicas: int
+
+
+def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
+    """Ask the engine at `address`; raises UsageError for an address that is none, UnsupportedError without the route.
+
+    Raises AccessError if the engine refuses, TransientError if it does not answer within so many seconds, SourceError
+    for an answer of another form.
+    """
+    url = f"{address.rstrip('/')}/weight_checker"
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(_KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {os.environ[_KEY_VARIABLE]}"
+    try:
+        request = urllib.request.Request(url, b'{"action": "checksum"}', headers)  # noqa: S310 - http or https
+        with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
+            content = answer.read(_LARGEST + 1)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _explain_status(url, error.code) from error
+    except ValueError as error:
+        raise UsageError(
+            f"{address} is not the address of an engine: {error}", hint="write http://HOST:PORT"
+        ) from error
+    except OSError as error:
+        raise TransientError(f"{url} does not answer: {error}", hint="is the engine running, and ready?") from error
+    return _parse_answer(content, address)
+
+
+def _explain_status(url: str, status: int) -> UnsupportedError | AccessError | TransientError:
+    if status in _NOT_THERE:
+        return UnsupportedError(
+            f"{url} is not there (HTTP {status})",
+            hint="vLLM has it where its routes for reinforcement learning are on; SGLang has other sums",
+        )
+    if status in _REFUSED:
+        return AccessError(f"{url} is refused (HTTP {status})", hint=f"set {_KEY_VARIABLE} to the engine's --api-key")
+    return TransientError(f"{url} answers HTTP {status}", hint="the engine's log says why")
+
+
+def _parse_answer(content: bytes, address: str) -> HeldWeights:
+    try:
+        said = json.loads(content)["checksums"] if len(content) <= _LARGEST else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        said = None
+    found = {}
+    for key, value in said.items() if isinstance(said, dict) else ():
+        match = _KEY.fullmatch(key)
+        if match is None or not isinstance(value, str) or _SUM.fullmatch(value) is None:
+            raise SourceError(f"{address} names a sum {key!a:.100}, whose form is not known here")
+        dp, pp, pcp, tp = (int(number) for number in match.groups()[:4])
+        found[dp, pcp, pp, tp, match[5]] = value
+    if not found:
+        raise SourceError(f"{address} answers with no sums of weights")
+    stages, ranks = 1 + max(key[2] for key in found), 1 + max(key[3] for key in found)
+    replicas = sorted({key[:2] for key in found})
+    if stages * ranks > MOST_RANKS:
+        raise SourceError(f"{address} names a rank tp{ranks - 1} of stage pp{stages - 1}, more than are compared")
+    number = {replica: at for at, replica in enumerate(replicas)}
+    sums = {(number[dp, pcp], pp, tp, name): value for (dp, pcp, pp, tp, name), value in found.items()}
+    return HeldWeights(sums, Mesh.of(pp=stages, tp=ranks), len(replicas))
