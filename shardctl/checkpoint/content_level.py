@@ -13,7 +13,7 @@ from shardctl.manifest import Region, first_byte
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.verify import content
-from shardctl.verify.checksums import check_downloads, check_sums
+from shardctl.verify.checksums import check_downloads, check_integrity, check_sums
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult
 from shardctl.verify.library_headers import compare_headers
@@ -56,6 +56,7 @@ def run_content_level(
     level.add(check_other_weights(checkpoint, effort))
     level.add(check_crcs(checkpoint, tracker, effort, unread=True))
     level.add(check_sums(checkpoint.source, effort.stop))
+    level.add(check_integrity(checkpoint.source, effort.stop))
     level.add(check_downloads(checkpoint.source, effort.stop))
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began

@@ -1,12 +1,17 @@
-"""Checks files against the SHA-256s beside them: in `SHA256SUMS`, and those of the Hub that huggingface_hub keeps."""
+"""Checks files against the SHA-256s beside them.
+
+They are in `SHA256SUMS`, in Megatron-LM's `integrity.json`, and those of the Hub in what huggingface_hub keeps.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.libraries.files.sharded_backend import INTEGRITY, read_sharded_backend
 from shardctl.record import SUMS, hash_source_spans
 from shardctl.storage import read_bytes
+from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.byte_names import name_from_bytes
 from shardctl.storage.local import LocalSource
 from shardctl.verify.finding import CheckFinding
@@ -47,6 +52,33 @@ def check_sums(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
         known = hash_source_spans(source, path, [(0, files[path].size)], stop)
         if known.sha256.encode() != sha256.lower():
             yield CheckFinding("error", "sha256", f"{path} is not the file that {SUMS} lists", file=path)
+
+
+def check_integrity(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
+    """Read every file that Megatron-LM's `integrity.json` lists, if the iteration that is read has one.
+
+    megatron-core 0.19 writes it (`save_integrity_manifest` of `dist_checkpointing/validation.py`).
+    """
+    backend = read_sharded_backend(source)
+    where = f"{backend.folder}{INTEGRITY}" if backend is not None else ""
+    files = source.files()
+    if backend is None or where not in files:
+        return
+    said = parse_json(read_bytes(source, where), where, RECORD_TEXT)
+    listed = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(listed, dict) or said.get("algorithm", "sha256") != "sha256":
+        yield CheckFinding(
+            "warning", "sha256", f"{where} is not understood, and nothing was checked with it", file=where
+        )
+        return
+    for name, sha256 in listed.items():
+        path = f"{backend.folder}{name}"
+        if path not in files:
+            yield CheckFinding("error", "sha256", f"{path} is missing; {where} lists it", file=path)
+            continue
+        known = hash_source_spans(source, path, [(0, files[path].size)], stop)
+        if known.sha256 != sha256:
+            yield CheckFinding("error", "sha256", f"{path} is not the file that {where} lists", file=path)
 
 
 def check_downloads(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:

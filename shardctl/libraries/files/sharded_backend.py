@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 MARK: Final = "metadata.json"
+INTEGRITY: Final = "integrity.json"
+"""The SHA-256s of the files beside it."""
 COMMON: Final = "common.pt"
 """What all ranks have alike, a file of torch.save."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
