@@ -70,6 +70,11 @@ class Chunk:
     """The stored array's name in its file, for messages and for writing."""
     affine: str = ""
     """A *named* element-wise change between storage and meaning, such as `GAMMA_LESS_ONE`; empty for none."""
+    aside: bool = False
+    """Whether it is one more copy, yet to be written, that whoever reads the result does not take for the tensor.
+
+    It may have another type than the tensor, to which the source's elements are cast.
+    """
 
 
 @value_class
@@ -190,6 +195,8 @@ class TrainingState:
     states: Mapping[str, Tensor] = field(default_factory=dict)
     """Optimizer states by canonical name (`training.format_state_name`), which is that of the tensor too."""
     groups: tuple[ParameterGroup, ...] = ()
+    progress: Mapping[str, Setting] = field(default_factory=dict)
+    """What only the writer's own training loop goes on from, such as samples seen, by the writer's names."""
     notes: tuple[str, ...] = ()
     """What `inspect` tells of how the files were understood."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.amounts import format_file_size, format_plural
+from shardctl.box import Box
+from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.libraries.catalogue import LAYOUTS, format_choice
-from shardctl.manifest import OpaqueObject
+from shardctl.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
 from shardctl.models.fusion import TensorFusion
 from shardctl.training import SETTINGS, add_states, encode_settings, format_state_name, split_state_name
 
@@ -17,10 +20,11 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.writer import Layout
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.manifest import Manifest
     from shardctl.models import Model
     from shardctl.placement import PartitionSpec
 
+_STEP: Final = "step"
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
@@ -45,11 +49,26 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
         )
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
     if wished == "keep" or (wished is None and layout.states == "by default" and known):
-        return add_states(have)
+        return add_states(_add_steps(have) if layout.own_steps else have)
     warnings = have.warnings
     if there and wished is None:
         warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
     return replace(have, training=None, warnings=warnings)
+
+
+def _add_steps(have: Manifest) -> Manifest:
+    """Return the manifest with the number of steps as a state of every parameter, if it is known for all together."""
+    training = have.training
+    if training is None or training.step is None:
+        return have
+    kinds = {state for state, _ in map(_split_name, training.states)}
+    if _STEP in kinds or "exp_avg" not in kinds:
+        return have
+    dtype = BY_NAME["F32"]
+    chunk = Chunk(Box((), ()), dtype, ConstantFill(struct.pack("<f", training.step)))
+    names = [format_state_name(_STEP, p) for p in dict.fromkeys(_split_name(name)[1] for name in training.states)]
+    steps = {name: Tensor(name, dtype, (), (chunk,)) for name in names}
+    return replace(have, training=replace(training, states={**training.states, **steps}))
 
 
 def _describe_states(states: Collection[Tensor], layout: Layout) -> str:
@@ -147,6 +166,6 @@ def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
 
 def build_settings_file(have: Manifest, layout: Layout) -> Iterator[OpaqueObject]:
     """Build the file that says step and hyper-parameters, where the layout has no other place for them."""
-    if have.training is not None and layout.states != "by default":
+    if have.training is not None and layout.states != "by default" and not layout.own_settings:
         content = encode_settings(have.training)
         yield OpaqueObject(SETTINGS, "synthesise", size=len(content), content=content)

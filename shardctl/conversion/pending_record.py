@@ -57,7 +57,11 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
     tensors, dtypes = {}, {}
     for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
         have, want = copy.source, copy.target
-        stored = sorted((c.where.file, c.box.origin, c.name, c.box) for c in want.chunks if isinstance(c.where, Region))
+        stored = sorted(
+            (c.where.file, c.box.origin, c.name, c.box)
+            for c in want.chunks
+            if isinstance(c.where, Region) and not c.aside
+        )
         tensors[have.name] = RecordedTensor(
             dtype=want.dtype,
             shape=want.shape,

@@ -9,7 +9,7 @@ from shardctl.errors import MemoryBudgetError
 from shardctl.workers import check_threads
 
 if TYPE_CHECKING:
-    from shardctl.copyplan import CopyPlan
+    from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.dtype import DType
 
 MIB: Final = 1 << 20
@@ -97,6 +97,7 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
     chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
     reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
     buffers = 2 + max((_compute_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
+    buffers += max((_compute_aside_ratio(c) for c in plan.copies), default=0)
     check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
@@ -108,6 +109,12 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
         needed=least,
         hint=f"{reserved / MIB:.0f} MiB of that is the program and {len(plan.copies)} tensors in {chunks} chunks",
     )
+
+
+def _compute_aside_ratio(copy: TensorCopy) -> float:
+    """Compute bytes of the copies that are written aside in another type, for one byte of their source."""
+    dtypes = {chunk.dtype for chunk in copy.target.chunks if chunk.aside} - {copy.target.dtype}
+    return max((dtype.bits / copy.source.dtype.bits for dtype in dtypes), default=0)
 
 
 def _compute_cast_ratio(have: DType, want: DType) -> float:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from shardctl.bands import ByteReader
     from shardctl.copyplan import CopyPlan, TensorCopy
+    from shardctl.dtype import DType
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import BandJournal, Key
     from shardctl.storage import Source, WriteTarget
@@ -306,11 +307,14 @@ class _BandMover:
         self._band = BandBuffer(budget.block, gap)
         self._data = np.empty(budget.block, np.uint8)
         self._cast = np.empty(0, np.uint8)
+        self._aside = np.empty(0, np.uint8)
+        self._aside_key: tuple[Key, DType] | None = None
         self.written: Counter[str] = Counter()
 
     def move(self, task: _BandTask, source: ByteReader, target: WriteTarget) -> JournalEntry:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
         tensor, wanted = task.copy.source, task.copy.target
+        self._aside_key = None
         found = self._band.read(source, task.reads, task.box, self._data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
         data = self._data
@@ -327,8 +331,21 @@ class _BandMover:
         turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
         for chunk in chunks[turn:] + chunks[:turn]:
             if not isinstance(chunk.where, ConstantFill):
-                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, data)
+                given = data if chunk.dtype == wanted.dtype else self._cast_aside(task, chunk.dtype)
+                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, given)
         return JournalEntry(read_sums, sums, overflowed)
+
+    def _cast_aside(self, task: _BandTask, dtype: DType) -> NDArray[np.uint8]:
+        """Return the band in the type of a copy that is written aside; bands of one task share it."""
+        key = (task.key, dtype)
+        if self._aside_key != key:
+            nbytes, have = dtype.nbytes(task.box.shape), task.copy.source.dtype
+            if self._aside.nbytes < nbytes:
+                self._aside = np.empty(0, np.uint8)
+                self._aside = np.empty(nbytes, np.uint8)
+            cast_elements(self._data[: have.nbytes(task.box.shape)], have, dtype, self._aside[:nbytes])
+            self._aside_key = key
+        return self._aside
 
     def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
         """Return room for the output of a cast; made once, and made larger only for a cast that widens more."""
@@ -346,6 +363,8 @@ class _BandMover:
         for chunk in task.writes.within(task.box):
             if isinstance(chunk.where, ConstantFill):
                 continue
+            if chunk.aside:
+                return False  # the journal has no digest of it; copying again is always right
             self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
             sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
             by_box.setdefault(chunk.box, []).append(sums)

@@ -79,6 +79,10 @@ class Layout:
     options: frozenset[str] = frozenset()
     """Those fields of `ReshardOptions` that only some layouts have and that mean something to this one."""
     states: StateKind = "none"
+    own_settings: bool = False
+    """Whether it has a place of its own for steps and groups even if states have to be asked for."""
+    own_steps: bool = False
+    """Whether its trainers look for a number of steps beside the states of every parameter."""
     source_names: bool = False
     """Whether arrays keep the names and the form that they have in the source, whatever `--names` says."""
     prefix: Callable[[LibraryDialect, int], str] = _give_no_prefix

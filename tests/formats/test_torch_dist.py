@@ -7,6 +7,7 @@ import importlib.util
 import io
 import itertools
 import json
+import operator
 import pickle
 import shutil
 import subprocess
@@ -33,13 +34,14 @@ from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.registry import detect_format
 from shardctl.manifest import Chunk, Region, Tensor
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HERE = FIXTURES / "torch_dist"
@@ -239,7 +241,7 @@ def test_buckets_in_the_order_of_transformer_engine_are_told_from_those_of_local
 def test_states_travel_to_trainers(tmp_path):
     reshard(HERE / "trained" / "iter", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2)))
     with open_checkpoint(tmp_path / "dcp", SourceOptions(config=model("trained"))) as checkpoint:
-        assert len(checkpoint.manifest.training.states) == 2 * len(published("trained"))
+        assert len(checkpoint.manifest.training.states) == 3 * len(published("trained"))  # torch has steps, too
 
 
 def test_replicas_that_wrote_nothing_are_ranks_all_the_same():
@@ -351,6 +353,22 @@ def test_newer_versions_keep_what_is_common_in_an_item(place):
         assert not [o.name for o in checkpoint.manifest.objects if o.policy == "carry"]
 
 
+def test_verify_compares_the_files_with_what_megatron_noted_of_them(place):
+    """`integrity.json` in this case is megatron-core 0.19.2's."""
+    where = place("buckets_virtual")
+    assert verify(where, VerifyOptions(level="full")).ok
+    with (where / "metadata.json").open("a") as file:
+        file.write(" ")
+    found = [f.message for level in verify(where, VerifyOptions(level="full")).levels for f in level.findings]
+    assert "metadata.json is not the file that integrity.json lists" in found
+    (where / "integrity.json").write_text('{"algorithm": "sha256", "files": {"__7_0.distcp": ""}}')
+    found = [f.message for level in verify(where, VerifyOptions(level="full")).levels for f in level.findings]
+    assert "__7_0.distcp is missing; integrity.json lists it" in found
+    (where / "integrity.json").write_text('{"algorithm": "md5", "files": {}}')
+    found = [f.message for level in verify(where, VerifyOptions(level="full")).levels for f in level.findings]
+    assert "integrity.json is not understood, and nothing was checked with it" in found
+
+
 # Writing
 
 
@@ -439,6 +457,129 @@ def test_megatron_core_loads_it_and_computes_the_same(name, mesh, written):
     done = subprocess.run(command, cwd=FIXTURES.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "differ by" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["trained", "buckets_cut", "buckets_experts", "buckets_tied"])
+def test_states_there_and_back_are_the_same(name, tmp_path):
+    mesh = Mesh.of(tp=2, ep=2, etp=2, dp=2) if name == "buckets_experts" else Mesh.of(tp=2)
+    asked = ReshardOptions(to="torch_dist", mesh=mesh, optimizer_states="keep", dtype="bf16")
+    reshard(HERE / name / "iter", tmp_path / "out", asked)
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert not (tmp_path / "out" / "optimizer.json").exists()
+    assert verify(tmp_path / "out", VerifyOptions(level="full")).ok
+    with open_checkpoint(HERE / name / "iter") as source, open_checkpoint(tmp_path / "out") as made:
+        for kind in ("tensors", "training.states"):
+            have, found = (operator.attrgetter(kind)(each.manifest) for each in (source, made))
+            assert have.keys() == found.keys()
+            for key, tensor in have.items():
+                assert gather(tmp_path / "out", found[key]) == gather(HERE / name / "iter", tensor), key
+        assert (made.manifest.training.step, made.manifest.training.progress["iteration"]) == (2, 10)
+        assert [g.parameters for g in made.manifest.training.groups] == [
+            g.parameters for g in source.manifest.training.groups
+        ]
+    with open_checkpoint(tmp_path / "out", SourceOptions(weights="module")) as made:
+        halves = {key: weight.bfloat16() for key, weight in masters(name).items()}
+        check(tmp_path / "out", made.manifest.tensors, halves)
+
+
+def masters(name: str) -> dict[str, torch.Tensor]:
+    """The optimizer's copies of a case's weights."""
+    weights = published(name)
+    return {k: v.float() * MASTER if v.dtype == torch.bfloat16 else v for k, v in weights.items()}
+
+
+def test_what_megatron_resumes_from_is_in_common(tmp_path):
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(dp=2, ep=2, etp=1), optimizer_states="keep")
+    reshard(HERE / "buckets_experts" / "iter", tmp_path, asked)
+    saved = torch.load(tmp_path / "iter_0000010" / "common.pt", weights_only=False)
+    assert saved["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert (saved["iteration"], saved["args"].iteration, saved["args"].consumed_train_samples) == (10, 10, 80)
+    assert (saved["args"].use_distributed_optimizer, saved["args"].no_save_rng) == (True, True)
+    said = [
+        (chain, group["is_expert_parallel"], group["wd_mult"], group["weight_decay"], group["step"], group["max_lr"])
+        for chain, optimizer in saved["optimizer"].items()
+        for group in optimizer["optimizer"]["param_groups"]
+    ]
+    assert said == [(e, bool(e), wd, 0.1, 2, 0.0) for e in (0, 1) for wd in (1.0, 0.0)]
+
+
+def test_states_of_another_trainer_become_megatrons(tmp_path):
+    reshard(HERE / "trained" / "iter", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2)))
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(pp=2), optimizer_states="keep", dtype="bf16")
+    done = reshard(tmp_path / "dcp", tmp_path / "out", asked, source_options=SourceOptions(config=model("trained")))
+    assert any("--override-opt_param-scheduler" in warning for warning in done.warnings)
+    common = torch.load(tmp_path / "out" / "iter_0000002" / "common.pt", weights_only=False)
+    (decayed, plain) = common["optimizer"]["optimizer"]["param_groups"]
+    assert (decayed["betas"], decayed["weight_decay"], plain["wd_mult"]) == ((0.9, 0.999), 0.1, 0.0)
+    with open_checkpoint(tmp_path / "out") as made:
+        check(tmp_path / "out", made.manifest.tensors, masters("trained"))
+
+
+def test_states_that_megatron_does_not_have_are_refused():
+    with open_checkpoint(HERE / "trained" / "iter") as checkpoint:
+        training = checkpoint.manifest.training
+        name, tensor = next(iter(training.states.items()))
+        odd = {name.replace("exp_avg", "momentum_buffer"): tensor}
+        manifest = replace(checkpoint.manifest, training=replace(training, states=odd))
+        asked = ReshardOptions(to="torch_dist", optimizer_states="keep")
+        with pytest.raises(UnsupportedError, match="has a state momentum_buffer, and Megatron-LM's optimizer"):
+            plan_conversion(replace(checkpoint, manifest=manifest), asked)
+
+
+def run_program(*command: object) -> None:
+    words = [sys.executable, "-m", *map(str, command)]
+    done = subprocess.run(words, cwd=FIXTURES.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not megatron_core(), reason="megatron-core is not installed")
+@pytest.mark.parametrize(
+    ("model", "dtype", "mesh", "others"),
+    [
+        ("llama", "float32", {"tp": 2, "dp": 2}, ({"tp": 2, "dp": 2}, {"tp": 1, "pp": 2})),
+        ("llama", "bfloat16", {"tp": 1, "pp": 2, "dp": 2}, ({"tp": 1, "pp": 2, "dp": 2}, {"tp": 2})),
+        ("qwen3_moe", "float32", {"tp": 1, "ep": 2}, ({"tp": 1, "ep": 2}, {"tp": 1, "pp": 2, "ep": 2})),
+    ],
+)
+def test_megatron_core_goes_on_from_it_as_without_the_detour(model, dtype, mesh, others, tmp_path):
+    program, hf = "fixtures.torch_dist.resume", tmp_path / "hf"
+    run_program(program, "model", hf, model, dtype)
+    run_program(program, "train", hf, tmp_path / "run", tmp_path / "run.json", *(f"{k}={v}" for k, v in mesh.items()))
+    losses = json.loads((tmp_path / "run.json").read_text())
+    for number, other in enumerate(others):
+        asked = ReshardOptions(
+            to="torch_dist",
+            mesh=Mesh.of(**other, **({"etp": 1, "dp": 2 // other["tp"]} if "ep" in other else {})),
+            optimizer_states="keep",
+            dtype="bf16" if dtype == "bfloat16" else "keep",
+        )
+        out = tmp_path / f"out{number}"
+        reshard(tmp_path / "run", out, asked, source_options=SourceOptions(config=hf))
+        run_program(program, "resume", hf, out, tmp_path / "out.json", *(f"{k}={v}" for k, v in other.items()))
+        found = json.loads((tmp_path / "out.json").read_text())
+        if other == mesh:
+            assert found == losses
+        else:
+            assert found == pytest.approx(losses, rel=1e-6 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not megatron_core(), reason="megatron-core is not installed")
+def test_torch_and_megatron_core_go_on_from_each_others_states(tmp_path):
+    ours, theirs = "fixtures.torch_dist.resume_torch", "fixtures.torch_dist.resume"
+    hf, keep = tmp_path / "hf", {"optimizer_states": "keep"}
+    run_program(theirs, "model", hf, "llama", "float32")
+    run_program(ours, "train", hf, tmp_path / "torch", tmp_path / "torch.json")
+    said = SourceOptions(config=hf)
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2), **keep)
+    reshard(tmp_path / "torch", tmp_path / "there", asked, source_options=said)
+    run_program(theirs, "resume", hf, tmp_path / "there", tmp_path / "there.json", "tp=2")
+    reshard(tmp_path / "there", tmp_path / "back", ReshardOptions(to="dcp", **keep), source_options=said)
+    run_program(ours, "resume", hf, tmp_path / "back", tmp_path / "back.json")
+    losses, there, back = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("torch", "there", "back"))
+    assert there == pytest.approx(losses, rel=1e-6)
+    assert back == losses
 
 
 # Refusals

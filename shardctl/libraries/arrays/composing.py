@@ -124,13 +124,13 @@ def build_manifest(
         if not found and (row.buffer or row.optional or name in copies[0]):
             left += [] if row.buffer or name in copies[0] else [name]
             continue
-        if _count_stored_elements(tuple(chunk.box for chunk in found)) != tensor.size:
+        if _count_stored_elements(tuple(chunk.box for chunk in found if not chunk.aside)) != tensor.size:
             what = "no place" if not found else "no place for all"
             raise UnsupportedError(f"{schema.title} has {what} for {name} of {order.model.architecture}")
-        kinds = {chunk.dtype for chunk in found}
+        kinds = {chunk.dtype for chunk in found if not chunk.aside}
         if len(kinds) > 1:
             raise UnsupportedError(f"{name} would be stored as {' and as '.join(sorted(map(str, kinds)))}")
-        tensors[name] = replace(tensor, dtype=found[0].dtype, chunks=found)
+        tensors[name] = replace(tensor, dtype=kinds.pop(), chunks=found)
     said = (
         f"{format_first_few(left)} of layers that predict further tokens are left behind: {schema.title} has "
         f"no place for them{f'; {schema.further}' if schema.further else ''}"

@@ -106,5 +106,6 @@ LAYOUT: Final = Layout(
     ranks="optional",
     options=frozenset({"max_shard_size", "names", "experts"}),
     states="by default",
+    own_steps=True,
     prefix=_format_file_prefix,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.dcp.save import count_writers
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
-from shardctl.libraries.files.sharded_backend import COMMON, MARK, TRACKER
+from shardctl.libraries.files.sharded_backend import COMMON, INTEGRITY, MARK, TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron.arguments import has_zero_centred_norms
 from shardctl.libraries.megatron.dist_buckets import unpack_buckets
@@ -37,7 +37,7 @@ _MASTERS: Final = ("param", "fp32_param")
 _VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
 _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
-_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, "integrity.json", "modelopt_run_config.yaml"})
+_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, INTEGRITY, "modelopt_run_config.yaml"})
 _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
@@ -78,6 +78,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> M
             step=step,
             states=states,
             groups=assign_parameters(groups, tensors) if states else (),
+            progress=common.progress if common is not None else {},
             notes=(*_list_notes(keys, common, masters, weights), *notes),
         ),
         dialect=build_dialect(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ITEM: Final = "common_state/shard_0_1"
 _LOCAL: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 _ARGUMENTS: Final = ("args", "arguments")
+_COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
 _SHOWN: Final = 80
 _DEPTH: Final = 4
 """Dicts and lists in one another between the optimizer's state and its groups."""
@@ -53,6 +54,8 @@ class CommonState:
     """Of the optimizer."""
     groups: tuple[Mapping[str, Setting], ...] = ()
     """The settings of the optimizer's groups of parameters."""
+    progress: Mapping[str, Setting] = field(default_factory=dict)
+    """What the training loop goes on from: samples seen, and the learning rate's schedule."""
     names: tuple[str, ...] = ()
     """All that there is, by its outermost names."""
 
@@ -80,13 +83,19 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
     if found is None:
         raise SourceError(f"{where} is not the dict that Megatron-LM keeps there")
     iteration, version = found.get("iteration"), found.get("checkpoint_version")
+    arguments: Mapping[str, Setting] = next((parse_namespace(found[name]) for name in _ARGUMENTS if name in found), {})
     return CommonState(
         file=file,
-        arguments=next((parse_namespace(found[name]) for name in _ARGUMENTS if name in found), {}),
+        arguments=arguments,
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
         step=_find_step(found.get("optimizer"), saved, source),
         groups=tuple(list_groups(found.get("optimizer"))),
+        progress={
+            **{name: arguments[name] for name in _COUNTS if name in arguments},
+            **({"iteration": iteration} if type(iteration) is int else {}),
+            **{f"opt_param_scheduler/{k}": v for k, v in parse_namespace(found.get("opt_param_scheduler")).items()},
+        },
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
 

@@ -32,23 +32,34 @@ from shardctl.libraries.megatron.dist_arrays import (
     check_stack,
     list_cells,
 )
+from shardctl.libraries.megatron.dist_states import (
+    SCHEDULE,
+    SHARDING,
+    build_optimizer_state,
+    build_schedule,
+    find_array_name,
+    list_state_cells,
+    list_trained,
+    note_unknown_progress,
+)
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layers import TITLE, count_experts, get_embedding_name
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD
 from shardctl.libraries.torch_save.item_writer import encode_object
+from shardctl.libraries.torch_save.pickle_writer import PickleObject
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, compute_dense_strides
 from shardctl.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardctl.dialect import Fact
     from shardctl.dtype import DType
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
+    from shardctl.manifest import Manifest, TrainingState
 
 _BACKEND: Final = {
     "sharded_backend": "torch_dist",
@@ -58,6 +69,9 @@ _BACKEND: Final = {
 }
 _CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
+_FOLDER: Final = "folder"
+"""The fact that says in which folder the files are."""
+_COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
 _NOTHING: Final = encode_object([None])
 _WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
 _LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
@@ -74,7 +88,8 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     from shardctl.libraries.megatron.embedding_copies import note_copies  # which needs NumPy
 
     SCHEMA.check(order.model)
-    mesh = order.mesh
+    mesh, training, trained = order.mesh, order.have.training, list_trained(order)
+    folder = f"iter_{_find_iteration(training):07d}/" if trained and training is not None else FOLDER
     padded = round_up_to_multiple(
         order.model.tensors[get_embedding_name(order.model)].shape[0], DIVISIBLE * mesh.degree("tp")
     )
@@ -84,21 +99,58 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
         HALVES: False,
         VOCABULARY: padded,
         SPELT: True,
+        _FOLDER: folder,
     }
     further = count_complete_layers(order)
     facts[COUNT] = further
     stages = order.stages or split_layers_evenly(order.model.layers, mesh.degree("pp"))
     dialect = LibraryDialect(NAME, mesh, stages=stages, facts=facts)
-    writer = _CellWriter(order, dialect)
+    writer = _CellWriter(order, dialect, trained)
     writer.write()
     files = writer.files.finished(None)
+    common = _build_common_state(order, padded, further, writer.dtypes)
+    common |= _build_training_state(order, common["args"]) if trained else {}
     for path, content in (
-        (f"{FOLDER}common.pt", _build_common_state(order, padded, further, writer.dtypes)),
-        (TRACKER, b"release"),
-        (f"{FOLDER}metadata.json", json.dumps(_BACKEND).encode()),
+        (f"{folder}common.pt", encode_object(common)),
+        (TRACKER, (str(_find_iteration(training)) if trained else "release").encode()),
+        (f"{folder}metadata.json", json.dumps(_BACKEND).encode()),
     ):
         files[path] = CheckpointFile(path, len(content), ((0, content),))
-    return build_manifest(NAME, order, SCHEMA, dialect, files, writer.stored, note_copies(order, further))
+    states = training.states if training is not None else {}
+    weights = replace(order.have, tensors={n: t for n, t in order.have.tensors.items() if n not in states})
+    stored = [each for each in writer.stored if each[0] not in states]
+    built = build_manifest(
+        NAME, replace(order, have=weights), SCHEMA, dialect, files, stored, note_copies(order, further)
+    )
+    chunks: dict[str, list[Chunk]] = {}
+    for name, chunk in writer.stored:
+        chunks.setdefault(name, []).append(chunk)
+    kept = {n: replace(states[n], dtype=c[0].dtype, chunks=tuple(c)) for n, c in chunks.items() if n in states}
+    said = note_unknown_progress(training) if trained and training is not None else ()
+    return replace(built, tensors={**built.tensors, **kept}, warnings=(*built.warnings, *said))
+
+
+def _find_iteration(training: TrainingState | None) -> int:
+    """Find the number of the iteration: the loop's own, or the optimizer's steps."""
+    said = training.progress.get("iteration") if training is not None else None
+    return said if isinstance(said, int) else (training.step if training is not None else None) or 0
+
+
+def _build_training_state(order: PackRequest, args: Value) -> dict[str | int, Value]:
+    """Build what of `common.pt` only a checkpoint with optimizer states has, and change `args` accordingly."""
+    training = order.have.training
+    assert training is not None  # noqa: S101 - something is trained
+    assert isinstance(args, PickleObject)  # noqa: S101 - as `build_arguments` makes it
+    number = {name: training.progress[name] for name in _COUNTS if name in training.progress}
+    said = args.state if isinstance(args.state, dict) else {}
+    said |= {"use_distributed_optimizer": True, "no_save_optim": False, "no_save_rng": True, **number}
+    said["iteration"] = _find_iteration(training)
+    return {
+        "iteration": _find_iteration(training),
+        "optimizer": build_optimizer_state(training, routed=count_experts(order.model) > 0 and order.mesh.ep > 1),
+        SCHEDULE: build_schedule(training),
+        "content_metadata": {**_CONTENT, "distrib_optim_sharding_type": SHARDING},
+    }
 
 
 def _has_unlike_layers(order: PackRequest) -> bool:
@@ -114,15 +166,17 @@ def _has_unlike_layers(order: PackRequest) -> bool:
 class _CellWriter:
     """Puts every part of every cell where a rank writes it."""
 
-    def __init__(self, order: PackRequest, dialect: LibraryDialect) -> None:
+    def __init__(self, order: PackRequest, dialect: LibraryDialect, trained: Collection[str]) -> None:
         self.order = order
         self.mesh = dialect.mesh
-        self.files = DcpFiles(order.max_shard_size or USUAL_SHARD, FOLDER)
+        self.trained = trained
+        self.files = DcpFiles(order.max_shard_size or USUAL_SHARD, dialect.text(_FOLDER))
         self.stored: list[tuple[str, Chunk]] = []
         self.experts = count_experts(order.model)
         self.stage_of = [stage for stage, count in enumerate(dialect.stages) for _ in range(count)]
         arrays: dict[str, list[StackCell]] = {}
-        for cell in list_cells(order.model, dialect):
+        cells = list(list_cells(order.model, dialect))
+        for cell in (*cells, *list_state_cells(cells, trained)):
             arrays.setdefault(cell.name, []).append(cell)
         for same in arrays.values():
             check_stack(same)
@@ -152,7 +206,7 @@ class _CellWriter:
 
     def _shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
         """Yield the ranks that write a part of a cell, each with the part's index among how many."""
-        first = cell.name.startswith("embedding.")
+        first = find_array_name(cell.name).startswith("embedding.")
         stage = self.stage_of[cell.layer if cell.layer is not None else 0 if first else -1]
         axis, group = "tp", 0
         if cell.expert is not None:
@@ -178,7 +232,9 @@ class _CellWriter:
             region = self.files.tensor(cell.name, cell.shape, dtype, box, part.padding * dtype.unit_bytes)
             if region is not None:
                 where = replace(region, strides=compute_dense_strides(dtype, part.shape))
-                self.stored += part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
+                stored = part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
+                own = cell.name == find_array_name(cell.name)
+                self.stored += ((n, replace(c, aside=True) if own and n in self.trained else c) for n, c in stored)
 
     def _dtype(self, same: list[StackCell]) -> DType:
         """Return the one type of an array."""
@@ -206,7 +262,7 @@ def _list_extra_states(cell: StackCell) -> Iterator[str]:
     Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
     """
     module = re.sub(_WEIGHT, "", cell.name)
-    if module == cell.name or any(word in module for word in _STATELESS):
+    if module == cell.name or cell.name != find_array_name(cell.name) or any(word in module for word in _STATELESS):
         return
     place = ".".join(map(str, cell.place or (0,))) + "_" + ".".join(map(str, cell.counts or (1,)))
     yield f"{module}.{EXTRA_STATE}/shard_{place}"
@@ -214,8 +270,10 @@ def _list_extra_states(cell: StackCell) -> Iterator[str]:
         yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{EXTRA_STATE}/shard_{place}"
 
 
-def _build_common_state(order: PackRequest, padded: int, further: int, dtypes: Mapping[str, DType]) -> bytes:
-    """Build the content of `common.pt`."""
+def _build_common_state(
+    order: PackRequest, padded: int, further: int, dtypes: Mapping[str, DType]
+) -> dict[str | int, Value]:
+    """Build what `common.pt` has of any model."""
     more: dict[str, Value] = {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": DIVISIBLE,
@@ -224,22 +282,25 @@ def _build_common_state(order: PackRequest, padded: int, further: int, dtypes: M
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
     }
-    return encode_object(
-        {
-            "args": build_arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
-            "checkpoint_version": VERSION,
-            "iteration": 0,
-            "num_floating_point_operations_so_far": 0,
-            "content_metadata": dict(_CONTENT),
-        }
-    )
+    return {
+        "args": build_arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": dict(_CONTENT),
+    }
 
 
 def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
-    del dialect
-    return FOLDER + format_file_prefix(rank)
+    return dialect.text(_FOLDER, FOLDER) + format_file_prefix(rank)
 
 
 LAYOUT: Final = Layout(
-    NAME, pack_torch_dist, ranks="library", options=frozenset({"max_shard_size"}), prefix=_format_file_prefix
+    NAME,
+    pack_torch_dist,
+    ranks="library",
+    options=frozenset({"max_shard_size"}),
+    states="on request",
+    own_settings=True,
+    prefix=_format_file_prefix,
 )
