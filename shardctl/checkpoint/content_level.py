@@ -13,16 +13,18 @@ from shardctl.manifest import Region, first_byte
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.verify import content
-from shardctl.verify.checksums import check_downloads, check_integrity, check_sums
+from shardctl.verify.checksums import check_integrity, check_sums
+from shardctl.verify.download_hashes import HashingReader, list_hash_findings, list_noted_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult
 from shardctl.verify.library_headers import compare_headers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
+    from shardctl.storage.hashed_file import PromisedHash
     from shardctl.verify.finding import Severity
     from shardctl.workers import ExecutionOptions
 
@@ -31,17 +33,28 @@ _PLACES: Final = 16
 
 
 def run_content_level(
-    checkpoint: OpenedCheckpoint, effort: ExecutionOptions, *, finite: bool, strict: bool
+    checkpoint: OpenedCheckpoint,
+    effort: ExecutionOptions,
+    *,
+    finite: bool,
+    strict: bool,
+    stated: Mapping[str, PromisedHash],
 ) -> tuple[LevelResult, dict[str, str]]:
-    """Return the level, and the digest of each tensor as it is now; with `finite`, NaN and infinity are errors."""
+    """Return the level, and the digest of each tensor as it is now; with `finite`, NaN and infinity are errors.
+
+    Files of a download, and those of which a hash is `stated` elsewhere, are hashed while their tensors are read.
+    """
     level, began = LevelResult("content", strict=strict), time.monotonic()
     level.library, differing = compare_headers(checkpoint.source, checkpoint.stored)
     level.add(iter(differing))
     tensors = list(checkpoint.whole.tensors.values())
     tracker = build_crc_tracker(checkpoint)
+    noted = list_noted_hashes(checkpoint.source)
+    hashing = HashingReader(checkpoint.source, {**stated, **noted})
+    hashing.read_headers(checkpoint.stored)
     found = content.measure_content(
         sorted(tensors, key=first_byte),
-        CrcReader(checkpoint.source.read_at, tracker),
+        CrcReader(hashing.read_at, tracker),
         effort,
         values=True,
         phase="content",
@@ -57,7 +70,8 @@ def run_content_level(
     level.add(check_crcs(checkpoint, tracker, effort, unread=True))
     level.add(check_sums(checkpoint.source, effort.stop))
     level.add(check_integrity(checkpoint.source, effort.stop))
-    level.add(check_downloads(checkpoint.source, effort.stop))
+    level.downloads = hashing.compare(effort.stop)
+    level.add(list_hash_findings(level.downloads, noted))
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
     if not checkpoint.record:

@@ -12,7 +12,7 @@ from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.training import add_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
@@ -84,9 +84,14 @@ class OpenedCheckpoint:
         """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""
         self.source.prove(allow_unverified=self.allow_unverified)
 
-    def unverified(self) -> Iterator[str]:
-        """Yield the files that were read and not compared with the hash that their place promises, as warnings."""
+    def unverified(self, equal: Collection[str] = ()) -> Iterator[str]:
+        """Yield the files that were read and not compared with the hash that their place promises, as warnings.
+
+        But for those of which an `equal` file has that hash.
+        """
         for path, reason in self.source.proofs().unverified.items():
+            if path in equal:
+                continue
             yield f"{path} was not compared with its hash: {reason}"
 
     @property

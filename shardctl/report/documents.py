@@ -234,6 +234,10 @@ def _build_level_document(level: LevelResult) -> Document:
     }
     if level.library is not None:
         document["safetensors"] = asdict(level.library)
+    if level.downloads is not None:
+        document["downloads"] = asdict(level.downloads)
+    if level.name == "identity":
+        document["equal_files"] = list(level.equal_files)
     if level.name == "load":
         document["ranks"] = [
             {

@@ -88,8 +88,13 @@ def _add_properties(suite: ET.Element, level: LevelResult) -> None:
     ]
     forward = build_forward_rows(level.forward) if level.forward is not None else []
     engine = build_engine_rows(level.engine) if level.engine is not None else []
-    library = level.library.describe() if level.library is not None else ()
-    said = [*ranks, *forward, *engine, *(("read", line) for line in library), *(("note", note) for note in level.notes)]
+    said = [
+        *ranks,
+        *forward,
+        *engine,
+        *(("read", line) for line in level.describe_reading()),
+        *(("note", note) for note in level.notes),
+    ]
     if said:
         properties = ET.SubElement(suite, "properties")
         for name, value in said:

@@ -86,7 +86,7 @@ def _list_details(level: LevelResult) -> Iterator[str]:
         if table:
             yield ""
             yield from _list_table_lines((name, ""), table)
-    for line in level.library.describe() if level.library is not None else ():
+    for line in level.describe_reading():
         yield ""
         yield f"Content {_escape_markdown(line)}"
     for note in level.notes:

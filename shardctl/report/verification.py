@@ -87,8 +87,7 @@ def _list_details(level: LevelResult) -> Iterator[RenderableType]:
             yield render_line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
     if level.forward is not None:
         yield render_table(build_forward_rows(level.forward), indent=4)
-    if level.library is not None:
-        yield from (render_line(f"    {line}") for line in level.library.describe())
+    yield from (render_line(f"    {line}") for line in level.describe_reading())
     if level.engine is not None:
         yield render_table(build_engine_rows(level.engine), indent=4)
     for note in level.notes:

@@ -214,10 +214,17 @@ class FileHashes:
             if file.begun and (path in whole or is_almost_all(file.read_bytes(), file.promise.size))
         ]
         open_files = [path for path in wanted if not self._files[path].proved]
-        run_in_threads(iter(open_files), lambda: self._prove_file, min(_THREADS, len(open_files)), stop)
+        run_in_threads(iter(open_files), lambda: self.prove_file, min(_THREADS, len(open_files)), stop)
         return tuple(path for path in wanted if not self._files[path].proved)
 
-    def _prove_file(self, path: str) -> None:
+    def find_digest(self, path: str) -> str:
+        """Return the hash of a file in hexadecimal; empty before all of it was hashed."""
+        file = self._files[path]
+        with file.turn:
+            return file.state.hexdigest() if file.position == file.promise.size else ""
+
+    def prove_file(self, path: str) -> None:
+        """Hash what is missing of a file, by reading it (again); raises ChangedError if it is not as promised."""
         file = self._files[path]
         if file.promise.digest and not file.forgotten:
             self._again(path, file, file.position, file.promise.size)

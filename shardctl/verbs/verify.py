@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import format_plural
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
@@ -34,6 +35,7 @@ from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verify import alignment, content, rank_parts, structure
 from shardctl.verify.device import parse_device_number
+from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
@@ -155,17 +157,23 @@ class _VerifyRun:
             )
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:
-        levels, digests = [], dict[str, str]()
+        levels, digests, known, equal = [], dict[str, str](), dict[str, str](), frozenset[str]()
+        stated = list_stated_hashes(other.source if other is not None else None, checkpoint.source)
         with stop_on_signals(self.effort.stop):
             for each in filter(None, (checkpoint, other)):
                 each.source.heed(self.effort.stop)
             if "content" in self.names:
                 finite = self.verify_options.require_finite
-                level, digests = run_content_level(checkpoint, self.effort, finite=finite, strict=self.strict)
+                level, digests = run_content_level(
+                    checkpoint, self.effort, finite=finite, strict=self.strict, stated=stated
+                )
+                known = level.downloads.digests if level.downloads is not None else {}
                 level.add(CheckFinding("warning", "config", text) for text in lint_tie(checkpoint, digests))
                 levels.append(level)
             if other is not None:
                 full = "content" in self.names
+                both = checkpoint.stored.files.keys() & other.stored.files.keys()
+                equal = find_equal_files(checkpoint.source, both, stated, known, self.effort.stop)
                 against = str(self.verify_options.against)
                 level = _check_identity(
                     checkpoint,
@@ -175,6 +183,7 @@ class _VerifyRun:
                     strict=self.strict,
                     full=full,
                     merged=bool(self.verify_options.merge),
+                    equal=equal,
                 )
                 if not full:
                     level.add(check_replicas(checkpoint, self.effort))
@@ -185,7 +194,7 @@ class _VerifyRun:
                 )
             for each in filter(None, (checkpoint, other) if levels else ()):
                 each.prove()
-                levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified())
+                levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified(equal))
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
             level = run_forward_level(checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict)
             levels.append(level)
@@ -296,6 +305,7 @@ def _check_identity(
     strict: bool,
     full: bool,
     merged: bool,
+    equal: Collection[str],
 ) -> LevelResult:
     level, began = LevelResult("identity", strict=strict), time.monotonic()
     level.add(_list_warnings(other, f"in {against}: "))
@@ -327,6 +337,14 @@ def _check_identity(
             level.add(iter([problem]))
         elif name in mine:
             pairs.append((mine[name], theirs[name]))
+    alike = [pair for pair in pairs if _lie_in_equal_files(*pair, equal)]
+    if alike:
+        pairs = [pair for pair in pairs if not _lie_in_equal_files(*pair, equal)]
+        level.equal_files = tuple(sorted(equal))
+        level.notes.append(
+            f"{format_plural(len(alike), 'tensor')} were not read from {against}, because "
+            f"{format_plural(len(equal), 'file')} here have the hashes that it states"
+        )
     tracker = build_crc_tracker(other)
     theirs_read = CrcReader(other.source.read_at, tracker)
     in_file_order(pairs, checkpoint, other)
@@ -335,10 +353,15 @@ def _check_identity(
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         message += f" ({d.distance})" if d.distance is not None else ""
         level.add(iter([CheckFinding("error", "identity", message, d.tensor, d.file, str(d.first))]))
-    level.add(check_crcs(other, tracker, effort, unread=full, whose=f"in {against}: "))
-    level.tensors, level.nbytes = len(pairs), sum(t.nbytes for t, _ in pairs)
+    level.add(check_crcs(other, tracker, effort, unread=full and not alike, whose=f"in {against}: "))
+    level.tensors, level.nbytes = len(alike) + len(pairs), sum(t.nbytes for t, _ in pairs)
     level.seconds = time.monotonic() - began
     return level
+
+
+def _lie_in_equal_files(mine: Tensor, theirs: Tensor, equal: Collection[str]) -> bool:
+    """Return whether two tensors are the same bytes of files that are known to be equal."""
+    return mine.chunks == theirs.chunks and mine.dtype == theirs.dtype and set(equal).issuperset(mine.files)
 
 
 def _check_pair(

@@ -1,7 +1,4 @@
-"""Checks files against the SHA-256s beside them.
-
-They are in `SHA256SUMS`, in Megatron-LM's `integrity.json`, and those of the Hub in what huggingface_hub keeps.
-"""
+"""Checks files against the SHA-256s that `SHA256SUMS` beside them or Megatron-LM's `integrity.json` has."""
 
 from __future__ import annotations
 
@@ -13,21 +10,14 @@ from shardctl.record import SUMS, hash_source_spans
 from shardctl.storage import read_bytes
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.byte_names import name_from_bytes
-from shardctl.storage.local import LocalSource
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from shardctl.storage import Source
     from shardctl.workers import StopRequest
 
-_NOTES: Final = ".cache/huggingface/download"
-"""Where a download into a directory leaves a note of each file: commit, ETag and time, a line each
-(huggingface_hub, `_local_folder.py`). The ETag of a large file is its SHA-256, that of a small one its git SHA-1."""
-_NOTE_BYTES: Final = 1 << 10
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _LINE: Final = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _ESCAPE: Final = re.compile(rb"\\([\\nr])")
 _ESCAPED: Final = {b"\\": b"\\", b"n": b"\n", b"r": b"\r"}
@@ -79,38 +69,3 @@ def check_integrity(source: Source, stop: StopRequest) -> Iterator[CheckFinding]
         known = hash_source_spans(source, path, [(0, files[path].size)], stop)
         if known.sha256 != sha256:
             yield CheckFinding("error", "sha256", f"{path} is not the file that {where} lists", file=path)
-
-
-def check_downloads(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
-    """Read every file of which huggingface_hub noted the SHA-256 that the Hub gave, beside it or in a link's name."""
-    if not isinstance(source, LocalSource):
-        return
-    for path, stat in source.files().items():
-        promised = _read_noted_hash(source.root, path) or _find_linked_hash(source.root / path)
-        if promised is None:
-            continue
-        known = hash_source_spans(source, path, [(0, stat.size)], stop)
-        if known.sha256 != promised:
-            noted = f"its SHA-256 is {known.sha256}, and {promised} was noted when it was downloaded"
-            yield CheckFinding("error", "sha256", f"{path} is not the file that the Hub gave: {noted}", file=path)
-
-
-def _read_noted_hash(root: Path, path: str) -> str | None:
-    """Read the SHA-256 in the note of a file that was downloaded into the directory."""
-    try:
-        with (root / _NOTES / f"{path}.metadata").open("rb") as note:
-            lines = note.read(_NOTE_BYTES).decode("ascii", "replace").splitlines()
-    except OSError:
-        return None
-    return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
-
-
-def _find_linked_hash(file: Path) -> str | None:
-    """Find the SHA-256 by which the cache calls a file: `snapshots/<commit>/<file> -> ../../blobs/<SHA-256>`.
-
-    What that is may be a link again, to a store of all repositories, where it has another name (its Xet hash).
-    """
-    if not file.is_symlink():
-        return None
-    blob = file.readlink()
-    return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.errors import ShardctlError
+    from shardctl.verify.download_hashes import DownloadHashes
     from shardctl.verify.engines.result import EngineResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
@@ -73,6 +74,10 @@ class LevelResult:
     """Of `engine`."""
     library: LibraryHeaders | None = None
     """Of `content`."""
+    downloads: DownloadHashes | None = None
+    """Of `content`."""
+    equal_files: tuple[str, ...] = ()
+    """Of `identity`: files that were compared by their hashes, and not element by element."""
 
     def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""
@@ -95,6 +100,13 @@ class LevelResult:
         self.reason = f"{trouble.message}; {trouble.hint}" if trouble.hint else trouble.message
         if self.status != "failed":
             self.status = "unfinished"
+
+    def describe_reading(self) -> Iterator[str]:
+        """Say in words who else has read the files, and with which hashes they were compared."""
+        if self.library is not None:
+            yield from self.library.describe()
+        if self.downloads is not None:
+            yield from self.downloads.describe()
 
     @property
     def errors(self) -> list[CheckFinding]:

@@ -96,7 +96,18 @@ def test_verify_as_json(say, damaged):
     assert found.code == 3
     content = document["levels"][1]
     assert list(content) == [
-        *("name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings", "notes", "safetensors")
+        *(
+            "name",
+            "status",
+            "reason",
+            "tensors",
+            "tensor_bytes",
+            "seconds",
+            "findings",
+            "notes",
+            "safetensors",
+            "downloads",
+        )
     ]
     assert set(content["findings"][0]) == {"severity", "check", "message", "tensor", "file", "box"}
 

@@ -115,6 +115,12 @@ class HubSource:
         """The files that come from the Hub; those of the cache on this machine are as they are."""
         return self._promised
 
+    @property
+    def stated_hashes(self) -> Mapping[str, PromisedHash]:
+        """The hashes that the Hub states of all files, whether they are on this machine or not."""
+        stated = ((path, _build_expected_hash(file)) for path, file in self._listing.files.items())
+        return {path.removeprefix(self._prefix): promise for path, promise in stated if promise.digest}
+
     def proofs(self) -> FileProofs:
         """Return which files were compared with the Hub's hashes."""
         found = ((path.removeprefix(self._prefix), self._hashes.why_not(path)) for path in self._hashes.begun())
