@@ -120,11 +120,12 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--prove",
         "--each",
         "--fail-fast",
+        "--create",
+        "--private",
     }
     own = {
         "--detail",
         "--out",
-        "--report",
         "--search",
         "--gpu",
         "--gpus",
