@@ -86,6 +86,10 @@ class ModelParts:
         affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
         return CompositeArray.whole(known.name, known.shape, affine)
 
+    def is_optional(self, name: str) -> bool:
+        """Return whether a tensor that the model may have is not in the state dict of its class."""
+        return self.model.tensors[self.resolve(name)].optional
+
     def unit(self, name: str, dim: int = 0) -> int:
         """Return elements along a dim of a tensor that stay together when it is cut: those of a head."""
         cuts = self.model.tensors[self.resolve(name)].spec.cuts

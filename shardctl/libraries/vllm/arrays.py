@@ -37,11 +37,17 @@ VOCABULARY_TYPE: Final = "vocabulary_type"
 """The fact that names the type of the embedding, for ranks that only have zeros of it."""
 BIAS_TYPE: Final = "bias_type"
 """The fact that names the type of biases that are zeros on all ranks but the first."""
-_NEWER_TEXT: Final = ("qwen3_next", "gemma4_text")
+_NEWER_TEXT: Final = (
+    *("qwen3_next", "gemma4_text", "minimax_m2", "glm4_moe", "glm4", "deepseek_v2", "seed_oss", "smollm3", "olmo3"),
+    *("olmoe", "exaone4", "exaone_moe", "hunyuan_v1_dense", "arcee"),
+)
 _NEWER: Final = frozenset({*_NEWER_TEXT, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"})
 """Those that were compared with the newest profile alone, and without stages."""
-_UNBIASED: Final = ("qwen3_next", "qwen3_5", "qwen3_vl")
-"""How the families begin whose attention has no biases in vLLM, whatever the config says."""
+_DROPPED: Final = (
+    (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe"), ".self_attn.o_proj.bias"),
+    (("deepseek",), ".mlp.down_proj.bias"),
+)
+"""How families begin, and how biases end that they may have by their config, and that vLLM's classes never have."""
 FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
     **dict.fromkeys(
         ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), list_decoder_entries
@@ -132,9 +138,12 @@ def check_model(model: Model) -> None:
             hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
         )
 
-    biased = next((n for n in model.tensors if n.endswith(".self_attn.o_proj.bias")), None)
-    if biased is not None and model.family.startswith(_UNBIASED):
-        raise UnsupportedError(f"vLLM has no place for {biased}: its attention of {model.architecture} has no biases")
+    for families, ending in _DROPPED:
+        biased = next((name for name in model.tensors if name.endswith(ending)), None)
+        if biased is not None and model.family.startswith(families):
+            raise UnsupportedError(
+                f"vLLM has no place for {biased}: its class of {model.architecture} has no such biases"
+            )
 
 
 _FURTHER: Final = (

@@ -14,6 +14,7 @@ from shardctl.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.vllm.linear_attention import list_linear_attention
 from shardctl.libraries.vllm.rank import HeadRun, QkvRows, build_zero_entry
+from shardctl.libraries.vllm.routers import list_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,8 @@ _NORMS: Final = (
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
     "pre_feedforward_layernorm_2",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
 )
 _KINDS: Final = ("weight", "bias")
 _INPUTS: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
@@ -78,8 +81,8 @@ def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
 
 def _borrows_keys(here: VllmRank, have: str) -> bool:
     """Return whether attention borrows keys and values of a layer before; vLLM has such layers in a module apart."""
-    key = here.parts.model.tensors.get(here.parts.resolve(f"{have}.k_proj.weight"))
-    return f"{have}.q_proj.weight" in here and (key is None or key.optional)
+    key = f"{have}.k_proj.weight"
+    return f"{have}.q_proj.weight" in here and (key not in here or here.parts.is_optional(key))
 
 
 def _is_headless(here: VllmRank, family: str) -> bool:
@@ -101,8 +104,20 @@ def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
         elif f"{have}.qkv_proj.{kind}" in here:
             yield here.attention(f"{new}.qkv_proj.{kind}", _build_heads(here, f"{have}.qkv_proj.{kind}"))
     yield from here.row_layer(f"{have}.o_proj", f"{new}.o_proj")
-    yield from here.same(f"{have}.q_norm.weight", *(() if borrows else (f"{have}.k_norm.weight",)))
     yield from here.scales(f"{new}.attn")
+    if here.parts.model.family == "minimax_m2":
+        yield from _list_wide_norms(here, have)
+        return
+    yield from here.same(f"{have}.q_norm.weight", *(() if borrows else (f"{have}.k_norm.weight",)))
+    yield from here.same(f"{have}.query_layernorm.weight", f"{have}.key_layernorm.weight")
+
+
+def _list_wide_norms(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List norms over all heads together, of which a rank has the weights of its heads."""
+    yield SchemaEntry(f"{have}.q_norm.weight", here.rows(f"{have}.q_norm.weight"))
+    keys = HeadRun((here[f"{have}.k_norm.weight"],), here.parts.unit(f"{have}.k_proj.weight"))
+    start = here.index * len(keys) // here.tp
+    yield SchemaEntry(f"{have}.k_norm.weight", keys.between(start, start + max(len(keys) // here.tp, 1)))
 
 
 def _build_heads(here: VllmRank, name: str) -> QkvRows:
@@ -114,6 +129,9 @@ def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List an MLP of a layer, or its experts; nothing if it has neither under this name."""
     if f"{have}.gate_proj.weight" in here:
         yield from _list_gated_mlp(here, have, have)
+    elif f"{have}.up_proj.weight" in here:
+        yield from here.column_layer(f"{have}.up_proj")
+        yield from here.row_layer(f"{have}.down_proj")
     elif f"{have}.gate_up_proj.weight" in here:
         halves = (part.share(0, here.index, here.tp) for part, _ in here.sections(f"{have}.gate_up_proj.weight"))
         yield SchemaEntry(f"{have}.gate_up_proj.weight", join_arrays(list(halves)))
@@ -123,23 +141,13 @@ def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
             yield from _list_stacked_experts(here, f"{have}.experts")
         else:
             yield from _list_experts(here, have, _USUAL, f"{have}.gate")
-        yield from _list_router(here, have)
+        yield from list_router(here, have)
         shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
         if f"{have}.shared_experts.down_proj.weight" in here:
             yield from _list_gated_mlp(here, f"{have}.shared_experts", shared)
         elif f"{have}.shared_expert.down_proj.weight" in here:
             yield from _list_gated_mlp(here, f"{have}.shared_expert", shared)
             yield SchemaEntry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
-
-
-def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """List the router, which some classes give to the module of the experts, whose name for it sorts first."""
-    shared = f"{have}.shared_experts.down_proj.weight" in here
-    given = shared or (here.modern and here.parts.model.family != "qwen2_moe")
-    gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
-    for name in ("weight", "e_score_correction_bias"):
-        if f"{have}.gate.{name}" in here:
-            yield SchemaEntry(f"{gate}.{name}", here[f"{have}.gate.{name}"])
 
 
 def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
@@ -150,7 +158,10 @@ def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
 def _list_mixtral_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     if f"{have}.gate.weight" in here:
         yield from _list_experts(here, have, _MIXTRAL, f"{have}.gate")
-        yield from here.same(f"{have}.gate.weight")
+        if here.parts.model.family == "mixtral":
+            yield from here.same(f"{have}.gate.weight")
+        else:
+            yield from list_router(here, have)
 
 
 def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str], router: str) -> Iterator[SchemaEntry]:
