@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,13 +22,13 @@ Examples:
   shardctl settings --json
 """
 
+_JSON: Any = typer.Option(False, "--json", metavar="", help="Print one JSON document instead of text.")
+
 
 def build_settings_command(verbs: Mapping[str, Callable[..., int | None]]) -> Callable[..., int]:
     """Build the command, which shows the settings of these verbs."""
 
-    def settings(
-        *, json: Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document.")] = False
-    ) -> int:
+    def settings(*, json: bool = _JSON) -> int:
         """Show which options files and variables set, for which verbs, and where settings were looked for."""
         read = read_settings(verbs, os.environ)
         chosen = {verb: list(read.choose(verb, each, ()).values()) for verb, each in verbs.items()}

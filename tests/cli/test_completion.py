@@ -47,6 +47,7 @@ def test_verbs_come_first(asked):
 def test_options_come_with_the_first_sentence_of_their_help(say, asked):
     assert asked("verify", "model", "--aga") == ["--against"]
     assert "--help-all" in asked("plan", "--help")
+    assert asked("settings", "--j") == ["--json"]
     assert (
         say("_complete", "zsh", "plan", "--fs").out
         == "--fsdp\tNumber of ranks that share the first dim of each tensor\n"
