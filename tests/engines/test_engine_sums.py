@@ -22,7 +22,7 @@ from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "vllm_sums"
-MODELS = ("llama", "qwen3", "qwen3_moe")
+MODELS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe")
 
 
 def read_sums(model: str, tp: int, state: str = "loaded") -> dict[str, str]:
