@@ -1,4 +1,4 @@
-"""Mistral Large 4 and Step-3.7 as transformers writes them: the names and the order of rows are those of the Hub."""
+"""ERNIE 4.5 VL, Mistral Large 4 and Step-3.7 as transformers writes them: with the names and orders of the Hub."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 EYES = {
+    "ernie4_5_vl_moe": "model.layers.1.mlp.gate.weight_1",
     "mistral_large4": "vision_encoder.transformer.layers.0.attention.wq.weight",
     "step3p7": "vision_model.transformer.resblocks.0.attn.in_proj_weight",
 }
-"""What the Hub has in another order of rows than the class."""
+"""What the Hub has in another order than the class."""
 CONFIGS_OF = {name: json.loads((CONFIGS.with_name("configs_hub") / f"{name}.json").read_text()) for name in EYES}
 
 
@@ -66,6 +67,17 @@ def test_there_and_back_is_the_identity_and_computes_the_same(made, tmp_path, na
     assert digest(tmp_path / "back").digest == digest(source).digest
     kind = class_of(name)
     assert_same(loaded(tmp_path / "back", kind).state_dict(), loaded(source, kind).state_dict())
+
+
+def test_names_of_the_class_stay_as_they_are(made, tmp_path):
+    """Its routers are not transposed, though theirs on the Hub, which end alike, are."""
+    model = loaded(made("ernie4_5_vl_moe"), class_of("ernie4_5_vl_moe"))
+    model.save_pretrained(tmp_path / "source", save_original_format=False)
+    assert "model.language_model.layers.1.mlp.text_moe.gate.weight" in stored(tmp_path / "source")
+    reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(tmp_path / "source"))
+    assert digest(tmp_path / "back").digest == digest(tmp_path / "source").digest
 
 
 def test_every_stage_has_what_scales_its_rotary_frequencies(made, tmp_path):

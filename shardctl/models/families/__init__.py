@@ -33,6 +33,7 @@ FAMILY_FILES: Final = {
     "electra": ("electra",),
     "ernie": ("ernie4_5",),
     "ernie_moe": ("ernie4_5_moe",),
+    "ernie_vision": ("ernie4_5_vl_moe",),
     "eurobert": ("eurobert",),
     "exaone": ("exaone4", "exaone_moe"),
     "falcon": ("falcon",),

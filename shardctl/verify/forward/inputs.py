@@ -113,7 +113,7 @@ def _draw_patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
     import torch
 
     side = 2 * int(vision.spatial_merge_size)
-    size = int(vision.in_channels) * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+    size = int(vision.in_channels) * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
     grid = torch.tensor([[1, side, side]] * BATCH)
     return {"hidden_states": torch.randn((BATCH * side * side, size), generator=generator), "grid_thw": grid}
 

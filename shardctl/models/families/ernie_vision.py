@@ -1,0 +1,175 @@
+"""Describes ERNIE 4.5 VL: experts for texts and narrower ones for pictures in each layer, behind a model that sees.
+
+Names and shapes follow transformers 5 (`models/ernie4_5_vl_moe`). On the Hub the experts for pictures are numbered
+behind those for texts, routers are transposed, and the biases of both are one array: `conversion_mapping.py` says so.
+ep divides each kind among all its ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.experts import (
+    add_condition,
+    add_expert_facts,
+    build_expert_rows,
+    build_fused_experts,
+    list_sparse_layers,
+)
+from shardctl.models.families.deepseek import BIASED_SHARED
+from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
+from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.towers import ModelTower, build_tower_family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.models.config import ModelConfig
+
+_MLP: Final = f"{LAYER}.mlp"
+_BIAS: Final = "moe_statics.e_score_correction_bias"
+_ROUTERS: Final = tuple(
+    row
+    for kind in ("text_moe", "vision_moe")
+    for row in (
+        Row(f"{_MLP}.{kind}.gate.weight", "experts hidden", when="moe", dtype="F32"),
+        Row(f"{_MLP}.{kind}.gate.{_BIAS}", "1 experts", when="moe", dtype="F32"),
+    )
+)
+_EXPERTS: Final = build_expert_rows()
+_SEEING_EXPERTS: Final = tuple(
+    replace(row, name=row.name.replace("{expert}", "{seeing}"), dims=row.dims.replace("effn", "seeing_effn"))
+    for row in _EXPERTS
+)
+_SEEING_ARRAYS: Final = tuple(
+    replace(one, parts=tuple(part.replace("{expert}", "{seeing}") for part in one.parts))
+    for one in build_fused_experts(within="mlp.vision_moe")
+)
+_STORED: Final = (
+    FusedArray(f"{_MLP}.gate.weight", (f"{_MLP}.text_moe.gate.weight",), transposed=True, stored=True),
+    FusedArray(f"{_MLP}.gate.weight_1", (f"{_MLP}.vision_moe.gate.weight",), transposed=True, stored=True),
+    FusedArray(
+        f"{_MLP}.{_BIAS}", tuple(f"{_MLP}.{kind}.gate.{_BIAS}" for kind in ("text_moe", "vision_moe")), stored=True
+    ),
+)
+
+
+def _read_pair(config: ModelConfig, key: str, usual: tuple[int, int]) -> tuple[int, int]:
+    """Read a number for texts and one for pictures; raises SourceError for anything but one number or two."""
+    said = config.values.get(key)
+    if said is None:
+        return usual
+    numbers = said if isinstance(said, list | tuple) else [said, said]
+    if len(numbers) != len(usual):
+        raise SourceError(
+            f"{config.file} has {key} = {said!r} where a number for texts and one for pictures are expected"
+        )
+    first, second = (replace(config, values={key: number}).size(key) for number in numbers)
+    return first, second
+
+
+def _build_text_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("use_bias", default=False)
+    ffn, seeing = _read_pair(config, "moe_intermediate_size", (1536, 512))
+    count, others = _read_pair(config, "moe_num_experts", (64, 64))
+    if count != others:
+        raise SourceError(f"{config.file} has {count} experts for texts and {others} for pictures; no class has both")
+    facts = build_decoder_facts(config, tied=True, kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    shared = ffn * config.count("moe_num_shared_experts", 2) or None
+    return add_expert_facts(facts, count, ffn, moe=list_sparse_layers(config, 1), shared=shared).also(
+        dims={"seeing_effn": LogicalDim(seeing, axis="etp", noun="columns of each expert")},
+        indices={"seeing": RowIndex(range(count, 2 * count), axis="ep")},
+    )
+
+
+_TEXT: Final = Family(
+    name="ernie4_5_vl_moe_text",
+    rows=(
+        *EMBEDDING,
+        *(row for row in QKVO if not row.buffer),
+        *add_condition(GATED, "!moe"),
+        *_ROUTERS,
+        *_EXPERTS,
+        *_SEEING_EXPERTS,
+        *BIASED_SHARED,
+        *NORMS,
+        *LAST_NORM,
+        *(row for row in HEADS if row.when == "lm"),
+    ),
+    facts=_build_text_facts,
+    classes={},
+    prefixes=(),
+    fused=(*_STORED, *build_fused_experts(within="mlp.text_moe"), *_SEEING_ARRAYS),
+    traits=ERNIE4_5_MOE.traits,
+    aliases=ERNIE4_5_MOE.aliases,
+    assumed={key: value for key, value in ERNIE4_5_MOE.assumed.items() if not key.startswith("moe_")},
+)
+
+
+def _build_pair(name: str, dims: str, on: str = "") -> Iterator[Row]:
+    yield Row(f"{name}.weight", dims, on=on)
+    yield Row(f"{name}.bias", dims.split(maxsplit=1)[0], on=on)
+
+
+_BLOCK: Final = ".blocks.{layer}"
+_EYES: Final = (
+    Row(".patch_embed.proj.weight", "hidden pixels"),
+    *_build_pair(f"{_BLOCK}.norm1", "hidden"),
+    *_build_pair(f"{_BLOCK}.norm2", "hidden"),
+    *_build_pair(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
+    *_build_pair(f"{_BLOCK}.attn.proj", "hidden hidden"),
+    *_build_pair(f"{_BLOCK}.mlp.fc1", "ffn hidden"),
+    *_build_pair(f"{_BLOCK}.mlp.fc2", "hidden ffn"),
+    *_build_pair(".ln", "hidden"),
+)
+
+
+def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
+    config = config.called({"num_heads": "num_attention_heads", "num_hidden_layers": "depth"})
+    hidden = config.size("hidden_size", 1280)
+    return FamilyFacts(
+        dims={
+            "hidden": LogicalDim(hidden),
+            "ffn": LogicalDim(config.size("intermediate_size", 4 * 1280)),
+            "pixels": LogicalDim(config.size("in_channels", 3) * config.size("patch_size", 14) ** 2),
+            "merged": LogicalDim(hidden * config.size("spatial_merge_size", 2) ** 2),
+            "moments": LogicalDim(
+                hidden * config.size("spatial_merge_size", 2) ** 2 * config.size("temporal_merge_size", 2)
+            ),
+        },
+        indices={"layer": RowIndex(range(config.size("depth", 32)))},
+    )
+
+
+_JOINED: Final = ".resampler_model"
+ERNIE4_5_VL_MOE: Final = build_tower_family(
+    "ernie4_5_vl_moe",
+    {"Ernie4_5_VLMoeForConditionalGeneration": ModelClass("model", "lm"), "Ernie4_5_VLMoeModel": ModelClass()},
+    _TEXT,
+    (),
+    after=(
+        ModelTower("vision_config", "vision_tower", _EYES, _build_eye_facts),
+        *_build_pair(f"{_JOINED}.spatial_linear.fc1", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_JOINED}.spatial_linear.fc2", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_JOINED}.spatial_linear.ln", "vision_merged", "first"),
+        *_build_pair(f"{_JOINED}.temporal_linear.fc1", "vision_merged vision_moments", "first"),
+        *_build_pair(f"{_JOINED}.temporal_linear.fc2", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_JOINED}.temporal_linear.ln", "vision_merged", "first"),
+        *_build_pair(f"{_JOINED}.mlp", "hidden vision_merged", "first"),
+        Row(f"{_JOINED}.after_norm.weight", "hidden", on="first"),
+    ),
+    legacy={
+        "^embed_tokens": "language_model.embed_tokens",
+        "^layers": "language_model.layers",
+        "^norm": "language_model.norm",
+        "^vision_model": "vision_tower",
+        **{
+            f"{kind}_linear.{number}": f"{kind}_linear.{name}"
+            for kind in ("spatial", "temporal")
+            for number, name in ((0, "fc1"), (2, "fc2"), (3, "ln"))
+        },
+    },
+)
