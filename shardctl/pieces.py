@@ -80,6 +80,16 @@ class PlacedCheckpoint:
                 ]
             yield rank, alike[key]
 
+    def guess_box_count(self) -> int:
+        """Guess what `count_boxes` counts, as if each rank of a stage that may hold a tensor held one box of it."""
+        stage = self.mesh.world // self.mesh.degree("pp")
+        total = 0
+        for tensor in self.tensors:
+            spec = self.specs[tensor.name]
+            holders = stage // self.mesh.degree(spec.member.axis) if spec.member else stage
+            total += holders * len(spec.where) * (1 + len(tensor.ties))
+        return total
+
     def count_boxes(self) -> int:
         """Count the boxes that `ranks` yields of all ranks, once for each name, without making a list of them."""
         kinds, kind_of = self._kinds()

@@ -174,8 +174,7 @@ def plan_conversion(
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
         if mesh.world > 1:
-            chunks = sum(len(tensor.chunks) for tensor in have.tensors.values())
-            require_bookkeeping(len(have.tensors), chunks, limit, wanted=placed.count_boxes())
+            _require_lists(have, placed, limit)
     want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
     notes = checkpoint.note_placement(mesh) if placed is not None else ()
     if layout.source_names:
@@ -219,6 +218,16 @@ def plan_conversion(
         | _record_rules(checkpoint, placed),
         impossible=impossible,
     )
+
+
+def _require_lists(have: Manifest, placed: PlacedCheckpoint, limit: int) -> None:
+    """Raise MemoryBudgetError if `limit` bytes cannot hold the list of all pieces; counts them if that may be so."""
+    chunks = sum(len(tensor.chunks) for tensor in have.tensors.values())
+    guessed = placed.guess_box_count()
+    try:
+        require_bookkeeping(len(have.tensors), chunks, limit, wanted=guessed)
+    except MemoryBudgetError:
+        require_bookkeeping(len(have.tensors), chunks, limit, wanted=placed.count_boxes())
 
 
 def choose_layout(reshard_options: ReshardOptions) -> Layout:
