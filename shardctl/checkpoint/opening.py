@@ -27,6 +27,7 @@ from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
+from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
@@ -90,6 +91,12 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, s
     pairs.sort(key=lambda pair: first_byte(pair[side]))
 
 
+def _read_record(source: Source) -> CheckpointRecord | None:
+    if find_given_file(source) == RECORD:
+        raise SourceError(f"{source.name} is the record of a checkpoint", hint="give the directory that it lies in")
+    return parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
+
+
 def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
     """Return what the container holds, states apart, with warnings of what may go wrong with reading it."""
     if source_options.described:
@@ -112,7 +119,7 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
 def _read_checkpoint(
     source: Source, source_options: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
 ) -> OpenedCheckpoint:
-    record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
+    record = _read_record(source)
     if before is not None and record is not None:
         before(source, record)
     described = describe_source(source, source_options)

@@ -304,3 +304,12 @@ def test_words_that_people_take_for_a_layout_get_the_option_that_does_it(say, so
     code, _, err = say("reshard", source, tmp_path / "out", "--to", layout)
     assert code == 2
     assert err == f"error: unknown layout {layout!r}\nhint:  {hint}\n"
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "digest"])
+def test_the_record_of_a_checkpoint_is_not_the_checkpoint(say, source, tmp_path, verb):
+    assert say("reshard", source, tmp_path / "out").code == 0
+    record = tmp_path / "out" / "shardctl.json"
+    code, _, err = say(verb, record)
+    assert code == 4
+    assert err == f"error: {record} is the record of a checkpoint\nhint:  give the directory that it lies in\n"
