@@ -64,6 +64,8 @@ class TransferMeter:
         self._task_id = self._progress.add_task("reading headers", total=None)
         self._sampled_bytes = 0
         self._sampled_since: float | None = None
+        self._sampled_kept = 0
+        self._finding = False
         self._resumption_said = False
         self._said_at = clock()
         self._said_bytes = 0
@@ -78,7 +80,8 @@ class TransferMeter:
         with self._lock:
             self.total_bytes, self.files, self.phase, self.place = total_bytes, files, phase, ""
             self.done_bytes = self.kept_bytes = self.files_done = 0
-            self._sampled_bytes = self._said_bytes = 0
+            self._sampled_bytes = self._sampled_kept = self._said_bytes = 0
+            self._finding = False
             self._sampled_since, self._said_place = None, ""
             self._progress.reset(self._task_id, total=total_bytes or None, description=phase)
 
@@ -97,11 +100,16 @@ class TransferMeter:
         """Take the rate's next sample, and give the task a new `description`; called about twice a second.
 
         The rate is that of this run: bytes of an earlier one move the bar, but are no samples, and neither is the time
-        before this run's first byte.
+        before this run's first byte, nor that in which mostly bytes of an earlier one were found.
         """
         with self._lock:
-            fresh = self.done_bytes - self.kept_bytes
-            if fresh:
+            fresh, found = self.done_bytes - self.kept_bytes, self.kept_bytes - self._sampled_kept
+            self._sampled_kept = self.kept_bytes
+            self._finding = found > fresh - self._sampled_bytes
+            if self._finding:  # work of an earlier run was looked through, in time that is none of the rest's
+                self._progress.reset(self._task_id, total=self.total_bytes or None)
+                self._sampled_bytes, self._sampled_since = fresh, None
+            elif fresh > self._sampled_bytes or self._sampled_since is not None:
                 self._progress.advance(self._task_id, fresh - self._sampled_bytes)
                 self._sampled_bytes = fresh
                 self._sampled_since = self._clock() if self._sampled_since is None else self._sampled_since
@@ -139,7 +147,7 @@ class TransferMeter:
 
     def is_resumed(self) -> bool:
         """Return, once, whether this run goes on after an earlier one whose bytes were all found."""
-        if self._resumption_said or not self.kept_bytes or self.done_bytes == self.kept_bytes:
+        if self._resumption_said or self._finding or not self.kept_bytes or self.done_bytes == self.kept_bytes:
             return False
         self._resumption_said = True
         return True

@@ -147,14 +147,36 @@ def test_a_phase_of_unknown_size_says_where_it_is_and_no_rate():
 
 
 def test_a_resumed_run_says_once_what_was_there():
-    meter, clock = metered(4_000_000)
-    meter.advance(3_000_000, kept=True)
+    meter, _ = metered(4_000_000)
+    meter.advance(100_000)  # a band that no journal has, before those that one has
+    meter.advance(2_000_000, kept=True)
+    meter.sample()
+    assert not meter.is_resumed(), "more may be found"
+    meter.advance(1_000_000, kept=True)
     meter.sample()
     assert not meter.is_resumed()
     meter.advance(1)
-    clock.now += 1
+    meter.sample()
     assert (meter.is_resumed(), meter.is_resumed()) == (True, False)
     assert meter.format_resumption("reshard") == "reshard: resuming, 3.0 MB of 4.0 MB are there\n"
+
+
+def test_time_in_which_bytes_of_an_earlier_run_are_found_is_none_of_the_rest():
+    """A few bands are new before the others are found; 5 seconds of finding had made 8 minutes of half a minute."""
+    meter, clock = metered(1000)
+    meter.advance(10)
+    meter.sample()
+    for _ in range(10):
+        meter.advance(40, kept=True)
+        clock.now += 0.5
+        meter.sample()
+        assert meter.seconds_left is None
+    for _ in range(10):
+        meter.advance(20)
+        clock.now += 0.5
+        meter.sample()
+    assert meter.rate == 40
+    assert meter.seconds_left == (1000 - 610) / 40
 
 
 def test_verify_and_digest_say_phase_share_and_file(monkeypatch, say, tmp_path):
