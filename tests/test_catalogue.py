@@ -21,8 +21,9 @@ from shardctl.options.declaration import declared_options
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MACHINERY = {"arrays", "catalogue", "files", "reader", "registry", "schemas", "writer"}
-ZIP = {"shardctl.libraries.torch_save.zip_records"}
-"""How a damaged record of an archive is told, which is asked while files are copied and verified."""
+CONTAINERS = {"shardctl.libraries.torch_save.zip_records", "shardctl.libraries.safetensors.header"}
+"""How a damaged record of an archive is told, which is asked while files are copied and verified; and the header that
+`verify` has the library safetensors read, too."""
 BESIDE = {"gguf", "peft"}
 """What is no format to convert from: a file that is only described, and adapters that are merged into a checkpoint."""
 
@@ -54,7 +55,10 @@ def test_what_is_above_libraries_knows_none_of_them_but_by_the_catalogue():
         (own, other)
         for own, others in found.items()
         for other in others
-        if own not in inside and other in inside and library_of(other) not in MACHINERY | BESIDE and other not in ZIP
+        if own not in inside
+        and other in inside
+        and library_of(other) not in MACHINERY | BESIDE
+        and other not in CONTAINERS
     ]
     assert strangers == []
 
