@@ -4,7 +4,7 @@ Each class that builds from its default config, with four layers and on the meta
 checkpoint under the names that `save_pretrained` would write; its file is a hole. Then it is planned for one device and
 for meshes. The page has what share works, by which rules tp cuts, and every failure with its reason. WORKDIR keeps the
 headers and results.jsonl, from which the next run goes on; `--again` plans the headers again, `--only NAME ...` does
-some classes and prints what was said of them. It takes half an hour on two busy cores, and no space on disk.
+some classes and prints what was said of them. A class takes 0.2 s of processor time, and no space on disk.
 """
 
 import argparse
@@ -127,7 +127,10 @@ def try_class(name, folder):
     for case, options in CASES.items():
         why, said = try_case(folder, options)
         result["cases"][case], result["warnings"][case] = why, list(said)
-    return result | describe_cuts(folder)
+    try:
+        return result | describe_cuts(folder)
+    except ShardctlError:  # which the cases have said
+        return result | {"rules": "none"}
 
 
 def describe_cuts(folder):
@@ -155,14 +158,15 @@ def list_cuts(tensor):
     return cuts, tensor.spec.member
 
 
-def format_page(results):
-    """Format the table of shares, and what failed and why."""
+def format_page(results, every):
+    """Format the table of shares, and what failed and why; `every` is how many classes there are."""
     built = [result for result in results if "cases" in result]
     unbuilt = [result for result in results if "unbuilt" in result]
     what = (
-        f"`python docs/benchmarks/any_model.py WORKDIR` with transformers {transformers.__version__}: {len(results)} "
-        f"classes can\ngenerate; {len(built)} build from their default config with four layers. Of each, a checkpoint "
-        "of headers over a hole,\nunder the names that `save_pretrained` writes, was planned."
+        f"`python docs/benchmarks/any_model.py WORKDIR`, with transformers {transformers.__version__}. Of {every} "
+        f"classes that can\ngenerate, {len(results)} were tried; {len(built)} build from their default config with "
+        "four layers. Of each, a checkpoint\nof headers over a hole, under the names that `save_pretrained` writes, "
+        "was planned."
     )
     lines = ["# Any model", "", what, "", "| `shardctl plan MODEL` | classes | share |", "|---|---|---|"]
 
@@ -219,6 +223,7 @@ def main():
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--again", action="store_true", help="plan again what was planned")
     parser.add_argument("--only", nargs="+", help="classes to do again")
+    parser.add_argument("--page", action="store_true", help="print the page of what was done, and do nothing")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -229,7 +234,8 @@ def main():
     if kept.exists():
         results = {one["name"]: one for one in map(json.loads, kept.read_text().splitlines())}
     done = {name for name, one in results.items() if "unbuilt" in one or not asked.again}
-    for name in asked.only or [name for name in list_generative_classes() if name not in done]:
+    names = list(list_generative_classes())
+    for name in asked.only or [name for name in names if name not in done and not asked.page]:
         results[name] = try_class(name, asked.workdir / name)
         with kept.open("a") as file:
             file.write(json.dumps(results[name]) + "\n")
@@ -237,7 +243,7 @@ def main():
         if asked.only:
             print(json.dumps(results[name], indent=1))
     if not asked.only:
-        print(format_page([results[name] for name in sorted(results)]), end="")
+        print(format_page([results[name] for name in sorted(results)], len(names)), end="")
 
 
 if __name__ == "__main__":

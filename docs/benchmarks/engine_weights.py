@@ -101,8 +101,7 @@ def main():
     print(f"Bytes of weights on rank 0 of tp {TP}: as planned from `config.json` alone, and of the parameters of the")
     print("module that vLLM 0.32 builds on the meta device, with `--mm-encoder-tp-mode data`. Written by")
     print("`python -m docs.benchmarks.engine_weights`. *In bf16* means that the config's quantisation was taken out.\n")
-    print("| model | vLLM's class | planned | vLLM's | vLLM has more | which is |\n|---|---|---:|---:|---:|---|")
-    unbuilt = []
+    lines, unbuilt, equal = [], [], 0
     for asked in names:
         name = asked.removesuffix(BF16)
         title = name.replace("--", "/") + (", in bf16" if asked != name else "")
@@ -117,7 +116,12 @@ def main():
                 unbuilt.append(f"- {title}: {type(error).__name__}: {said[:300]}")
                 continue
         why = REASONS.get(name, "not explained") if built != planned else ""
-        print(f"| {title} | {kind} | {planned:,} | {built:,} | {built - planned:,} | {why} |", flush=True)
+        lines.append(f"| {title} | {kind} | {planned:,} | {built:,} | {built - planned:,} | {why} |")
+        equal += built == planned
+    print(f"Of {len(lines)} models, {equal} have exactly the planned bytes. The last column says what the whole")
+    print("difference of the others is.\n")
+    print("| model | vLLM's class | planned | vLLM's | vLLM has more | which is |\n|---|---|---:|---:|---:|---|")
+    print("\n".join(lines))
     if unbuilt:
         print("\nWhat vLLM does not build on a CPU, and what it says:\n")
         print("\n".join(unbuilt))
