@@ -2,10 +2,10 @@
 
     python docs/benchmarks/every_class.py WORKDIR [--only CLASS ...]
 
-All is done in one process that has imported torch and transformers; each class is tried in a fork of it, which may take
-`SECONDS` of processor time and takes its memory with it. A class is made small and saved once, and cut for tp=2 and run
-once, for both pages that tell of it. WORKDIR keeps the results by page, from which the next run goes on, and the
-headers of `any_model.py`; the scripts of the pages print them (`--results WORKDIR/derived.jsonl`, ...).
+All is done in one process, which imports everything and tries two classes first; each class is then tried in a fork of
+it, which may take `SECONDS` of processor time and takes its memory with it. A class is made small and saved once, and
+cut for tp=2 and run once, for both pages that tell of it. WORKDIR keeps the results by page, from which the next run
+goes on, and the headers of `any_model.py`; the scripts of the pages print them (`--results WORKDIR/derived.jsonl`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import any_model
 import derived
 import multimodal
+import torch
 import transformers
 from small_classes import list_generative_classes
 
@@ -70,6 +71,10 @@ def main() -> None:
     headers = asked.workdir / "any_model"
     headers.mkdir(parents=True, exist_ok=True)
     names, seeing = asked.only or list(list_generative_classes()), set(multimodal.list_multimodal_classes())
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:  # what every fork would import and compile again
+        any_model.try_class("BitNetForCausalLM", Path(folder))
+    try_small("LlavaForConditionalGeneration", sees=True)
     planned = read_done(headers / "results.jsonl")
     for name in names:
         if name not in planned:
