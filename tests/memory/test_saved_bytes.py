@@ -52,6 +52,7 @@ NOT_KNOWN: Final[Mapping[str, str]] = {
     "bailing_hybrid": "a recurrent state",
     "big_bird": "sparse blocks of attention",
     "dbrx": "bounds of queries, keys and values",
+    "deberta": "scores of relative positions",
     "deberta-v2": "scores of relative positions",
     "deberta-v2-shared": "scores of relative positions",
     "deepseek_v32": "an indexer chooses",
@@ -65,6 +66,7 @@ NOT_KNOWN: Final[Mapping[str, str]] = {
     "gemma4_unified_text": "norms of values",
     "glm5_next": "several states of each token",
     "glm_moe_dsa": "an indexer chooses",
+    "gte": "dropout within the MLP",
     "hy_v4": "an indexer chooses",
     "jetmoe": "experts of attention",
     "kimi_linear": "a recurrent state",
@@ -81,6 +83,8 @@ NOT_KNOWN: Final[Mapping[str, str]] = {
     "qwen4_exp": "several states of each token",
     "qwen4_exp_text": "several states of each token",
     "recurrent_gemma": "a recurrent state",
+    "voxtral_realtime": "norms that are scaled",
+    "zamba2": "blocks that see the embedding",
 }
 """Fixtures of which `plan` says that it does not know what training keeps, with a part of what it says."""
 

@@ -193,7 +193,11 @@ GTE: Final = Family(
             stored=True,
         ),
     ),
-    traits=replace(ENCODER_TRAITS, attention_dropout=("attention_probs_dropout_prob", 0.0)),
+    traits=replace(
+        ENCODER_TRAITS,
+        attention_dropout=("attention_probs_dropout_prob", 0.0),
+        unmodelled="dropout within the MLP",
+    ),
     assumed=assume_sizes(250048, 768, 3072, 12, 12),
 )
 JINA_EMBEDDINGS_V3: Final = Family(
