@@ -63,7 +63,7 @@ def estimated(config, batch: int, sequence: int, recompute: str) -> tuple[int, s
     found = build_anatomy(values)
     layers = len(found.layers)
     holding = RankHolding(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
-    work = TrainingWorkload(sequence, batch, profile="hf", recompute=recompute)
+    work = TrainingWorkload(sequence, batch, profile="hf", precision="bf16", recompute=recompute)
     terms = estimate_activations(found, holding, ONE, work, stages=(layers,))
     return sum(t.nbytes for t in terms), terms[-1].name.removeprefix("alive in the backward pass of ")
 

@@ -44,8 +44,7 @@ publishes 1.6 % on one GPU and 3.0 % on several (Kim et al. 2024, abstract).
 What allocated memory is missed by is mostly workspaces of kernels, which differ by device and version and weigh most in
 runs of 1 GiB. Reserved memory depends on the order of allocations, which is not modelled: the allocator kept
 2 % to 9 % more than what was allocated. The runs of transformers are of 2022: CUDA's context took 1.31 GiB then, where
-the plan has 0.56 GiB, and autocast leaves in fp32 what norms return, which the plan has in 16 bits and its interval
-allows for.
+the plan has 0.56 GiB. What is missing of bert-large without checkpointing is not explained.
 
 ## Runs of which something is not known, or cannot be said
 

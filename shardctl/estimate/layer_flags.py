@@ -40,17 +40,20 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
         flags.add("drop")
     if work.dropout and (always or style.attention_dropout):
         flags.add("drop scores")
+    cast = runs_under_autocast(work)
+    narrow = style.narrow_softmax and not cast
     named: Mapping[Flag, bool] = {
+        "autocast": cast,
         "drop within": work.dropout and style.inner_dropout,
         "kernel": style.activation != "relu",  # whose backward pass needs its result only
-        "wide softmax": not style.narrow_softmax,
-        "narrow softmax": style.narrow_softmax,
+        "wide softmax": not narrow,
+        "narrow softmax": narrow,
         "fp32 scores": style.fp32_scores,
         "shifted scores": style.shifted_scores,
         "by heads": style.joined_queries,
     }
     flags.update(flag for flag, holds in named.items() if holds)
-    if style.narrow_softmax or "drop scores" not in flags:
+    if narrow or "drop scores" not in flags:
         flags.add("kept softmax")
     if style.capped_scores:
         flags.add("cap scores")
@@ -65,6 +68,11 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     if mesh.degree("cp") > 1 and work.exchanged_heads:
         flags.add("exchanges")
     return frozenset(flags)
+
+
+def runs_under_autocast(work: TrainingWorkload) -> bool:
+    """Return whether fp32 parameters are cast where matrices are multiplied, and norms and softmax compute in fp32."""
+    return work.profile == "hf" and work.precision == "mixed" and BY_NAME[work.dtype].bits < 8 * _WIDE
 
 
 def list_layer_flags(layer: ModelLayer, style: LayerStyle, work: TrainingWorkload) -> frozenset[Flag]:

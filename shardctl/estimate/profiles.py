@@ -40,6 +40,10 @@ _HF_NORMS: Final = (
     KeptTensor("normed, before the weight", "norms", None, ("rms16",)),
     KeptTensor("fp32 copies of what is normed", "norms", 4, ("rms32",)),
     KeptTensor("normed in fp32, before the weight", "norms", 4, ("rms32",)),
+    KeptTensor("what is wider of it", "norms", 2, ("rms", "autocast")),
+    KeptTensor("what is wider of what is normed", "normed", 2, ("layer", "autocast")),
+    KeptTensor("statistics of the norms, in fp32", "norm_rows", 4, ("layer", "autocast")),
+    KeptTensor("casts of the same inputs for other matrices", "readings", None, ("autocast",)),
     KeptTensor("what is normed", "normed", None, ("layer",)),
     KeptTensor("differences from the mean, twice, and normed before the weight, in fp32", "norms", 12, ("layer32",)),
     KeptTensor("fp32 copies of what is normed", "norms", 4, ("bare32",)),
@@ -220,7 +224,11 @@ _HF: Final = RuntimeProfile(
         "experts": _HF_EXPERTS,
         "dropout": (KeptTensor("dropout masks", "drops", 1, ("drop",)),),
     },
-    checkpoint=(KeptTensor("the layer's input", "hidden"), KeptTensor("what is wider of it", "hidden", 2, ("wide",))),
+    checkpoint=(
+        KeptTensor("the layer's input", "hidden"),
+        KeptTensor("what is wider of it", "hidden", 2, ("wide",)),
+        KeptTensor("what is wider of it", "hidden", 2, ("autocast",)),
+    ),
     shared=(KeptTensor("the layer's input", "hidden", None, ("layer",)),),
     selected=(),
     selected_shared=(),
@@ -231,8 +239,7 @@ _HF: Final = RuntimeProfile(
     embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",)),),
     sequence_parallel=False,
     # More, because padded batches repeat keys and values for each query head and copy attention's result: 54 sbh
-    # were measured of a Llama-3-8B layer, 49 are kept without padding; and because autocast leaves what norms return
-    # and what flows between layers in fp32, which this sum, of a model in 16 bits, does not.
+    # were measured of a Llama-3-8B layer in 16 bits, 49 are kept without padding.
     spread=(0.95, 1.3),
     source="tensors that torch 2.13 keeps of transformers 5.23's modules, counted under FakeTensorMode",
     recurrence=TRANSFORMERS,

@@ -20,6 +20,7 @@ Size = Literal[
     "normed",
     "norm_rows",
     "inputs",
+    "readings",
     "drops",
     "head_norms",
     "head_norm_rows",
@@ -67,14 +68,14 @@ Size = Literal[
 ]
 """What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`,
 `normed`: of all norms of whole tokens; of their statistics; of what they norm. `inputs`: of what enters attention and
-MLP. `drops`: of the outputs that dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys.
-`latent_norms`, `latent_products`: what latent attention compresses to; what it makes keys and values from.
-`rotary_keys`: of its keys' rotary part, which all heads share. `repeated_...`: keys, values, once per query head.
-`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
-but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
-function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`,
-`routed_steps`: of the tokens that this rank's experts get; `narrowed`: of their latents. `logits`, `gathered_logits`:
-of this rank's part of the vocabulary; of all.
+MLP. `readings`: of that, once more for each further matrix that reads it. `drops`: of the outputs that dropout changes.
+`head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what latent attention
+compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all heads share.
+`repeated_...`: keys, values, once per query head. `contexts`: attention's result. `rows`: one per query and head.
+`scores`: one per query, key and head. `biases`: that, but once for all sequences. `intermediate`: of dense MLPs and
+shared experts. `steps`: of results within the activation function. `router`: tokens times experts. `chosen`: tokens
+times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this rank's experts get; `narrowed`:
+of their latents. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
 is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
@@ -131,6 +132,7 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
         "inputs": n * hidden * ((min(2, layer.norms) if style.side_by_side else 2 + cross) if both else 1),
         "drops": n * hidden * (bool(both and not style.undropped) + 1 + cross),
     }
+    sizes["readings"] = max(0.0, n * hidden * layer.readers - sizes["inputs"])
     if layer.attention is not None:
         _add_attention_sizes(
             sizes, layer.attention, style, share, normed=layer.head_norm is not None, whole=layer.head_norm_whole

@@ -184,6 +184,8 @@ class ModelLayer:
     """Whether it is an encoder's, which caches nothing and sees tokens both ways."""
     wide: bool = False
     """Whether what it adds to is fp32 whatever computes (Mamba's `residual_in_fp32`)."""
+    readers: int = 0
+    """Matrices that read whole tokens, of those that all tokens go through; each expert's are not counted."""
     streams: int = 1
     """The states of each token between layers, which it mixes (hyper-connections)."""
     halves: int = 1
@@ -374,6 +376,9 @@ class _AnatomyReader:
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
+            readers=_count_readers(named, rows)
+            - bool(attention) * (1 + attention.cross if attention else 0)
+            - bool(mlp or named.has("sffn")),
             streams=_count_streams(named),
             halves=max(self.count_copies(row) for row in rows if ".self_attn." in row.name) if named.has("qs") else 1,
         )
@@ -439,6 +444,12 @@ class _AnatomyReader:
             sinks=any("sink" in row.name for row in rows),
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
+
+
+def _count_readers(named: RowDims, rows: list[Row]) -> int:
+    """Count the matrices between whole tokens and something else, those of single experts not."""
+    found = [row.dims.split() for row in rows if "effn" not in row.dims]
+    return sum(len(dims) == _MATRIX and named.known("hidden") in dims for dims in found)
 
 
 def _count_streams(named: RowDims) -> int:
@@ -510,6 +521,8 @@ def _build_compressed_attention(named: RowDims, window: int | None) -> LayerAtte
     )
 
 
+_MATRIX: Final = 2
+"""Dims of a matrix."""
 _WITH_GATE: Final = 3
 """Matrices of an MLP with a gate: the gate's, the one up and the one down."""
 

@@ -51,6 +51,8 @@ class FusedAttention(torch.autograd.Function):
 
 
 def attend(queries, keys, values, attn_mask=None, **_):
+    if torch.is_autocast_enabled("cpu"):
+        queries, keys, values = (one.to(torch.bfloat16) for one in (queries, keys, values))
     return FusedAttention.apply(queries, keys, values, attn_mask)
 
 
@@ -77,6 +79,25 @@ def gpu_kernels(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))
+        yield
+
+
+def compute_wide(function: Any) -> Any:
+    """What autocast makes of a function that a GPU computes in fp32."""
+
+    def run(x, *args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return function(x.float(), *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def gpu_autocast() -> Iterator[None]:
+    """Autocast to bf16 on a CPU, with softmax and LayerNorm in fp32 as on a GPU."""
+    with torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
+        for where, name in ((functional, "softmax"), (torch, "softmax"), (functional, "layer_norm")):
+            stack.enter_context(mock.patch.object(where, name, compute_wide(getattr(where, name))))
         yield
 
 

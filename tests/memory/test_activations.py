@@ -179,7 +179,7 @@ def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_
     model = llama(layers=1, hidden=4096, mlp=14336, attention=LayerAttention("full", 32, 8, 128, 128))
     found = [
         t
-        for t in terms(model, work=TrainingWorkload(S, profile="hf"))
+        for t in terms(model, work=TrainingWorkload(S, profile="hf", precision="bf16"))
         if t.name.startswith("kept by") and "head" not in t.name
     ]
     assert kept(found) / (S * 4096) == pytest.approx(49, abs=0.1)
@@ -233,20 +233,22 @@ def test_experts_divided_by_ep_get_as_many_tokens_as_they_send():
 
 
 def test_tokens_of_experts_may_be_uneven():
-    found = terms(llama(mlp=0, experts=LayerExperts(64, 4, 512)), work=TrainingWorkload(512, profile="hf"))
+    found = terms(
+        llama(mlp=0, experts=LayerExperts(64, 4, 512)), work=TrainingWorkload(512, profile="hf", precision="bf16")
+    )
     spread = {t.name: t.high / t.nbytes for t in found}
     assert spread["kept by experts"] > 1.3 > spread["kept by attention"]
 
 
 def test_a_window_changes_nothing_for_scores_are_computed_and_then_masked():
     windowed = llama(attention=LayerAttention("sliding", 8, 2, 32, 32, window=16))
-    work = TrainingWorkload(512, profile="hf", attention="eager")
+    work = TrainingWorkload(512, profile="hf", precision="bf16", attention="eager")
     assert terms(windowed, work=work) == terms(llama(), work=work)
 
 
 def test_cross_attention_keeps_as_much_again():
     crossed = llama(attention=LayerAttention("full", 8, 2, 32, 32, cross=True))
-    work = TrainingWorkload(512, profile="hf")
+    work = TrainingWorkload(512, profile="hf", precision="bf16")
     one, two = (
         {t.name: t.nbytes for t in terms(model, work=work)}["kept by attention"] for model in (llama(), crossed)
     )
@@ -254,7 +256,10 @@ def test_cross_attention_keeps_as_much_again():
 
 
 def test_fp32_takes_twice_what_is_kept_in_bf16_but_not_what_is_fp32_anyway():
-    narrow, wide = (kept(terms(llama(), work=TrainingWorkload(512, profile="hf", dtype=d))) for d in ("BF16", "F32"))
+    narrow, wide = (
+        kept(terms(llama(), work=TrainingWorkload(512, profile="hf", precision="bf16", dtype=d)))
+        for d in ("BF16", "F32")
+    )
     assert narrow < wide < 2 * narrow
 
 
@@ -320,7 +325,7 @@ def test_the_peak_is_that_of_transformers_models_within_five_percent(oracle, kin
     values, batch, sequence = SHAPES[shape]
     config = configured(kind, **values)
     measured = oracle.peak_of_causal_lm(config, batch, sequence, checkpointing=recompute == "full")
-    work = TrainingWorkload(sequence, batch, profile="hf", recompute=recompute)
+    work = TrainingWorkload(sequence, batch, profile="hf", precision="bf16", recompute=recompute)
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -342,7 +347,9 @@ def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
     values, batch, sequence = SHAPES["narrow vocabulary"]
     config = configured(kind, **OTHER_NORMS[kind], **values, pad_token_id=0, bos_token_id=0, eos_token_id=0)
     measured = oracle.peak_of_causal_lm(config, batch, sequence)
-    assert estimate(config, TrainingWorkload(sequence, batch, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05)
+    assert estimate(config, TrainingWorkload(sequence, batch, profile="hf", precision="bf16")) == pytest.approx(
+        measured.nbytes, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma2"])
@@ -350,7 +357,7 @@ def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
 def test_scores_that_are_held_are_counted(oracle, kind, sequence):
     config = configured(kind)
     measured = oracle.peak_of_causal_lm(config, 2, sequence, attention="eager")
-    work = TrainingWorkload(sequence, 2, profile="hf", attention="eager")
+    work = TrainingWorkload(sequence, 2, profile="hf", precision="bf16", attention="eager")
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -374,7 +381,7 @@ def test_gpt2_without_dropout_is_counted_too(oracle, activation, recompute):
         eos_token_id=1,
     )
     measured = oracle.peak_of_causal_lm(config, 2, 512, checkpointing=recompute == "full")
-    work = TrainingWorkload(512, 2, profile="hf", recompute=recompute)
+    work = TrainingWorkload(512, 2, profile="hf", precision="bf16", recompute=recompute)
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -382,9 +389,9 @@ def test_dense_layers_among_those_with_experts_are_counted_each(oracle):
     values = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "mlp_only_layers": [1]}
     config = configured("qwen3_moe", num_hidden_layers=3, vocab_size=64, **values)
     measured = oracle.peak_of_causal_lm(config, 2, 256)
-    assert estimate(config, TrainingWorkload(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(
-        measured
-    )
+    assert estimate(config, TrainingWorkload(256, 2, profile="hf", precision="bf16")) == pytest.approx(
+        measured.nbytes, rel=0.05
+    ), str(measured)
 
 
 def test_latent_attention_is_counted_too(oracle):
@@ -401,9 +408,9 @@ def test_latent_attention_is_counted_too(oracle):
     }
     config = configured("deepseek_v3", **latent)
     measured = oracle.peak_of_causal_lm(config, 2, 256)
-    assert estimate(config, TrainingWorkload(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(
-        measured
-    )
+    assert estimate(config, TrainingWorkload(256, 2, profile="hf", precision="bf16")) == pytest.approx(
+        measured.nbytes, rel=0.05
+    ), str(measured)
 
 
 def plain_llama(hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int, layers: int):

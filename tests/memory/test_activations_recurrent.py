@@ -50,7 +50,7 @@ def label(one: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("one", PEAKS, ids=label)
 def test_the_peak_is_that_of_the_kernels_autograd_functions_within_five_percent(one):
-    work = TrainingWorkload(one["sequence"], one["batch"], profile="hf", recompute=one["recompute"])
+    work = TrainingWorkload(one["sequence"], one["batch"], profile="hf", precision="bf16", recompute=one["recompute"])
     found = sum_terms(terms(one["name"], work))
     assert found.nbytes == pytest.approx(one["peak"], rel=0.05)
     assert found.low < one["peak"] < found.high
@@ -61,7 +61,7 @@ def test_the_peak_is_that_of_the_kernels_autograd_functions_within_five_percent(
 )
 def test_what_is_kept_for_the_backward_pass_is_counted_to_a_thousandth(one):
     # With a wide vocabulary the worst moment is the loss, when all that is kept is still there.
-    found = terms(one["name"], TrainingWorkload(one["sequence"], one["batch"], profile="hf"))
+    found = terms(one["name"], TrainingWorkload(one["sequence"], one["batch"], profile="hf", precision="bf16"))
     assert found[-1].name.endswith("the loss")
     assert sum_terms(found, category="activations").nbytes == pytest.approx(one["kept"], rel=1e-3)
 
@@ -76,7 +76,7 @@ def test_what_is_kept_for_the_backward_pass_is_counted_to_a_thousandth(one):
     ],
 )
 def test_selective_scans_keep_what_their_functions_save(name, formula):
-    config, work = CONFIGS[name], TrainingWorkload(1024, profile="hf")
+    config, work = CONFIGS[name], TrainingWorkload(1024, profile="hf", precision="bf16")
     i, r = 2 * config["hidden_size"], config["hidden_size"] // 16
     layers = config["num_hidden_layers"] // (2 if name == "jamba" else 1)
     expected = eval(formula, {}, {"n": 1024, "i": i, "r": r, "N": 16})  # noqa: S307
@@ -84,14 +84,14 @@ def test_selective_scans_keep_what_their_functions_save(name, formula):
 
 
 def test_a_scan_in_chunks_keeps_its_input_and_its_result():
-    config, work = CONFIGS["mamba2"], TrainingWorkload(1024, 2, profile="hf")
+    config, work = CONFIGS["mamba2"], TrainingWorkload(1024, 2, profile="hf", precision="bf16")
     i, heads, states = 2 * config["hidden_size"], config["num_heads"], 128
     a_token = 2 * (2 * i + 2 * states + heads) + 2 * i + 4
     assert kept("mamba2", work)[RECURRENT] == config["num_hidden_layers"] * (2048 * a_token + 8 * heads)
 
 
 def test_a_gated_delta_rule_keeps_its_chunks_products():
-    c, work = CONFIGS["qwen3_next"], TrainingWorkload(1024, profile="hf")
+    c, work = CONFIGS["qwen3_next"], TrainingWorkload(1024, profile="hf", precision="bf16")
     k_heads, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     keys, values = k_heads * c["linear_key_head_dim"], heads * c["linear_value_head_dim"]
     convolved, normed = 2 * (2 * keys + values), 2 * 2 * keys + 8 * k_heads
@@ -117,7 +117,8 @@ def test_whatever_shards_them_the_modules_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_selective_recomputation_is_of_attention_only(name):
     none, selective, full = (
-        kept(name, TrainingWorkload(512, profile="hf", recompute=r)) for r in ("none", "selective", "full")
+        kept(name, TrainingWorkload(512, profile="hf", precision="bf16", recompute=r))
+        for r in ("none", "selective", "full")
     )
     assert none[RECURRENT] == selective[RECURRENT]
     assert RECURRENT not in full
@@ -126,7 +127,7 @@ def test_selective_recomputation_is_of_attention_only(name):
 
 def test_what_is_added_up_in_fp32_is_kept_so():
     wide, narrow = (
-        kept(name, TrainingWorkload(512, profile="hf", recompute="full"))["inputs of layers"]
+        kept(name, TrainingWorkload(512, profile="hf", precision="bf16", recompute="full"))["inputs of layers"]
         for name in ("mamba, wide vocabulary", "mamba, narrow sums")
     )
     assert wide == 2 * narrow
@@ -183,4 +184,8 @@ def test_states_that_are_computed_in_a_way_that_is_not_known_are_not_guessed():
     layers = list(made_of.layers)
     layers[2] = replace(layers[2], state=state)
     with pytest.raises(UnsupportedError, match="layer 2 is not known: it has a recurrent state"):
-        terms("jamba", TrainingWorkload(512, profile="hf"), made_of=replace(made_of, layers=tuple(layers)))
+        terms(
+            "jamba",
+            TrainingWorkload(512, profile="hf", precision="bf16"),
+            made_of=replace(made_of, layers=tuple(layers)),
+        )

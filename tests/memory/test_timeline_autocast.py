@@ -60,5 +60,4 @@ def test_autocasts_moments_are_torchs(layers, tokens, recompute):
     *passes, step = line.list_moments()
     backward, stepped = follow(layers, tokens, recompute=recompute)
     assert step.nbytes == pytest.approx(stepped, rel=0.001)
-    # Under autocast, what flows between layers is fp32, which the profile counts as bf16: 3 % of what layers keep.
-    assert max(moment.nbytes for moment in passes) == pytest.approx(backward, rel=0.035)
+    assert max(moment.nbytes for moment in passes) == pytest.approx(backward, rel=0.001)
