@@ -39,7 +39,6 @@ NOT_COUNTED: Final[Mapping[str, str]] = {
     "clip": TWO_LENGTHS,
     "siglip": TWO_LENGTHS,
     "whisper": TWO_LENGTHS,
-    "voxtral_realtime": TWO_LENGTHS,
 }
 """Fixtures that cannot be compared, with the reason."""
 OWN_CLASS: Final = {"falcon", "falcon-rw", "gpt_neo", "gptj"}
@@ -67,7 +66,6 @@ NOT_KNOWN: Final[Mapping[str, str]] = {
     "gemma4_unified_text": "norms of values",
     "glm5_next": "several states of each token",
     "glm_moe_dsa": "an indexer chooses",
-    "gte": "dropout within the MLP",
     "hy_v4": "an indexer chooses",
     "jetmoe": "experts of attention",
     "kimi_linear": "a recurrent state",
@@ -171,7 +169,6 @@ OTHERWISE_CAST: Final[Mapping[str, float]] = {
     "gpt2-cross-untied": 0.04,
     "gpt_neo": 0.05,
     "gptj": 0.05,
-    "gte": 0.04,
     "hunyuan_v1_dense": 0.06,
     "hyperclovax": 0.08,
     "persimmon": 0.21,
@@ -191,8 +188,6 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
         pytest.skip(f"transformers has no {kind} attention for {name}")
     if any(layer.experts for layer in anatomy.layers):
         pytest.skip("the grouped products of experts have no autocast on a CPU")
-    if name == "deberta":
-        pytest.skip("its mask is the least number of fp32, which is none of bf16")
     with gpu_autocast():
         some, many = (measure(model, paths, batch) for batch in (2, 4))
     few, more = (estimate(anatomy, kind, batch, "mixed") for batch in (2, 4))

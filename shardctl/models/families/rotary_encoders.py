@@ -196,7 +196,7 @@ GTE: Final = Family(
     traits=replace(
         ENCODER_TRAITS,
         attention_dropout=("attention_probs_dropout_prob", 0.0),
-        unmodelled="dropout within the MLP",
+        inner_dropout=("hidden_dropout_prob", 0.1),
     ),
     assumed=assume_sizes(250048, 768, 3072, 12, 12),
 )
