@@ -38,7 +38,7 @@ def ask(copied, *args):
 
 
 def test_the_help_has_it_with_its_examples(copied):
-    assert "Print the names of a checkpoint's tensors." in ask(copied, "--help").stdout
+    assert "Print the names of a checkpoint's tensors" in ask(copied, "--help").stdout
     said = ask(copied, "names", "--help").stdout
     assert "--config" in said
     assert "shardctl names ./llama" in said
