@@ -161,3 +161,14 @@ def test_experts_keep_their_arrays_and_states(experts, tmp_path):  # noqa: F811
     same({key: kinds["fp32"] for key, kinds in held.items()}, expected["weights"])
     for parameter, states in expected["optimizer"]["state"].items():
         same({kind: held[parameter][kind] for kind in states}, states)
+
+
+def test_one_number_of_steps_for_all_is_given_to_every_parameter(tmp_path):
+    """An engine of stage 1 or 2 with torch's own Adam otherwise ends in a KeyError."""
+    megatron = DEEPSPEED.parent / "torch_dist"
+    llama = SourceOptions(config=megatron / "hf/llama/config.json")
+    reshard(megatron / "trained_plain/iter", tmp_path / "out", ReshardOptions(to="universal"), source_options=llama)
+    held = parameters(tmp_path / "out")
+    with open_checkpoint(megatron / "trained_plain/iter", llama) as checkpoint:
+        step = checkpoint.manifest.training.step
+    assert {float(each["step"]) for each in held.values()} == {step}

@@ -196,4 +196,6 @@ class _UniversalBuilder:
         self.files[path] = CheckpointFile(path, len(data), ((0, data),))
 
 
-LAYOUT: Final = Layout(NAME, pack_universal, options=frozenset({"names", "experts"}), states="by default")
+LAYOUT: Final = Layout(
+    NAME, pack_universal, options=frozenset({"names", "experts"}), states="by default", own_steps=True
+)
