@@ -229,6 +229,8 @@ def test_the_hub_is_not_there(hub, monkeypatch):
     with pytest.raises(TransientError, match=r"is not a path here, and .* cannot be reached") as trouble:
         inspect(NAME)
     assert "HF_HUB_OFFLINE" in trouble.value.hint
+    with pytest.raises(TransientError, match=rf"^the Hub is needed for {NAME}, but .* cannot be reached"):
+        inspect(f"hf://{NAME}")
 
 
 def test_a_hub_that_says_nothing_is_asked_again(hub, monkeypatch):

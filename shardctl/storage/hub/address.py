@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote
 
@@ -29,6 +29,8 @@ class HubAddress:
     """A branch, a tag or a commit."""
     inside: str = ""
     """A folder, or one file; empty for the whole repository."""
+    bare: bool = field(default=False, compare=False)
+    """Whether it was written without ``hf://``, so that a path may have been meant."""
 
     @classmethod
     def parse(cls, text: str) -> HubAddress:
@@ -55,7 +57,7 @@ class HubAddress:
         wrong = inside and not {"", ".", ".."}.isdisjoint(inside.split("/"))
         if not _REPOSITORY.fullmatch(head) or not revision or wrong:
             raise UsageError(f"{text} is not the address of a model", hint="write hf://owner/name[@revision][/folder]")
-        return cls(head, revision, inside)
+        return cls(head, revision, inside, bare)
 
     @property
     def commit(self) -> str | None:

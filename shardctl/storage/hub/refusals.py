@@ -65,9 +65,14 @@ def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlEr
     """Build the error for a Hub that does not answer."""
     from huggingface_hub import constants
 
+    endpoint = _strip_credentials(constants.ENDPOINT)
+    name = (
+        f"{address.repository} is not a path here, and"
+        if address.bare
+        else f"the Hub is needed for {address.repository}, but"
+    )
     return TransientError(
-        f"{address.repository} is not a path here, and {_strip_credentials(constants.ENDPOINT)} cannot be "
-        f"reached: {error}",
+        f"{name} {endpoint} cannot be reached: {error}",
         hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 only the Hub's cache is read",
     )
 
