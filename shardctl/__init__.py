@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.version import __version__
 
+if sys.platform == "win32":
+    raise ImportError("shardctl runs on Linux and macOS; on Windows, run it in WSL: it needs the file locks of POSIX")
+
 if TYPE_CHECKING:
     from shardctl.api import (
         DiffResult,

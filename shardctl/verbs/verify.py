@@ -25,7 +25,6 @@ from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.loading.engine_level import require_engine, run_engine_level
-from shardctl.loading.running_engine_level import run_running_engine_level
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.verify_options import is_running
 from shardctl.pieces import PlacedCheckpoint
@@ -208,6 +207,8 @@ class _VerifyRun:
     def _ask_engine(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> LevelResult:
         engine = self.verify_options.engine
         if is_running(engine):
+            from shardctl.loading.running_engine_level import run_running_engine_level
+
             limit = self.verify_options.engine_timeout
             return run_running_engine_level(self.path, engine, limit, self.source_options, self.effort)
         return run_engine_level(checkpoint, other, self.verify_options, strict=self.strict)

@@ -110,8 +110,12 @@ def test_a_term_says_that_it_is_of_the_kernels(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_shards_them_the_modules_are_those_of_transformers(name):
+    """Under autocast, which the profile hf has, norms keep fp32 sums; all else is the same."""
     by_profile = [kept(name, TrainingWorkload(512, profile=profile)) for profile in ("hf", "fsdp2", "deepspeed")]
-    assert by_profile[0] == by_profile[1] == by_profile[2]
+    assert by_profile[1] == by_profile[2]
+    norms = [terms.pop("kept by norms") for terms in by_profile]
+    assert by_profile[0] == by_profile[1]
+    assert norms[1] < norms[0] <= 2 * norms[1]
 
 
 @pytest.mark.parametrize("name", KINDS)

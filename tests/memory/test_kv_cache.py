@@ -98,6 +98,9 @@ def cached(model, config):
         given["past_key_values"] = EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
     elif config["model_type"] == "gemma3":
         given["token_type_ids"] = torch.zeros_like(ids)
+    elif config["model_type"] == "voxtral_realtime":  # a sound for every token
+        frames = TOKENS * model.config.audio_length_per_tok
+        given["input_features"] = torch.zeros(BATCH, config["audio_config"]["num_mel_bins"], frames)
     elif config["model_type"] == "mllama":
         tiles, side = config["vision_config"]["max_num_tiles"], config["vision_config"]["image_size"]
         given["pixel_values"] = torch.zeros(BATCH, 1, tiles, 3, side, side)

@@ -116,9 +116,9 @@ def test_a_half_goes_into_ranks_and_other_layouts(tmp_path):
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(tmp_path / "text"))
     assert verify(tmp_path / "back", VerifyOptions(level="full", against=whole.path)).ok
+    with pytest.raises(UnsupportedError):
+        reshard(whole.path, tmp_path / "megatron", ReshardOptions(to="megatron", mesh=Mesh.of(tp=2)))
     for layout in ("vllm", "megatron"):
-        with pytest.raises(UnsupportedError):
-            reshard(whole.path, tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
         reshard(whole.path, tmp_path / layout, ReshardOptions(only="text", to=layout, mesh=Mesh.of(tp=2)))
         assert verify(tmp_path / layout, VerifyOptions(level="full", against=whole.path)).ok
 
