@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
     if unknown:
         raise UnsupportedError(
             f"{model.architecture or 'the model'} has no {_choose_noun(unknown)} {format_first_few(unknown)}",
-            hint="say how such tensors are cut with --rules FILE",
+            hint=_hint_at_unknown(model, unknown),
         )
     whole = plain.keys() | found.keys()
     warnings = (*stored.warnings, *model.warnings, *(() if partial else list_missing_warnings(model, whole)))
@@ -92,6 +93,18 @@ def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tu
         raise _build_shape_error(tensor, fusion.shape)
     for part, held in fusion.taken_apart(tensor):
         yield part, replace(held, spelling=(part,)) if part == tensor.name else held
+
+
+def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
+    kinds = {_erase_numbers(name) for name in model.tensors}
+    readings = ([_erase_numbers(reading) for reading in _list_readings(model, name)] for name in unknown)
+    if all(any(reading in kinds for reading in each) for each in readings):
+        return "config.json counts fewer layers or experts than there are; reshard --exclude leaves tensors out"
+    return "say how such tensors are cut with --rules FILE"
+
+
+def _erase_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
 
 
 def _choose_noun(names: Sequence[str]) -> str:

@@ -190,6 +190,12 @@ def test_unknown_tensors_are_named_and_rules_are_the_hint():
     assert "--rules" in caught.value.hint
 
 
+def test_a_layer_too_many_is_said_to_be_the_configs_doing():
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has no tensors model\.layers\.2\.") as caught:
+        bind("llama", lambda s: s.update({n.replace("layers.1.", "layers.2."): t for n, t in s.items()}))
+    assert caught.value.hint.startswith("config.json counts fewer layers or experts than there are")
+
+
 def test_a_bias_that_the_config_denies_is_unknown():
     with pytest.raises(UnsupportedError, match=r"q_proj\.bias"):
         bind("llama", lambda s: s.update({"model.layers.0.self_attn.q_proj.bias": (32,)}))
