@@ -1,6 +1,6 @@
 """Tries every generative class of transformers for three pages at once: any_model.md, derived.md and multimodal.md.
 
-    python docs/benchmarks/every_class.py WORKDIR [--only CLASS ...]
+    OMP_NUM_THREADS=1 python docs/benchmarks/every_class.py WORKDIR [--only CLASS ...]
 
 All is done in one process, which imports everything and tries two classes first; each class is then tried in a fork of
 it, which may take `SECONDS` of processor time and takes its memory with it. A class is made small and saved once, and

@@ -136,6 +136,8 @@ def _fit_together(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
         fitting = {"head_dim": held["expand"] * chosen["hidden_size"] // chosen["num_heads"], "n_groups": 2}
     if isinstance(held.get("vision_feature_layer"), list | tuple):
         fitting["vision_feature_layer"] = [-1, -2][: len(held["vision_feature_layer"])]
+    if config.model_type == "mllama_vision_model":
+        fitting["image_size"] = 56  # its usual pictures take minutes
     if type(config).__name__ == "DbrxAttentionConfig":
         fitting = {"rope_theta": 10000.0, "clip_qkv": 8, "kv_n_heads": 2}  # without which DBRX does not run
     return fitting

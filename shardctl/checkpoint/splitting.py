@@ -55,6 +55,11 @@ def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCh
         config, manifest = checkpoint.config, checkpoint.manifest
         arrays = checkpoint.model.fusions if checkpoint.model is not None else ()
         half = find_text_half(config, manifest, arrays) if only == "text" else find_vision_half(config, manifest)
+        if half.strange:
+            raise UnsupportedError(
+                f"{half.title} would not compute by itself what it does inside: {half.strange}",
+                hint="--only takes a pattern of names, too, and leaves names and config as they are",
+            )
         return _split_half(checkpoint, only, half)
     kept = _select_names(checkpoint, only)
     if not kept:
@@ -110,7 +115,8 @@ def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> Ope
     objects = tuple(
         replace(each, policy="drop") if only == "text" and each.name in _PICTURES else each for each in whole.objects
     )
-    manifest = replace(whole, tensors=tensors, objects=objects)
+    told = (f"{half.title}: {half.renamed}",) if half.renamed else ()
+    manifest = replace(whole, tensors=tensors, objects=objects, warnings=(*whole.warnings, *told))
     config = _rename_quantised_modules(half.config, half.names)
     model, problem = _find_model(checkpoint, config, manifest)
     if model is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
+from shardctl.models.derived.library_names import build_renamer
 from shardctl.models.describe import find_family
 from shardctl.models.inner_kinds import (
     ROPES,
@@ -18,6 +19,7 @@ from shardctl.models.inner_kinds import (
 )
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
+from shardctl.models.windows import list_windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +34,7 @@ _OUTER: Final = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_to
 """Keys that a text model without them has from the config around it."""
 _FLAT: Final = re.compile(r"(vision|audio|image|video)_")
 """How keys begin that are not the text model's, where its own stand beside them."""
-_VISION: Final = re.compile(r"(visual|img_processor|vision(_tower|_model|_encoder)?)")
+_VISION: Final = re.compile(r"(visual|img_processor|image_encoder|vision(_tower|_model|_encoder)?)")
 """How the module of a vision model is called, inside the base model or outside."""
 
 
@@ -45,6 +47,10 @@ class ModelHalf:
     config: Mapping[str, Any]
     names: Mapping[str, str]
     """The names of its tensors, and those that they have in it by itself."""
+    strange: str = ""
+    """Why it does not compute by itself what it does inside; empty if nothing says so."""
+    renamed: str = ""
+    """What is known of other names that its class has for its tensors; empty for nothing."""
 
 
 def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable[str]) -> ModelHalf:
@@ -66,10 +72,11 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
         raise UnsupportedError(f"no tensors have the names of the {family.name} inside {half.title}")
     names = _strip_text_names([*stored.tensors, *arrays], base, half.member.prefix, plain)
     values = _build_text_config(config, inner, family)
-    values[_TIED] = not any(
-        row.tie and not row.name.startswith(".") and row.name in names.values() for row in family.rows
+    heads = [row.name for row in family.rows if row.tie and not row.name.startswith(".")]
+    values[_TIED] = bool(heads) and not any(head in names.values() for head in heads)
+    return ModelHalf(
+        f"the {family.name} inside {half.title}", values, names, _find_strange_layers(family, inner, values)
     )
-    return ModelHalf(f"the {family.name} inside {half.title}", values, names)
 
 
 def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
@@ -90,7 +97,8 @@ def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
     (module,) = modules
     values = {**{key: config[key] for key in _OUTER[:2] if key in config}, **inner}
     names = {name: name.removeprefix(module) for name in stored.tensors if name.startswith(module)}
-    return ModelHalf(f"the vision model {module}** of {_title(config)}", values, names)
+    title = f"the vision model {module}** of {_title(config)}"
+    return ModelHalf(title, values, names, renamed=_describe_renamed_tensors(config, inner, names))
 
 
 def group_left_tensors(tensors: Iterable[Tensor], kept: Iterable[str]) -> list[tuple[str, list[Tensor]]]:
@@ -112,6 +120,23 @@ def group_left_tensors(tensors: Iterable[Tensor], kept: Iterable[str]) -> list[t
     return list(found.items())
 
 
+def _describe_renamed_tensors(config: Mapping[str, Any], inner: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Say which names an installed transformers has for tensors of a half inside the whole, other than those alone."""
+    kinds = (
+        ModelConfig(config).architecture(),
+        *(ModelConfig(each).text("model_type", "") for each in (config, inner)),
+    )
+    rename = build_renamer(kinds)
+    changed = {own: new for name, own in names.items() if not (new := rename(name)).endswith(own)}
+    if not changed:
+        return ""
+    old, new = next(iter(changed.items()))
+    return (
+        f"{len(changed)} of its {len(names)} tensors have names that transformers changes when it reads the whole "
+        f"model, such as {old} to {new}; the class of this part by itself may not find them"
+    )
+
+
 def _title(config: Mapping[str, Any]) -> str:
     named = ModelConfig(config)
     return named.architecture() or named.text("model_type", "") or "the model"
@@ -125,7 +150,7 @@ def _find_text_model(config: Mapping[str, Any], stored: Manifest) -> tuple[Famil
         inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
         inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
     family = find_inner_family(inner)
-    if family is not None:
+    if family is not None and (outer is None or family.name != outer[0].name):
         return family, inner
     flat = list_flat_families(config)
     if len(flat) < 2:  # noqa: PLR2004 - the config leaves no choice
@@ -170,6 +195,18 @@ def _build_text_config(config: Mapping[str, Any], inner: Mapping[str, Any], fami
             if isinstance(values.get(rope), dict):
                 values[rope] = _drop_picture_axes(values[rope])
     return {"architectures": [next(iter(family.classes))], **values, "model_type": family.name}
+
+
+def _find_strange_layers(family: Family, inner: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Say which kind of layer a text model has inside only, where its class by itself is another one."""
+    if name_plain_kind(inner) == inner.get("model_type") or family.traits is None:
+        return ""
+    config = family.complete_config(ModelConfig(values))
+    try:
+        list_windows(family.traits.window, config, config.size("num_hidden_layers"))
+    except UnsupportedError as error:
+        return error.message
+    return ""
 
 
 def _drop_picture_axes(rope: Mapping[str, Any]) -> dict[str, Any]:

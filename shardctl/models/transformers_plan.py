@@ -66,7 +66,7 @@ def find_plan(model_type: str, architecture: str) -> TransformersPlan | None:
     sources = find_sources()
     if sources is None:
         return None
-    for path in _list_candidate_files(sources / "models", model_type):
+    for path in list_config_files(sources / "models", model_type):
         for node in _list_classes(path):
             literals = _read_literals(node)
             tp, ep = literals.get("base_model_tp_plan"), literals.get("base_model_ep_plan")
@@ -82,11 +82,7 @@ def find_plan(model_type: str, architecture: str) -> TransformersPlan | None:
     return None
 
 
-def _spell_styles(plan: object) -> dict[str, str]:
-    return {str(key): str(style) for key, style in plan.items()} if isinstance(plan, dict) else {}
-
-
-def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:
+def list_config_files(models: Path, model_type: str) -> Iterator[Path]:
     """List files that may define the config class: first the folder of that name, which most types have."""
     usual = models / model_type.replace("-", "_")
     if model_type.replace("-", "_").isidentifier():
@@ -95,6 +91,10 @@ def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:
     for path in sorted(models.glob("*/configuration_*.py")):
         if path.parent != usual and any(text in path.read_bytes() for text in quoted):
             yield path
+
+
+def _spell_styles(plan: object) -> dict[str, str]:
+    return {str(key): str(style) for key, style in plan.items()} if isinstance(plan, dict) else {}
 
 
 def _read_head_plan(folder: Path, architecture: str) -> dict[str, str]:

@@ -200,6 +200,29 @@ def test_experts_are_divided_where_a_library_says_so_under_other_names():
     assert "InklingTextConfig of transformers" in derived.derivation.rules[0].rule.origin
 
 
+def test_experts_under_the_names_of_a_class_have_its_order():
+    """Inkling's class computes with gates and then ups; only the Hub's arrays alternate."""
+    base = "model.layers.0.mlp.experts"
+    shapes = {f"{base}.gate_up_proj": (4, 32, 32), f"{base}.down_proj": (4, 32, 16)}
+    config = {"architectures": ["InklingForCausalLM"], "model_type": "inkling_text", "n_routed_experts": 4}
+    derived = derive(config, shapes.items())
+    cuts = [[("ep", [(4, 1)])], [("etp", [(16, 1), (16, 1)])], []]
+    assert list_cuts(derived.tensors[f"{base}.gate_up_proj"])[0] == cuts
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "whole"),
+    [("muse_glimmer_text", "", True), ("llama", "", False), ("llama", "embed_tokens.embed_norm.weight", True)],
+)
+def test_an_embedding_with_a_norm_inside_stays_whole(kind, beside, whole):
+    config = {"architectures": ["NobodyForCausalLM"], "model_type": kind, "vocab_size": 96}
+    shapes = {"embed_tokens.weight": (96, 32), "lm_head.weight": (96, 32), **({beside: (32,)} if beside else {})}
+    derived = derive(config, shapes.items())
+    cut = {name for name, tensor in derived.tensors.items() if is_cut(tensor)}
+    assert cut == {"lm_head.weight"} if whole else {"embed_tokens.weight", "lm_head.weight"}
+    assert [each.pattern for each in derived.derivation.uncut] == (["embed_tokens.weight"] if whole else [])
+
+
 def test_a_linear_beside_a_pair_that_nobody_knows_leaves_the_pair_whole():
     """Cutting the two would be wrong if what the third gives is multiplied with what lies between them."""
     pair = {f"{LAYER}.mlp.up_proj.weight": (48, 32), f"{LAYER}.mlp.down_proj.weight": (32, 48)}

@@ -13,11 +13,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardctl.amounts import format_memory_size
 from shardctl.cli.program import run
+from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Manifest, Tensor
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.models.halves import find_text_half
+from shardctl.models.halves import find_text_half, find_vision_half
 from shardctl.options import PlanOptions, ReshardOptions, VerifyOptions
 from shardctl.options.plan_options import find_device
 from shardctl.verbs.plan import plan
@@ -278,6 +279,50 @@ def test_a_config_that_is_silent_gets_what_its_own_class_assumes(name):
     unlike = {key for key in assumed.keys() & alone.keys() if assumed[key] != alone[key]}
     tokens = {"bos_token_id", "eos_token_id", "pad_token_id"}
     assert unlike <= {"model_type", *tokens, "tie_word_embeddings", "architectures"}
+
+
+def test_a_text_half_whose_head_is_never_tied_says_so():
+    inner = {**config_of("nemotron_h"), "architectures": None}
+    tensors = {f"language_model.{t.name}": t for t in describe_model(config_of("nemotron_h")).tensors.values()}
+    tensors = {name: Tensor(name, t.dtype, t.shape, ()) for name, t in tensors.items()}
+    config = {"architectures": ["SeerForConditionalGeneration"], "text_config": inner}
+    assert find_text_half(config, Manifest("", tensors, {}), ()).config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "own", "told"),
+    [
+        ("git", "git.image_encoder.vision_model.norm.bias", "vision_model.norm.bias", ""),
+        ("llava", "model.vision_tower.vision_model.norm.bias", "vision_model.norm.bias", ""),
+        ("qianfan_ocr", "vision_model.embeddings.class_embedding", "embeddings.class_embedding", "cls_token"),
+    ],
+)
+def test_a_vision_half_has_the_names_of_its_class_or_says_that_they_are_others(kind, name, own, told):
+    config = {"model_type": kind, "vision_config": {"model_type": f"{kind}_vision"}}
+    half = find_vision_half(config, Manifest("", {name: Tensor(name, BY_NAME["F32"], (4,), ())}, {}))
+    assert half.names == {name: own}
+    assert told in half.renamed
+    assert bool(told) == bool(half.renamed)
+
+
+def test_a_model_is_no_half_of_itself(tmp_path, capfd):
+    source = save(tmp_path / "source", config_of("dbrx"))
+    assert run(["reshard", str(source.path), str(tmp_path / "part"), "--only", "text"]) == 4
+    assert "has no text model inside" in capfd.readouterr().err
+
+
+def test_a_half_whose_class_by_itself_lacks_a_kind_of_layer_is_refused(tmp_path, capfd):
+    inner = {"model_type": "unlimited_ocr_text", "layer_types": ["reference_sliding_attention"], "vocab_size": 96}
+    inner |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    inner |= {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = {"architectures": ["UnlimitedOcrForConditionalGeneration"], "text_config": inner}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    shapes = {t.name: t.shape for t in describe_model(config).tensors.values()}
+    save_file({n: torch.zeros(shape) for n, shape in shapes.items()}, tmp_path / "whole" / "model.safetensors")
+    assert run(["reshard", str(tmp_path / "whole"), str(tmp_path / "part"), "--only", "text"]) == 4
+    assert "'reference_sliding_attention'" in capfd.readouterr().err
+    assert not (tmp_path / "part").exists()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ _RELATIVE: Final = ("linear_pos", "relative_k_proj", "pos_proj")
 _INDEXERS: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
 """What stands in attention and works by itself, on every rank alike."""
 _BIASES_BY_HEAD: Final = ("relative_attention_bias",)
+_JOINED: Final = ("gate_up_proj",)
+"""What transformers calls its own arrays of gates and ups, one after the other; stored ones may have others' order."""
 _CONV1D: Final = ("c_fc", "c_attn")
 """What modules are called that are Conv1D in some models and Linear in others."""
 _MATRIX: Final = 2
@@ -317,7 +319,8 @@ class CircuitCutter:
         ep = AxisCut("ep", (CutSection(experts, noun="experts"),))
         width = c if transposed else d
         section = CutSection(width, noun="columns of each expert")
-        woven = joined and self._has_style(first, "colwise")  # which transformers cuts in one stretch
+        stored = first.path.rpartition(".")[2] not in _JOINED  # else it is as its class computes with it
+        woven = joined and stored and self._has_style(first, "colwise")  # which transformers cuts in one stretch
         sure = not joined or woven or first.bias is None
         pairs = (CutSection(2 * width, 2, noun=section.noun),)
         etp = AxisCut("etp", pairs if woven else (section, section) if joined else (section,))

@@ -11,6 +11,7 @@ from shardctl.models.derived.circuits import list_circuits
 from shardctl.models.derived.cutting import CircuitCutter, find_expert_number
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
 from shardctl.models.derived.head_counts import ConfigSizes
+from shardctl.models.derived.library_embeddings import list_normed_embeddings
 from shardctl.models.derived.library_styles import read_library_experts, read_library_styles
 from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
@@ -19,7 +20,7 @@ from shardctl.models.table import FSDP
 from shardctl.placement import AxisCut, CutSection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from shardctl.mesh import Mesh
     from shardctl.models.derived.library_styles import LibraryStyle
@@ -57,7 +58,7 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
     _cut_idle_experts(cutter, weights)
     if library:
         _divide_experts(cutter, weights, read_library_experts(config, list(weights.tensors)))
-    _cut_vocabularies(cutter)
+    _cut_vocabularies(cutter, list_normed_embeddings(config) if library else frozenset())
     if weights is not model:
         cutter.rules = spread_rules(cutter.rules, _apply_rules(weights, cutter.rules), model, config)
     derivation = RuleDerivation(
@@ -77,14 +78,16 @@ def can_divide(model: Model, mesh: Mesh) -> bool:
     return wanted <= found or (bool(wanted) and wanted <= {"tp", "etp"} and not found.isdisjoint(wanted))
 
 
-def _cut_vocabularies(cutter: CircuitCutter) -> None:
-    """Embeddings and heads by tokens, in ceil-sized parts."""
+def _cut_vocabularies(cutter: CircuitCutter, normed: Collection[str]) -> None:
+    """Cut embeddings and heads by tokens, in ceil-sized parts; embeddings called as one of `normed` stay whole."""
     for module in cutter.tree.modules.values():
         last = module.path.rpartition(".")[2]
         if not module.is_matrix or module.weight.name in cutter.rules:
             continue
         embeds = last in _EMBEDDINGS or last.startswith(_EMBEDDING_STARTS)
-        if (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
+        if embeds and (last in normed or any(cutter.tree.within(module.path))):
+            cutter.reasons[module.weight.name] = "its module ends with a norm, which needs the rows of all ranks"
+        elif (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
             note = "embeddings by tokens" if embeds else "scores by tokens"
             cutter.rules[module.weight.name] = TensorRule(((AxisCut("tp"),), ()), SHAPES, note)
             if module.bias is not None:
