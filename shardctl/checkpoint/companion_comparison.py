@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
+from shardctl.checkpoint.pipeline_parts import is_pipeline
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors
 from shardctl.record import RECORD, SUMS
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
 
 _MADE_ANEW: Final = frozenset({CONFIG, RECORD, SUMS, SETTINGS, *QUANTISATION_FILES})
+
+
+_TYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""What the configs of a pipeline's parts say of element types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     found, notes = compare_model_configs(a, b, cast=cast)
     loaded = is_plain_safetensors(a.stored) and find_given_file(a.source) is None
     lacks = loaded and a.config is None and b.config is not None
-    return CompanionComparison(found, tuple(_compare_files(a, b)), notes, lacks_config=lacks)
+    return CompanionComparison(found, tuple(_compare_files(a, b, cast=cast)), notes, lacks_config=lacks)
 
 
 def compare_model_configs(
@@ -60,6 +65,8 @@ def compare_model_configs(
 ) -> tuple[ConfigComparison | None, tuple[str, ...]]:
     """Compare the configs alone; gives None where one of the two has none, and what was not compared, and why."""
     ours, theirs = _read_stored_config(a), b.config
+    if is_pipeline(a.stored) and is_pipeline(b.stored):  # those of the parts are compared as files
+        return None, ()
     if ours is None or theirs is None:
         which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
         return None, tuple(f"configs were not compared: {name} has none" for name in which)
@@ -104,7 +111,8 @@ def _is_derived(checkpoint: OpenedCheckpoint, config: Mapping[str, object]) -> b
     return own is not None and config.keys() <= own.values.keys()
 
 
-def _compare_files(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Iterator[FileChange]:
+def _compare_files(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool) -> Iterator[FileChange]:
+    but = _TYPE_KEYS if cast and is_pipeline(a.stored) else ()
     ours, theirs = (
         {
             side.name
@@ -118,5 +126,5 @@ def _compare_files(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Iterator[FileCha
             yield FileChange(name, "only_in_a")
         elif name not in ours:
             yield FileChange(name, "only_in_b")
-        elif not has_same_content(name, a.source, b.source):
+        elif not has_same_content(name, a.source, b.source, but=but):
             yield FileChange(name, "content")

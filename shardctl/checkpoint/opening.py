@@ -18,9 +18,10 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardctl import models
-from shardctl.checkpoint.config_files import read_config
+from shardctl.checkpoint.config_files import ConfigReading, read_config
 from shardctl.checkpoint.described_source import describe_source, refuse_warnings
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+from shardctl.checkpoint.pipeline_parts import check_pipeline_source, is_pipeline
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
@@ -129,7 +130,8 @@ def _read_checkpoint(
     adapter = _open_adapter(source, stored, record, source_options)
     if adapter is not None:
         return adapter
-    found = read_config(source, source_options.config)
+    check_pipeline_source(stored, source_options)
+    found = ConfigReading(None) if is_pipeline(stored) else read_config(source, source_options.config)
     config, stored = found.values, replace(stored, warnings=(*stored.warnings, *found.warnings))
     own = stored.own_config
     if own is not None and (config is None or (own.replaces and source_options.config is None)):

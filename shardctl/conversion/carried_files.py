@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.dequantising import QUANTISATION_FILES
+from shardctl.checkpoint.pipeline_parts import is_pipeline, read_part_config
 from shardctl.conversion.optimizer_states import build_settings_file, get_states
 from shardctl.dtype import CASTABLE, FLOATS
 from shardctl.manifest import OpaqueObject
@@ -32,6 +33,7 @@ def list_carried_files(
         (t.dtype.torch for t in have.tensors.values() if t.encoded_bytes and t.dtype in FLOATS.values()), ""
     )
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    part_configs = _list_part_configs(checkpoint, have, dtypes)
     carried = []
     for side in have.objects:
         if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
@@ -42,6 +44,9 @@ def list_carried_files(
         elif side.name == CONFIG and cast:
             content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        elif side.name in part_configs:
+            content = _set_config_dtype(read_text(checkpoint.source, side.name, CONFIG_TEXT), part_configs[side.name])
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
         elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
             carried.append(side)
     carried += build_settings_file(have, layout)
@@ -50,6 +55,17 @@ def list_carried_files(
         content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
         carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
     return carried
+
+
+def _list_part_configs(checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType]) -> Mapping[str, str]:
+    """List the configs of a pipeline's parts that were cast, each with the type; those of diffusers name no type."""
+    if not is_pipeline(checkpoint.stored):
+        return {}
+    cast = {n.partition("/")[0]: dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    configs = {part: read_part_config(checkpoint.source, part) for part in cast}
+    return {
+        f"{part}/{CONFIG}": cast[part] for part, config in configs.items() if config and "_class_name" not in config
+    }
 
 
 def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:

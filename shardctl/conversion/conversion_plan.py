@@ -20,6 +20,7 @@ from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapters
+from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.carried_files import list_carried_files
@@ -154,6 +155,7 @@ def plan_conversion(
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
+    check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
     checkpoint = _quantise_weights(checkpoint, reshard_options)
     coded = _list_coded_names(checkpoint) if reshard_options.quantize is not None else frozenset()

@@ -13,6 +13,7 @@ from shardctl.libraries.deepseek import reading as deepseek
 from shardctl.libraries.deepseek import writing as deepseek_writing
 from shardctl.libraries.deepspeed import reading as deepspeed
 from shardctl.libraries.deepspeed import writing as deepspeed_writing
+from shardctl.libraries.diffusers import reading as diffusers
 from shardctl.libraries.megatron import arrays as megatron_arrays
 from shardctl.libraries.megatron import dist_arrays, dist_reading, dist_writing, legacy_reading, legacy_writing
 from shardctl.libraries.meta import reading as meta
@@ -63,6 +64,7 @@ LIBRARIES: Final = (
     KnownLibrary(deepseek.FORMAT, deepseek_writing.LAYOUT, deepseek_arrays.SCHEMA),
     KnownLibrary(vllm.FORMAT, vllm_writing.LAYOUT, vllm_arrays.SCHEMA),
     KnownLibrary(orbax.FORMAT),
+    KnownLibrary(diffusers.FORMAT),
 )
 """In the order in which messages and help list them."""
 FORMATS: Final = tuple(each.format for each in LIBRARIES if each.format is not None)

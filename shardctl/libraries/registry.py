@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.libraries.catalogue import FORMATS
-from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, PIPELINE
+from shardctl.libraries.files.file_names import DCP_METADATA, PIPELINE_FORMAT
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
@@ -116,6 +116,9 @@ def is_plain_safetensors(stored: Manifest) -> bool:
 
 def _list_matching_formats(source: Source) -> list[Format]:
     found = [format_ for format_ in FORMATS if format_.detect(source)]
+    pipeline = [format_ for format_ in found if format_.name == PIPELINE_FORMAT]
+    if pipeline:  # which repositories have beside the same weights in one file, for other programs
+        return pipeline
     if not any(format_.names_safetensors for format_ in found):
         return found
     return [format_ for format_ in found if format_ is not safetensors.FORMAT]
@@ -146,12 +149,6 @@ def _build_unknown_error(source: Source) -> SourceError:
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
     refuse_nested_saves(source)
-    parts = sorted({path.split("/")[0] for path in files if path.endswith(LOADED_SUFFIXES) and path.count("/") == 1})
-    if PIPELINE in files and parts:
-        return SourceError(
-            f"{source.name} is a pipeline of diffusers, whose parts are checkpoints of their own: {', '.join(parts)}",
-            hint=f"give one part at a time, such as {source.name}/{parts[0]}",
-        )
     return SourceError(
         f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
     )

@@ -68,6 +68,8 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
         document["drafter"] = found.drafter
     if found.adapter is not None:
         document["adapter"] = asdict(found.adapter)
+    if found.parts:
+        document["parts"] = [asdict(part) for part in found.parts]
     if found.training is not None:
         document["training"] = {
             "writer": found.training.writer,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
+    from shardctl.checkpoint.pipeline_parts import PipelinePart
     from shardctl.models import RuleRow
     from shardctl.verbs.inspect import InspectResult, TensorLine, TrainingLine
 
@@ -63,6 +64,7 @@ def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
         label = "" if number else "dtypes"
         amount = f"{format_count(share.parameters)} parameters, {format_file_size(share.nbytes)}"
         yield label, f"{share.dtype}: {format_plural(share.tensors, 'tensor')}, {amount}"
+    yield from _list_part_facts(found.parts)
     ties = [f"{name} = {tensor.name}" for tensor in found.tensors for name in tensor.ties]
     if ties:
         yield "ties", format_first_few(ties)
@@ -77,6 +79,14 @@ def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
         yield "carried", format_first_few(found.carried, _FILES_SHOWN)
     if found.dropped:
         yield "dropped", format_first_few(found.dropped, _FILES_SHOWN)
+
+
+def _list_part_facts(parts: Iterable[PipelinePart]) -> Iterator[tuple[str, str]]:
+    """List the models of a pipeline."""
+    for number, part in enumerate(parts):
+        amount = f"{format_count(part.parameters)} parameters, {format_file_size(part.nbytes)}"
+        quantised = ", quantised" if part.quantised else ""
+        yield "" if number else "parts", f"{part.name}: {part.class_name}, {amount}, {'+'.join(part.dtypes)}{quantised}"
 
 
 def _list_adapter_facts(adapter: AdapterSummary) -> Iterator[tuple[str, str]]:

@@ -35,3 +35,10 @@ def charge_entries(source: Source, number: int) -> None:
     if limit is not None:
         limit.found += number
         limit.check(limit.found)
+
+
+def share_limit(source: Source, part: Source) -> None:
+    """Count the tensors of a part of a source, which is read as a source by itself, among those of the source."""
+    limit = _LIMITS.get(source)
+    if limit is not None:
+        _LIMITS[part] = limit

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.adapter_checkpoint import summarise_adapter
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
 from shardctl.models.drafters import name_drafter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.checkpoint.pipeline_parts import PipelinePart
     from shardctl.manifest import TrainingState
     from shardctl.models import RuleRow
     from shardctl.models.derived import RuleDerivation
@@ -118,6 +120,8 @@ class InspectResult(NotebookView):
     """Which kind of drafter it is, such as `EAGLE-3`; empty for a model that stands alone."""
     adapter: AdapterSummary | None = None
     """What the adapter is, if it is one and no model."""
+    parts: tuple[PipelinePart, ...] = ()
+    """The models of a pipeline of diffusers."""
     derivation: RuleDerivation | None = None
     """How the rules were derived, where no table has them and that was asked for."""
 
@@ -165,6 +169,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
             checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
         ),
         adapter=summarise_adapter(checkpoint) if checkpoint.adapter else None,
+        parts=list_pipeline_parts(checkpoint.source, checkpoint.stored),
     )
 
 
@@ -186,7 +191,7 @@ def _explain_no_model(checkpoint: OpenedCheckpoint) -> str:
         return "no file says how many tokens the vocabulary has (--true-vocab N, or --config PATH)"
     if checkpoint.stored.dialect is not None:
         return "there is no config.json (--config PATH); counted are the arrays of every rank"
-    return "there is no config.json"
+    return "it is a pipeline of several" if is_pipeline(checkpoint.stored) else "there is no config.json"
 
 
 def _count_dtypes(checkpoint: OpenedCheckpoint) -> tuple[DTypeShare, ...]:

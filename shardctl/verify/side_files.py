@@ -9,6 +9,8 @@ from shardctl.errors import SourceError
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from shardctl.storage import Source
 
 _BLOCK: Final = 1 << 20
@@ -30,10 +32,10 @@ def is_document(path: str) -> bool:
     )
 
 
-def has_same_content(path: str, a: Source, b: Source) -> bool:
+def has_same_content(path: str, a: Source, b: Source, *, but: Collection[str] = ()) -> bool:
     """Return whether a file says the same in two sources: every byte, or in JSON every value.
 
-    Who wrote a JSON file does not count. Raises SourceError for a file that cannot be read.
+    Who wrote a JSON file does not count, nor do the keys `but`. Raises SourceError for a file that cannot be read.
     """
     if _has_same_bytes(path, a, b):
         return True
@@ -45,7 +47,7 @@ def has_same_content(path: str, a: Source, b: Source) -> bool:
         return False
     for each in (ours, theirs):
         if isinstance(each, dict):
-            for key in _WRITER_KEYS:
+            for key in (*_WRITER_KEYS, *but):
                 each.pop(key, None)
     return bool(ours == theirs)
 

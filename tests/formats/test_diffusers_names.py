@@ -3,12 +3,9 @@
 import json
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
-from shardctl.errors import SourceError
 from shardctl.options import ReshardOptions
-from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
 
@@ -27,14 +24,3 @@ def test_results_have_the_names_that_diffusers_looks_for(tmp_path):
     assert not list(tmp_path.glob("*/model*"))
     again = reshard(tmp_path / "many", tmp_path / "again", ReshardOptions(to="hf"))
     assert one.record.digest == many.record.digest == again.record.digest
-
-
-def test_a_whole_pipeline_names_its_parts(tmp_path):
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DDPMPipeline", "unet": ["diffusers", "U"]}))
-    for part in ("vae", "unet"):
-        (tmp_path / part).mkdir()
-        save_file({"a.weight": np.ones(3, np.float32)}, tmp_path / part / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(SourceError, match=r"pipeline of diffusers, .*: unet, vae") as caught:
-        inspect(tmp_path)
-    assert caught.value.hint == f"give one part at a time, such as {tmp_path}/unet"
-    assert inspect(tmp_path / "unet").tensors

@@ -56,7 +56,8 @@ class ReaderSample:
 
     make: Callable[[Path], None]
     """Writes it into a folder that is not there yet."""
-    config: Path = LLAMA / "config.json"
+    config: Path | None = LLAMA / "config.json"
+    """None for a container that has a config for each of its parts."""
     weights: Callable[[], Mapping[str, torch.Tensor]] = read_llama
     """What it must hold, by the library that wrote it."""
     rules: Path | None = None
@@ -79,7 +80,8 @@ class ReaderSample:
     @property
     def arguments(self) -> tuple[str, ...]:
         """How the command line reads it."""
-        return ("--config", str(self.config), *(("--rules", str(self.rules)) if self.rules else ()))
+        given = (("--config", self.config), ("--rules", self.rules))
+        return tuple(text for flag, path in given if path is not None for text in (flag, str(path)))
 
 
 def write_by_layout(name: str) -> Callable[[Path], None]:
@@ -111,6 +113,15 @@ def write_shards(folder: Path, save: Callable[[dict[str, torch.Tensor], Path], o
 def copy_fixture(path: str) -> Callable[[Path], None]:
     """What copies a checkpoint that its own library wrote."""
     return lambda folder: shutil.copytree(FIXTURES / path, folder)
+
+
+def read_result(folder: Path) -> Mapping[str, torch.Tensor]:
+    """What the library of safetensors reads in Hugging Face's files; names begin with the folders of a pipeline."""
+    return {
+        f"{path.parent.name}/{name}" if path.parent != folder else name: tensor
+        for path in folder.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 TWO = Mesh.of(tp=2)
@@ -204,6 +215,14 @@ READERS = {
         },
         slack={"ocdbt.process_0/d/5*": "nothing refers to its last byte"},
         said={"manifest.ocdbt": "holds no checkpoint", "ocdbt.process_0/d/5*": "cannot be read"},
+        no_replicas=ONCE,
+    ),
+    "diffusers": ReaderSample(
+        make=copy_fixture("diffusers/pipeline"),
+        config=None,
+        weights=lambda: read_result(FIXTURES / "diffusers/pipeline"),
+        ignored={"*/*config.json": "it says nothing of the weights", "tokenizer/*": "it is no weight"},
+        said={"model_index.json": "holds no checkpoint", "*/*.safetensors": ", but no weights"},
         no_replicas=ONCE,
     ),
 }

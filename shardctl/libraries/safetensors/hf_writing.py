@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, PIPELINE_FORMAT, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, holds_adapter
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Manifest
+from shardctl.manifest import CheckpointFile
 from shardctl.views import ViewGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.writer import PackRequest
+    from shardctl.manifest import Manifest
 
 NAME: Final = "hf"
 _DIFFUSION: Final = "diffusion_pytorch_model.safetensors"
@@ -30,17 +32,38 @@ USUAL_SHARD: Final = 5_000_000_000
 
 
 def pack_hf(request: PackRequest) -> Manifest:
-    """Return every array whole, in the source's order of tensors; raises nothing of its own."""
+    """Return every array whole, in the source's order of tensors; raises nothing of its own.
+
+    Each part of a pipeline of diffusers has files of its own, in its folder.
+    """
+    builder = FileBuilder(build_container_metadata(request.have))
+    arrays = list_whole_arrays(request.have, request.form, request.dtypes)
+    if request.have.format == PIPELINE_FORMAT:
+        parts: dict[str, list[TensorArray]] = {}
+        for array in arrays:
+            part, _, name = array.name.partition("/")
+            parts.setdefault(part, []).append(replace(array, name=name))
+        for part, own in parts.items():
+            _add_files(builder, f"{part}/{_choose_part_name(own)}", _group_by_size(own, request.max_shard_size))
+    elif holds_adapter(request.have.tensors):  # PEFT reads one file
+        _add_files(builder, ADAPTERS[0], [list(arrays)])
+    else:
+        whole = _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
+        _add_files(builder, whole, _group_by_size(arrays, request.max_shard_size))
+    return builder.manifest(NAME, request.have, request.dtypes)
+
+
+def _group_by_size(arrays: Iterable[TensorArray], max_shard_size: int | None) -> list[list[TensorArray]]:
+    """Group arrays for files of at most so many bytes, or of one array."""
     groups: list[list[TensorArray]] = [[]]
-    room = max_shard_size = request.max_shard_size or USUAL_SHARD
-    single = holds_adapter(request.have.tensors)  # PEFT reads one file of an adapter
-    for array in list_whole_arrays(request.have, request.form, request.dtypes):
-        if array.nbytes > room and groups[-1] and not single:
+    room = most = max_shard_size or USUAL_SHARD
+    for array in arrays:
+        if array.nbytes > room and groups[-1]:
             groups.append([])
-            room = max_shard_size
+            room = most
         groups[-1].append(array)
         room -= array.nbytes
-    return _build_manifest(request, groups)
+    return groups
 
 
 def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType]) -> Iterator[TensorArray]:
@@ -58,30 +81,27 @@ def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType])
             yield TensorArray(place.array, dtype, places.shape, Box.whole(places.shape), held, known[id(places)])
 
 
-def _choose_file_name(request: PackRequest) -> str:
-    """Choose what the class in the config looks for if there is one file."""
-    if holds_adapter(request.have.tensors):
-        return ADAPTERS[0]
-    return _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
+def _choose_part_name(arrays: Iterable[TensorArray]) -> str:
+    """Choose what the class of a pipeline's part looks for: what diffusers calls it, if the source has that name."""
+    files = (path for array in arrays for tensor in array.tensors for path in tensor.files)
+    stem = _DIFFUSION.removesuffix(SAFETENSORS)
+    return _DIFFUSION if any(path.partition("/")[2].startswith(stem) for path in files) else WHOLE_SAFETENSORS
 
 
-def _build_manifest(request: PackRequest, groups: list[list[TensorArray]]) -> Manifest:
-    have, dtypes = request.have, request.dtypes
-    builder = FileBuilder(build_container_metadata(have))
+def _add_files(builder: FileBuilder, whole: str, groups: Sequence[Sequence[TensorArray]]) -> None:
+    """Add the one file `whole`, or the several that are made of it, with an index."""
     weight_map: dict[str, str] = {}
-    whole = _choose_file_name(request)
     stem, suffix = whole.removesuffix(SAFETENSORS), SAFETENSORS
     for number, arrays in enumerate(groups, 1):
         path = whole if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}{suffix}"
         builder.add(path, arrays)
-        weight_map |= {array.name: path for array in arrays}
+        weight_map |= {array.name: path.rpartition("/")[2] for array in arrays}
     if len(groups) > 1:
         total = sum(array.dtype.nbytes(array.box.shape) for arrays in groups for array in arrays)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         content = (json.dumps(index, indent=2) + "\n").encode()
         path = whole + INDEX_SUFFIX
         builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
-    return builder.manifest(NAME, have, dtypes)
 
 
 LAYOUT: Final = Layout(NAME, pack_hf, options=frozenset({"max_shard_size", "names", "experts"}), source_names=True)

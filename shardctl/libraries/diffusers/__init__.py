@@ -1,0 +1,1 @@
+"""Reads whole pipelines of diffusers."""
