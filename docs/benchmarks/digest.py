@@ -118,4 +118,5 @@ def main():
         print(f"| {name} |", " | ".join(f"{rate:.2f}" for rate in row), "|")
 
 
-main()
+if __name__ == "__main__":
+    main()

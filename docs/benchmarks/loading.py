@@ -91,17 +91,11 @@ def name_version(distribution):
         return ""
 
 
-def main():
-    """Parse the arguments and run."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("workdir", type=Path)
-    options.add_argument("--gigabytes", type=float, default=1)
-    options.add_argument("--runs", type=int, default=3)
-    given = options.parse_args()
-    source = given.workdir / "load-src"
-    nbytes = generate(source, given.gigabytes)
+def measure_loaders(source, gigabytes, runs):
+    """By loader what each run gave; why some did not run; how many bytes there are."""
+    nbytes = generate(source, gigabytes)
     found, without = {name: [] for name in LOADERS}, {}
-    for _ in range(given.runs):
+    for _ in range(runs):
         for name, (distribution, prepare, load) in LOADERS.items():
             if name in without:
                 continue
@@ -117,9 +111,21 @@ def main():
     shutil.rmtree(source)
     sums = {one[3] for rows in found.values() for one in rows}
     if len(sums) != 1:
-        raise SystemExit(f"loaders differ: {sums}")
+        raise RuntimeError(f"loaders differ: {sums}")
+    return found, without, nbytes
+
+
+def main():
+    """Parse the arguments and run."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("workdir", type=Path)
+    options.add_argument("--gigabytes", type=float, default=1)
+    options.add_argument("--runs", type=int, default=3)
+    given = options.parse_args()
+    found, without, nbytes = measure_loaders(given.workdir / "load-src", given.gigabytes, given.runs)
+    tensors = next(one[3][1] for rows in found.values() for one in rows)
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}\n")
-    print(f"{nbytes / 1e9:.2f} GB in {sums.pop()[1]} tensors, {given.runs} runs in turn, medians\n")
+    print(f"{nbytes / 1e9:.2f} GB in {tensors} tensors, {given.runs} runs in turn, medians\n")
     print(
         "| | seconds | GB/s | ratio to `load_file` | processor seconds | anonymous memory |\n|---|---|---|---|---|---|"
     )
