@@ -160,9 +160,10 @@ def describe(name: str, level: dict[str, Any]) -> str:
 HEAD = """# What engines were asked
 
 `shardctl verify DIR --against SOURCE --engine ENGINE` has a real engine load the directory with its own loader, and
-compares log-probabilities and greedy tokens with those of the source under transformers ([guide](guide.md)). This table
-is what `python -m docs.engines` found for small models with random weights, on the CPU, in fp32. *Apart* is the largest
-difference of two natural log-probabilities; 1e-3 is allowed. A case that is not in the table was not run.
+compares log-probabilities and greedy tokens with those of the source under transformers
+([verifying](verifying.md#asking-an-engine)). This table is what `python -m docs.engines` found for small models
+with random weights, on the CPU, in fp32. *Apart* is the largest difference of two natural log-probabilities; 1e-3
+is allowed. A case that is not in the table was not run.
 
 | engine | model | written with | result | apart | same tokens | said |
 |---|---|---|---|---|---|---|

@@ -11,8 +11,8 @@ from shardctl.options import SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.places import parse_output_file, parse_place
 
-_PLACES = "A path; owner/name or owner/name@revision on the Hub; or s3://, gs:// or az://."
-_WHERE = "A directory that is new, empty or written by shardctl; or s3://, gs:// or az://."
+_PLACES = "A path, owner/name[@revision] on the Hub, or an s3://, gs:// or az:// address."
+_WHERE = "A directory that is new, empty or written by shardctl, or an hf://, s3://, gs:// or az:// address."
 
 
 def declare_place(metavar: str, text: str) -> typer.models.ArgumentInfo:

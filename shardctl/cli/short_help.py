@@ -16,6 +16,8 @@ ALL: Final = "--help-all"
 _WIDTH: Final = 80
 _NAMES: Final = 26
 """Columns of the flags and what they take."""
+_CHOICES: Final = 40
+"""Characters of choices that are listed."""
 _VERBS: Final = 12
 """Columns of the verbs."""
 _SENTENCE: Final = re.compile(r"[.;](?= |$)")
@@ -31,7 +33,10 @@ def format_short_help(program: str, command: Any, common: Sequence[str], example
     names = " ".join(_format_argument(parameter) for parameter in arguments)
     number = sum(flag.startswith("--") for flag in parameters)
     rows = [(_format_argument(parameter), parameter.help) for parameter in arguments]
-    rows += [(f"{flag} {_format_value(parameters[flag])}".rstrip(), parameters[flag].help) for flag in common]
+    rows += [
+        (f"{flag} {_format_value(parameters[flag])}".rstrip(), _describe_option(parameters[flag], brief=brief))
+        for flag in common
+    ]
     more = f"{program} {ALL} lists all {format_plural(number, 'option')}." if number > len(common) else ""
     if brief:
         lines = [_format_row(name, help_ or "", 1) for name, help_ in rows]
@@ -82,6 +87,14 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
         return ""
     listed = str(parameter.metavar or parameter.display_type(None)).partition(" [")[0].strip("<>")
     return listed if len(listed) <= _NAMES // 2 else "NAME"
+
+
+def _describe_option(parameter: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's
+    """Return the first sentence of an option's help, and unless `brief` the choices that its column has no room for."""
+    sentence = split_first_sentence(parameter.help or "")
+    choices = str(parameter.display_type(None)).strip("<>").replace("|", ", ")
+    listed = not brief and _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _CHOICES
+    return f"{sentence} ({choices})" if listed else sentence
 
 
 def _format_row(name: str, text: str, most: int = 2) -> str:

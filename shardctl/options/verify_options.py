@@ -38,7 +38,9 @@ class VerifyOptions:
     level: Annotated[
         LevelName,
         CommandOption(
-            HelpPanel.GENERAL, "Check headers; then every element; then load it onto devices; then run the model."
+            HelpPanel.GENERAL,
+            "How far to check, from headers to running the model; full reads every element, load brings ranks onto "
+            "their devices, and each includes those before it.",
         ),
     ] = "quick"
     against: Annotated[
@@ -105,7 +107,12 @@ class VerifyOptions:
         ),
     ] = None
     """Bytes."""
-    forward: Annotated[bool, CommandOption(HelpPanel.TRIALS, "Run the model; implies --level forward.")] = False
+    forward: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRIALS, "Run the model of SRC, and compare it with the source's; implies --level forward."
+        ),
+    ] = False
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], CommandOption(HelpPanel.TRIALS, "Type that the model computes in.")
     ] = "fp32"
