@@ -36,6 +36,7 @@ _NAMES: Final[Mapping[Group, str]] = {
     "recurrent": "kept by recurrent layers and their kernels",
     "mlp": "kept by MLPs",
     "experts": "kept by experts",
+    "further": "kept by what other families have not",
     "dropout": "dropout masks",
 }
 _SKEW: Final = 1.3
@@ -115,7 +116,8 @@ class RankActivations:
         self.work = work
         self.mesh = mesh
         recurrent = any(layer.state is not None for layer in anatomy.layers)
-        self.runtime: RuntimeProfile = get_runtime(work.profile, recurrent=recurrent)
+        further = any(layer.further for layer in anatomy.layers)
+        self.runtime: RuntimeProfile = get_runtime(work.profile, recurrent=recurrent, further=further)
         self.style = anatomy.style
         self.width = BY_NAME[work.dtype].bits // 8
         self.share = MicrobatchShare.of(mesh, work)
@@ -206,11 +208,11 @@ class RankActivations:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes = dict(compute_layer_sizes(layer, self.style, self.share))
         flags = self.flags | list_layer_flags(layer, self.style, self.work)
-        if why := _find_unknown_part(layer):
+        if why := _find_unknown_part(layer, self.work):
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
-        kept, again = self._count_layer(recompute, sizes, flags)
+        kept, again = self._count_layer(recompute, sizes, flags, self._count_further(layer, sizes, flags))
         late = ByteAmount()
         if recompute == "selective" and self.runtime.selected and (why := find_unselected_part(layer, self.held)):
             message = f"what selective recomputation keeps of layer {numbers[0]} is not known: {why}"
@@ -236,8 +238,19 @@ class RankActivations:
         """Return whether a layer's forward pass runs again, from its input and what else was kept."""
         return recompute == "full" or (recompute == "selective" and bool(self.runtime.selected))
 
+    def _count_further(self, layer: ModelLayer, sizes: Mapping[Size, float], flags: frozenset[Flag]) -> ByteAmount:
+        """Return what a layer keeps besides what layers of other families do."""
+        factors = []
+        known: dict[str, float] = dict(sizes.items())
+        for tensor in layer.further:
+            count = known.get(tensor.size, 0) * tensor.elements / (self.share.tp if tensor.divided else 1)
+            if count and flags.issuperset(tensor.given):
+                name = tensor.size if not tensor.dims else f"{tensor.size}_{tensor.dims}"
+                factors.append((name, self.width if tensor.width is None else tensor.width, count))
+        return ByteAmount() + ByteAmount(tuple(factors))
+
     def _count_layer(
-        self, recompute: Recompute, sizes: Mapping[Size, float], flags: frozenset[Flag]
+        self, recompute: Recompute, sizes: Mapping[Size, float], flags: frozenset[Flag], further: ByteAmount
     ) -> tuple[dict[str, ByteAmount], ByteAmount]:
         """Return what a layer keeps, by the name of the term, and what its backward pass computes again at first."""
         groups, runtime = self.runtime.kept, self.runtime
@@ -245,12 +258,13 @@ class RankActivations:
             name, some, shared = "inputs of layers", runtime.checkpoint, runtime.shared
             if recompute == "selective":
                 name, some, shared = "results of selected operations", runtime.selected, runtime.selected_shared
-            again = self._amount(shared, sizes, flags).without()
+            again = further + self._amount(shared, sizes, flags).without()
             for tensors in groups.values():
                 again += self._amount(tensors, sizes, flags)
             return {name: self._amount(some, sizes, flags)}, again
         selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
         kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
+        kept[_NAMES["further"]] = further
         core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
         return kept, self._amount(core, sizes, flags)
 
@@ -350,12 +364,15 @@ def list_kept_layers(holding: RankHolding) -> range:
     return range(max(layers.start, first), stop)
 
 
-def _find_unknown_part(layer: ModelLayer) -> str:
+def _find_unknown_part(layer: ModelLayer, work: TrainingWorkload) -> str:
     """What a layer has of which nobody measured what training keeps; an empty string if there is nothing."""
+    if layer.further and work.profile == "megatron":
+        return f"only what transformers keeps of such layers is, such as {layer.further[0].name}"
     if layer.attention is not None and layer.attention.chosen is not None:
         return "it attends to tokens that an indexer chooses"
     if layer.attention is not None and layer.attention.compressed:
         return "it attends to compressed tokens"
     if layer.halves > 1:
         return "it has attention twice, with experts across both halves"
-    return "it mixes several states of each token" if layer.streams > 1 else ""
+    mixes = layer.streams > 1 and not layer.further
+    return "it mixes several states of each token" if mixes else ""

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.sizes import Size
 
-Group = Literal["norms", "attention", "recurrent", "mlp", "experts", "dropout"]
-GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "recurrent", "mlp", "experts", "dropout")
+Group = Literal["norms", "attention", "recurrent", "mlp", "experts", "further", "dropout"]
+GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "recurrent", "mlp", "experts", "further", "dropout")
 """The parts of a layer that terms are given for."""
 Flag = Literal[
     "rms",
@@ -46,6 +46,7 @@ Flag = Literal[
     "wide router",
     "rotated product",
     "by heads",
+    "powered norms",
     "own values",
     "padded values",
     "shared keys",

@@ -51,6 +51,7 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
         "fp32 scores": style.fp32_scores,
         "shifted scores": style.shifted_scores,
         "by heads": style.joined_queries,
+        "powered norms": style.powered_norms,
     }
     flags.update(flag for flag, holds in named.items() if holds)
     if narrow or "drop scores" not in flags:
@@ -105,7 +106,8 @@ def _list_attention_flags(
     padded = attention.value_dim != attention.head_dim and work.attention == "flash"
     yield "padded values" if padded else "own values"
     # Given a mask, as of a window, torch's fused kernel needs keys and values for each query head.
-    masked = work.attention == "sdpa" and attention.window is not None and attention.window < work.sequence
+    seen = attention.window is not None and attention.window < work.sequence
+    masked = work.attention == "sdpa" and (seen or style.masked)
     copied = style.copied_keys or (masked and attention.kv_heads < attention.heads)
     yield "copied keys" if copied else "shared keys"
     if attention.gated:

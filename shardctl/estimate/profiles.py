@@ -49,6 +49,7 @@ _HF_NORMS: Final = (
     KeptTensor("fp32 copies of what is normed", "norms", 4, ("bare32",)),
     KeptTensor("statistics of the norms", "norm_rows", 4),
     KeptTensor("more of them", "norm_rows", 4, ("bare32",)),
+    KeptTensor("mean squares, of which a power is taken", "norm_rows", 4, ("powered norms",)),
     KeptTensor("inputs of attention and MLP", "inputs"),
 )
 _HF_ATTENTION: Final = (
@@ -85,6 +86,7 @@ _HF_ATTENTION: Final = (
     KeptTensor("the same in fp32 less their mean, twice, and normed", "head_norms", 12, ("layer32 heads",)),
     KeptTensor("fp32 copies of queries and keys that are normed", "head_norms", 4, ("bare32 heads",)),
     KeptTensor("statistics of the norms of queries and keys", "head_norm_rows", 4),
+    KeptTensor("mean squares of the same", "head_norm_rows", 4, ("powered norms",)),
     KeptTensor("attention's gate", "contexts", None, ("gated attention",)),
     KeptTensor("attention's result, gated", "contexts", None, ("gated attention",)),
     KeptTensor("fp32 copies of compressed queries and keys", "latent_norms", 4),
@@ -418,6 +420,11 @@ _RECURRENT: Final[Mapping[Profile, RuntimeProfile]] = {
 """The same for models with recurrent layers, whose modules are transformers' whatever shards them, or Megatron-LM's."""
 
 
-def get_runtime(profile: Profile, *, recurrent: bool) -> RuntimeProfile:
-    """Return what the runtime of a profile keeps of a model, which may have recurrent layers."""
+def get_runtime(profile: Profile, *, recurrent: bool, further: bool) -> RuntimeProfile:
+    """Return what the runtime of a profile keeps of a model.
+
+    It may have recurrent layers, or such of which transformers keeps something further than of others.
+    """
+    if further and profile == "fsdp2" and not recurrent:
+        return replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are: as profile hf")
     return (_RECURRENT if recurrent else RUNTIMES)[profile]

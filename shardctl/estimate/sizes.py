@@ -35,6 +35,7 @@ Size = Literal[
     "repeated_values",
     "contexts",
     "rows",
+    "key_rows",
     "scores",
     "biases",
     "intermediate",
@@ -71,7 +72,8 @@ Size = Literal[
 MLP. `readings`: of that, once more for each further matrix that reads it. `drops`: of the outputs that dropout changes.
 `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what latent attention
 compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all heads share.
-`repeated_...`: keys, values, once per query head. `contexts`: attention's result. `rows`: one per query and head.
+`repeated_...`: keys, values, once per query head. `contexts`: attention's result. `rows`, `key_rows`: one per query and
+head; one per key and head.
 `scores`: one per query, key and head. `biases`: that, but once for all sequences. `intermediate`: of dense MLPs and
 shared experts. `steps`: of results within the activation function. `router`: tokens times experts. `chosen`: tokens
 times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this rank's experts get; `narrowed`:
@@ -183,6 +185,7 @@ def _add_attention_sizes(
     sizes["repeated_keys"], sizes["repeated_values"] = n * heads * wide, n * heads * value
     sizes["contexts"] = n * heads * value
     sizes["rows"] = n * heads
+    sizes["key_rows"] = n * kv_heads
     # Windows change nothing here: what is not fused computes all scores, and then masks them.
     sizes["scores"] = n * heads * share.keys
     if style.position_biases:
@@ -190,6 +193,11 @@ def _add_attention_sizes(
     if normed:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
         sizes["head_norm_rows"] = n * (2 if whole else heads + kv_heads)
+    if attention.borrowed and attention.kind != "latent":  # which an earlier layer keeps, and norms
+        own: tuple[Size, ...] = () if heads != kv_heads else ("repeated_keys", "repeated_values")
+        sizes |= dict.fromkeys(("keys", "values", "key_rows", *own), 0)
+        if normed:
+            sizes["head_norms"], sizes["head_norm_rows"] = sizes["queries"], n * (1 if whole else heads)
     if attention.kind == "latent":
         sizes["latent_norms"] = n * (attention.query_rank + attention.key_rank)
         sizes["latent_norm_rows"] = n * (bool(attention.query_rank) + 1)

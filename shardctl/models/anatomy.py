@@ -161,6 +161,24 @@ class LayerExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTensor:
+    """What training keeps of one layer besides what it keeps of others."""
+
+    name: str
+    size: str
+    """What its elements are counted by, `dims` of each."""
+    dims: str
+    """The logical dims whose product `elements` is."""
+    elements: int
+    divided: bool
+    """Whether tp divides them."""
+    width: float | None
+    """Bytes of an element; None for those of the type that computes."""
+    given: tuple[str, ...]
+    """What must hold of the computation."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLayer:
     """One pipeline layer."""
 
@@ -190,6 +208,8 @@ class ModelLayer:
     """The states of each token between layers, which it mixes (hyper-connections)."""
     halves: int = 1
     """How often it has its attention and its MLP, one after the other (LongCat)."""
+    further: tuple[LayerTensor, ...] = ()
+    """What training keeps of it besides what it keeps of layers of other families."""
 
     @property
     def mixes(self) -> bool:
@@ -325,8 +345,22 @@ class _AnatomyReader:
                 for row in self.rows[index]
                 if all(self.holds(word, number) for word in (*row.when.split(), *row.needed.split()))
             ]
-            self.known[key] = self.described(index, rows, window) if rows else None
+            made = self.described(index, rows, window) if rows else None
+            self.known[key] = made and replace(made, further=self.further(index, rows, number))
         return self.known[key]
+
+    def further(self, index: str, rows: list[Row], number: int) -> tuple[LayerTensor, ...]:
+        """Return what a layer that has `rows` keeps besides."""
+        named = RowDims(self.facts, index, rows)
+        found = []
+        for one in self.traits.further:
+            if not all(self.holds(word, number) for word in one.when.split()):
+                continue
+            words = one.dims.split()
+            divided = any(named.is_divided(word) for word in words)
+            elements = prod(named.size(word) for word in words)
+            found.append(LayerTensor(one.name, one.size, "_".join(words), elements, divided, one.width, one.given))
+        return tuple(found)
 
     def holds(self, word: str, number: int) -> bool:
         """Return whether a condition of the table holds for a layer."""

@@ -41,6 +41,11 @@ class RowDims:
         dims = self.facts.dims[self.known(name)]
         return (dims[0] if isinstance(dims, tuple) else dims).unit
 
+    def is_divided(self, name: str) -> bool:
+        """Return whether tp divides it."""
+        dims = self.facts.dims[self.known(name)]
+        return (dims[0] if isinstance(dims, tuple) else dims).axis == "tp"
+
     def matrices(self, name: str) -> int:
         """Return how many matrices between it and what layers or experts read the rows hold, fused ones apart."""
         wide, size = {self.known("hidden"), self.known("routed") or self.known("hidden")}, self.size(name)

@@ -17,10 +17,34 @@ NormKind = Literal["rms", "rms16", "rms32", "layer", "layer32", "bare32"]
 """RMS norm; RMS norm that multiplies its input before it is cast (T5); RMS norm that multiplies its weight in fp32
 (Gemma); `nn.LayerNorm`; LayerNorm that is written out in fp32 (Cohere); a norm without a weight that computes in fp32
 (OLMo 1, Llama 4's of queries and keys)."""
-ACTIVATION_STEPS: Final[Mapping[str, int]] = {"gelu_new": 3, "gelu_fast": 3, "quick_gelu": 1, "gated-gelu": 3}
+ACTIVATION_STEPS: Final[Mapping[str, float]] = {
+    "gelu_new": 3,
+    "gelu_fast": 3,
+    "quick_gelu": 1,
+    "gated-gelu": 3,
+    "xielu": 3.5,
+}
 """By the activation's name: how many intermediate results transformers keeps of it, where it is not one kernel
-(`activations.py`)."""
+(`activations.py`). A half is a choice of one byte; that of xIELU is without the package of that name."""
 _NEVER: Final = ("", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherTensor:
+    """Tensors that training keeps of a family's layers in transformers, besides what it keeps of all families'."""
+
+    name: str
+    """What they are, in words."""
+    size: str = "tokens"
+    """What their elements are counted by, in the words of estimates (`estimate.sizes.Size`), times those of `dims`."""
+    dims: str = ""
+    """Logical dims of the family's table."""
+    width: float | None = None
+    """Bytes of an element; None for those of the type that computes."""
+    when: str = ""
+    """Conditions of the table that hold for the layers that keep them."""
+    given: tuple[str, ...] = ()
+    """What holds of the computation, in the words of estimates (`estimate.kept_tensors.Flag`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +104,12 @@ class LayerTraits:
     """Results that are kept within the activation function of experts, besides its input and output (gpt-oss)."""
     every_expert: bool = False
     """Whether transformers' experts compute all tokens, those not chosen as zeros (Llama 4)."""
+    powered_norms: bool = False
+    """Whether RMS norms take a power of the mean square, which keeps one more number of each row (Gemma 4)."""
+    masked: bool = False
+    """Whether attention gets a mask as a tensor even where every token sees all before."""
+    further: tuple[FurtherTensor, ...] = ()
+    """What its layers keep besides."""
     unmodelled: str = ""
     """What its layers compute that estimates of training do not know of; empty for nothing."""
 
@@ -126,11 +156,15 @@ class LayerStyle:
     """Results that are kept within the activation function of experts, besides its input and output."""
     every_expert: bool = False
     """Whether transformers' experts compute all tokens."""
+    powered_norms: bool = False
+    """Whether norms keep one more number of each row."""
+    masked: bool = False
+    """Whether attention gets a mask as a tensor even where every token sees all before."""
     unmodelled: str = ""
     """What layers compute that estimates of training do not know of."""
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> float:
         """Results that transformers keeps within the activation function, besides its input and output."""
         return ACTIVATION_STEPS.get(self.activation, 0)
 
@@ -166,6 +200,8 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
         joined_queries=traits.joined_queries,
         expert_steps=traits.expert_steps,
         every_expert=traits.every_expert,
+        powered_norms=traits.powered_norms,
+        masked=traits.masked,
         unmodelled=traits.unmodelled,
     )
 

@@ -142,7 +142,10 @@ def build_model(
         if kind == "flash"
         else nullcontext()
     ):
-        model = cls._from_config(values, attn_implementation=kind if kind != "flash" else "eager", dtype=dtype)
+        asked: Any = kind if kind != "flash" else "eager"
+        if kind == "sdpa" and "audio_config" in config:  # of towers that hear only some have it
+            asked = {"": kind, "audio_config": "eager"}
+        model = cls._from_config(values, attn_implementation=asked, dtype=dtype)
     for module in model.modules() if kind == "flash" else ():
         if isinstance(getattr(module, "config", None), transformers.PreTrainedConfig):
             module.config._attn_implementation_internal = chosen

@@ -52,6 +52,6 @@ APERTUS: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Apertus", question=None, sentences=False),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "xielu"), norm="rms", unmodelled="the trained activation function"),
+    traits=LayerTraits(activation=("hidden_act", "xielu"), norm="rms"),
     assumed=assume_sizes(131072, 4096, 14336, 32, 32),
 )

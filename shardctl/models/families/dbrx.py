@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -50,6 +50,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "effn": LogicalDim(width),
         },
         indices={"layer": RowIndex(range(config.size("n_layers")), layer=0)},
+        flags={"clipped": config.part("attn_config").values.get("clip_qkv") is not None},
     )
 
 
@@ -58,7 +59,12 @@ _TRAITS: Final = LayerTraits(
     norm="layer",
     dropout=("resid_pdrop", 0.0),
     narrow_experts=True,
-    unmodelled="bounds of queries, keys and values",
+    rotated_product=True,
+    further=(
+        FurtherTensor("queries, before their bounds", dims="q", when="clipped"),
+        FurtherTensor("keys and values, before their bounds", dims="kv", width=4, when="clipped"),
+        FurtherTensor("results of the experts, weighted", "routed_hidden"),
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_condition
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _ATTENTION, _ALTUP, _LAUREL = f"{LAYER}.self_attn", f"{LAYER}.altup", f"{LAYER}.laurel"
 _GATED: Final = tuple(row for row in GATED if not row.when)
+_SPARSE: Final = 10
+"""The first of so many layers are sparse where a config of more does not say which are."""
 _SIZES: Final = 2
 """Sizes of MLPs that the table has words for."""
 _ROWS: Final = (
@@ -83,8 +85,19 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
         flags={
             "own_kv": frozenset(range(max(layers - config.count("num_kv_shared_layers", 15), 0))),
             "wide": frozenset(n for n, size in enumerate(sizes) if size != usual),
+            "sparse": _list_sparse_layers(config, layers),
         },
     )
+
+
+def _list_sparse_layers(config: ModelConfig, layers: int) -> frozenset[int]:
+    """List the layers whose MLPs let only a part of the gate through, in training too."""
+    shares = config.values.get("activation_sparsity_pattern")
+    if shares is None:
+        return frozenset(range(_SPARSE if layers > _SPARSE else 0))
+    if not isinstance(shares, list) or not all(isinstance(share, int | float) for share in shares):
+        raise SourceError(f"config.json has activation_sparsity_pattern = {shares!r} where a list is expected")
+    return frozenset(n for n, share in enumerate(shares) if share > 0)
 
 
 def _list_mlp_sizes(config: ModelConfig) -> list[int]:
@@ -100,6 +113,22 @@ def _list_mlp_sizes(config: ModelConfig) -> list[int]:
     return sizes
 
 
+_FURTHER: Final = (
+    FurtherTensor("fp32 copies of values that are normed", "values", width=4),
+    FurtherTensor("statistics of their norms", "key_rows", width=8),
+    FurtherTensor("what the router of streams norms behind the layer, in fp32, also normed", "hidden", width=8),
+    FurtherTensor("statistics of that norm", width=8),
+    FurtherTensor("inputs of the router of streams", "hidden", width=4),
+    FurtherTensor("choices of streams, in fp32, and what they are made of", dims="copies", width=14),
+    FurtherTensor("coefficients of the streams", dims="mixes"),
+    FurtherTensor("all streams, before and behind the layer", "hidden", dims="copies", width=4),
+    FurtherTensor("the stream that is corrected, before its scale", "hidden"),
+    FurtherTensor("input of the gate of the layer's own embedding", "hidden"),
+    FurtherTensor("input of the second matrix of the learned residual", dims="laurel"),
+    FurtherTensor("the gate of the layer's own embedding, activated, and what it leaves of it", dims="part", width=6),
+    FurtherTensor("what exceeds the cut of a sparse activation", "intermediate", when="sparse"),
+    FurtherTensor("deviations of the gate, of which a multiple is the cut", when="sparse"),
+)
 GEMMA3N_TEXT: Final = Family(
     name="gemma3n_text",
     rows=_ROWS,
@@ -111,7 +140,8 @@ GEMMA3N_TEXT: Final = Family(
         norm="rms32",
         window=WindowRule(512, "all but every nth", period=5),
         logit_cap=("final_logit_softcapping", 30.0),
-        unmodelled="mixed streams, sparse activations, norms of values, and embeddings for each layer",
+        powered_norms=True,
+        further=_FURTHER,
     ),
     assumed={**assume_sizes(262400, 2048, 16384, 35, 8), "num_key_value_heads": 2},
 )

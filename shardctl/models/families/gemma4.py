@@ -8,6 +8,7 @@ them, though files may. In layers that see every token, values may be what the k
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -15,7 +16,7 @@ from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, N
 from shardctl.models.experts import add_condition, add_expert_facts, build_expert_rows, build_fused_experts
 from shardctl.models.families.gemma4_towers import GEMMA4_AUDIO, GEMMA4_PATCHES, GEMMA4_SOUNDS, GEMMA4_VISION
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.towers import build_tower_classes, build_tower_family
 from shardctl.models.windows import WindowRule
 
@@ -145,12 +146,29 @@ def _read_full_heads(config: ModelConfig, full: frozenset[int], groups: int, *, 
     return found.pop()
 
 
+def _read_seeing(config: ModelConfig, family: Family) -> tuple[LayerTraits, ModelConfig]:
+    """Return the traits of the text model of one that sees: it may get masks, because pictures are seen both ways."""
+    texts = family.complete_config(config.part("text_config"))
+    usual = "vision" if family is GEMMA4_UNIFIED_TEXT else ""
+    seeing = texts.values.get("use_bidirectional_attention", usual) == "vision"
+    return replace(family.traits or _TRAITS, masked=seeing), texts
+
+
 _TRAITS: Final = LayerTraits(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     norm="rms32",
     window=WindowRule(512, "all but every nth", period=_PERIOD),
     logit_cap=("final_logit_softcapping", 0.0),
-    unmodelled="norms of values, embeddings for each layer, and MLPs beside experts",
+    powered_norms=True,
+    further=(
+        FurtherTensor("fp32 copies of values that are normed", "values", width=4),
+        FurtherTensor("statistics of their norms", "key_rows", width=8),
+        FurtherTensor("fp32 copies of what the router norms", "hidden", width=4, when="moe"),
+        FurtherTensor("statistics of its norm", width=8, when="moe"),
+        FurtherTensor("the router's input, before its scale and with it", "hidden", width=4, when="moe"),
+        FurtherTensor("input of the gate of the layer's own embedding", "hidden", when="parts"),
+        FurtherTensor("the gate, activated, and what it leaves of that embedding", dims="part", width=6, when="parts"),
+    ),
 )
 GEMMA4_TEXT: Final = Family(
     name="gemma4_text",
@@ -169,11 +187,7 @@ GEMMA4_UNIFIED_TEXT: Final = replace(
     GEMMA4_TEXT,
     name="gemma4_unified_text",
     classes={"Gemma4UnifiedForCausalLM": ModelClass("model", "lm"), "Gemma4UnifiedTextModel": ModelClass()},
-    traits=replace(
-        _TRAITS,
-        window=WindowRule(1024, "all but every nth", period=_PERIOD),
-        unmodelled="norms of values",
-    ),
+    traits=replace(_TRAITS, window=WindowRule(1024, "all but every nth", period=_PERIOD)),
     fused=(),
     aliases={},
     assumed={**GEMMA4_TEXT.assumed, "hidden_size_per_layer_input": 0},
@@ -181,7 +195,7 @@ GEMMA4_UNIFIED_TEXT: Final = replace(
 """That of the model that sees and hears without towers."""
 
 
-GEMMA4: Final = build_tower_family(
+_SEEING: Final = build_tower_family(
     "gemma4",
     build_tower_classes("Gemma4"),
     GEMMA4_TEXT,
@@ -192,8 +206,9 @@ GEMMA4: Final = build_tower_family(
         Row(".embed_audio.embedding_projection.weight", "hidden audio_output", "audio_tower", on="first"),
     ),
 )
+GEMMA4: Final = replace(_SEEING, text=partial(_read_seeing, family=GEMMA4_TEXT))
 
-GEMMA4_UNIFIED: Final = build_tower_family(
+_SEEING_UNIFIED: Final = build_tower_family(
     "gemma4_unified",
     build_tower_classes("Gemma4Unified"),
     GEMMA4_UNIFIED_TEXT,
@@ -214,6 +229,7 @@ GEMMA4_UNIFIED: Final = build_tower_family(
         "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
     },
 )
+GEMMA4_UNIFIED: Final = replace(_SEEING_UNIFIED, text=partial(_read_seeing, family=GEMMA4_UNIFIED_TEXT))
 
 
 def _build_assistant_facts(config: ModelConfig) -> FamilyFacts:
