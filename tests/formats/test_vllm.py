@@ -32,6 +32,8 @@ EXPANDED = tuple(owner for owner in OWNERS if "deepseek" in owner and not owner.
 """Those that vLLM wrote under ``VLLM_MLA_DISABLE=1``, which are read and never written."""
 WIDENED = "qwen3_next"
 """A model whose source has decays in bf16, which vLLM keeps in fp32."""
+OLDER_NAMES = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose files have names that the class no longer has, which is what is written where no file says so."""
 WRITTEN = tuple(owner for owner in OWNERS if owner not in EXPANDED)
 
 
@@ -102,10 +104,13 @@ def renamed(at: Path, old: str, new: str) -> None:
 class TestReading:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
-        stacked = "fused" if owner.startswith("gemma4/") else "keep"  # as Gemma 4's files have them
+        stacked = "fused" if owner.startswith(("gemma4/", "mistral4/")) else "keep"  # as their files have them
         restored = "bf16" if owner.startswith(WIDENED) else "keep"
         made = reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf", dtype=restored, experts=stacked))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
+        if owner.startswith(OLDER_NAMES):
+            theirs = {name.replace("model.", "model.language_model."): theirs[name] for name in theirs}
+            theirs = {name.replace("visual.", "model.visual."): theirs[name] for name in theirs}
         assert unequal(ours, theirs) == []
         assert made.record.digest == digest(source(owner)).digest
 
@@ -262,6 +267,16 @@ class TestNewerModels:
         save_file(state, path)
         with pytest.raises(UnsupportedError, match=r"no place for model\.layers\.1\.self_attn\.o_proj\.bias"):
             reshard(tmp_path / "hf", tmp_path / "out", reshard_options("qwen3_next/0.32-tp2"))
+
+    def test_a_head_of_its_own_where_vllm_ties_it(self, tmp_path):
+        shutil.copytree(source("lfm2/"), tmp_path / "hf")
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        path = tmp_path / "hf" / "model.safetensors"
+        state = load_file(path)
+        save_file(state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}, path)
+        with pytest.raises(UnsupportedError, match=r"no place for lm_head\.weight: its Lfm2ForCausalLM ties it"):
+            reshard(tmp_path / "hf", tmp_path / "out", reshard_options("lfm2/0.32-tp2"))
 
     def test_keys_of_layers_that_borrow_them_are_left_behind_and_said(self, tmp_path):
         shutil.copytree(source("gemma4_text/"), tmp_path / "hf")

@@ -39,15 +39,22 @@ BIAS_TYPE: Final = "bias_type"
 """The fact that names the type of biases that are zeros on all ranks but the first."""
 _NEWER_TEXT: Final = (
     *("qwen3_next", "gemma4_text", "minimax_m2", "glm4_moe", "glm4", "deepseek_v2", "seed_oss", "smollm3", "olmo3"),
-    *("olmoe", "exaone4", "exaone_moe", "hunyuan_v1_dense", "arcee"),
+    *("olmoe", "exaone4", "exaone_moe", "hunyuan_v1_dense", "arcee", "cohere", "cohere2", "nemotron", "starcoder2"),
+    *("apertus", "ernie4_5", "ernie4_5_moe", "lfm2", "lfm2_moe", "solar_open", "mistral4"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
 )
-_NEWER: Final = frozenset({*_NEWER_TEXT, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"})
+_NEWER: Final = frozenset(
+    {*_NEWER_TEXT, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"}
+)
 """Those that were compared with the newest profile alone, and without stages."""
 _DROPPED: Final = (
-    (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe"), ".self_attn.o_proj.bias"),
+    (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe", "ernie4_5"), ".self_attn.o_proj.bias"),
     (("deepseek",), ".mlp.down_proj.bias"),
+    (("cohere",), ".self_attn.q_proj.bias"),
 )
 """How families begin, and how biases end that they may have by their config, and that vLLM's classes never have."""
+_TIED: Final = ("lfm2",)
+"""How families begin whose head vLLM ties to the embedding, whatever the config says."""
 FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
     **dict.fromkeys(
         ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), list_decoder_entries
@@ -55,7 +62,9 @@ FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]
     **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), list_decoder_entries),
     "deepseek_v3": list_decoder_entries,
     **dict.fromkeys(_NEWER_TEXT, list_decoder_entries),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), list_qwen_eyes_entries),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), list_qwen_eyes_entries
+    ),
     "gemma4": list_gemma4_entries,
     "gpt2": list_gpt2_entries,
     "gpt_neox": list_gpt_neox_entries,
@@ -137,7 +146,10 @@ def check_model(model: Model) -> None:
             f"{TITLE} of {model.architecture or 'this model'} is not known here",
             hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
         )
-
+    if model.family.startswith(_TIED) and "lm_head.weight" not in model.aliases:
+        raise UnsupportedError(
+            f"vLLM has no place for lm_head.weight: its {model.architecture} ties it to the embedding"
+        )
     for families, ending in _DROPPED:
         biased = next((name for name in model.tensors if name.endswith(ending)), None)
         if biased is not None and model.family.startswith(families):

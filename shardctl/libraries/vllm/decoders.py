@@ -10,22 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
-from shardctl.libraries.vllm.linear_attention import list_linear_attention
+from shardctl.libraries.vllm.feed_forward import USUAL, list_experts, list_feed_forward
+from shardctl.libraries.vllm.linear_attention import list_linear_attention, list_short_convolution
 from shardctl.libraries.vllm.rank import HeadRun, QkvRows, build_zero_entry
-from shardctl.libraries.vllm.routers import list_router
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from shardctl.libraries.vllm.rank import VllmRank
     from shardctl.models import Model
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
-_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
-_MIXTRAL: Final = ("w1", "w3", "w2")
 _NORMS: Final = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -36,9 +33,16 @@ _NORMS: Final = (
     "pre_feedforward_layernorm_2",
     "post_self_attn_layernorm",
     "post_mlp_layernorm",
+    "attention_layernorm",
+    "feedforward_layernorm",
+    "operator_norm",
+    "ffn_norm",
 )
+_FEED_FORWARD: Final = ("mlp", "block_sparse_moe", "feed_forward")
+_LAST_NORMS: Final = ("model.norm", "model.embedding_norm")
 _KINDS: Final = ("weight", "bias")
 _INPUTS: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+_HEAD_NORMS: Final = ("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
@@ -51,7 +55,7 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     if here.ends and not headless:
         yield here.vocabulary(_HEAD)
     if here.ends:
-        yield from here.same("model.norm.weight")
+        yield from here.same(*(f"{norm}.{kind}" for norm in _LAST_NORMS for kind in _KINDS))
     yield from _list_layer_inputs(here)
     borrowing = 0
     for number in here.layers:
@@ -63,20 +67,21 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 
 
 def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
-    yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
+    yield from here.same(*(f"{layer}.{norm}.{kind}" for norm in _NORMS for kind in _KINDS))
     if here.parts.model.family == "gpt_oss":
         yield from _list_gpt_oss_layer(here, layer)
-    elif f"{layer}.linear_attn.A_log" in here:
+        return
+    if f"{layer}.linear_attn.A_log" in here:
         yield from list_linear_attention(here, f"{layer}.linear_attn")
-        yield from _list_mlp(here, f"{layer}.mlp")
+    elif f"{layer}.conv.conv.weight" in here:
+        yield from list_short_convolution(here, f"{layer}.conv", f"{layer}.short_conv")
     elif f"{layer}.self_attn.kv_b_proj.weight" in here:
-        yield from (_list_latent_attention if here.latent else _list_expanded_attention)(here, f"{layer}.self_attn")
-        yield from _list_mlp(here, f"{layer}.mlp")
+        yield from _choose_latent(here)(here, f"{layer}.self_attn")
     else:
         yield from _list_attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
-        yield from _list_mlp(here, f"{layer}.mlp")
-        yield from _list_mixtral_experts(here, f"{layer}.block_sparse_moe")
-        yield from _list_gemma4_extras(here, layer)
+    for module in _FEED_FORWARD:
+        yield from list_feed_forward(here, f"{layer}.{module}")
+    yield from _list_gemma4_extras(here, layer)
 
 
 def _borrows_keys(here: VllmRank, have: str) -> bool:
@@ -87,9 +92,9 @@ def _borrows_keys(here: VllmRank, have: str) -> bool:
 
 def _is_headless(here: VllmRank, family: str) -> bool:
     """Return whether the class has no head at all, but asks the embedding."""
-    return (
-        family == "gemma2" or (family == "gemma" and not here.latest) or (family == "gemma3_text" and not here.modern)
-    )
+    if family == "gemma":
+        return not here.latest
+    return family in {"gemma2", "cohere", "cohere2"} or (family == "gemma3_text" and not here.modern)
 
 
 def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
@@ -103,13 +108,17 @@ def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
             yield here.attention(f"{new}.qkv_proj.{kind}", QkvRows(*parts))
         elif f"{have}.qkv_proj.{kind}" in here:
             yield here.attention(f"{new}.qkv_proj.{kind}", _build_heads(here, f"{have}.qkv_proj.{kind}"))
-    yield from here.row_layer(f"{have}.o_proj", f"{new}.o_proj")
+    out = "out_proj" if f"{have}.out_proj.weight" in here else "o_proj"
+    yield from here.row_layer(f"{have}.{out}", f"{new}.{out}")
     yield from here.scales(f"{new}.attn")
     if here.parts.model.family == "minimax_m2":
         yield from _list_wide_norms(here, have)
         return
-    yield from here.same(f"{have}.q_norm.weight", *(() if borrows else (f"{have}.k_norm.weight",)))
-    yield from here.same(f"{have}.query_layernorm.weight", f"{have}.key_layernorm.weight")
+    norms = (f"{have}.q_norm.weight", *(() if borrows else (f"{have}.k_norm.weight",)))
+    if norms[0] in here and len(here[norms[0]].shape) > 1:  # Cohere's, of which each head has one
+        yield from (SchemaEntry(norm, here.rows(norm)) for norm in norms)
+        return
+    yield from here.same(*norms, *(f"{have}.{name}.weight" for name in _HEAD_NORMS))
 
 
 def _list_wide_norms(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
@@ -123,65 +132,6 @@ def _list_wide_norms(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
 def _build_heads(here: VllmRank, name: str) -> QkvRows:
     """Build the heads of an array that has all queries, then all keys, then all values."""
     return QkvRows(*(HeadRun((part,), unit) for part, unit in here.sections(name)))
-
-
-def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """List an MLP of a layer, or its experts; nothing if it has neither under this name."""
-    if f"{have}.gate_proj.weight" in here:
-        yield from _list_gated_mlp(here, have, have)
-    elif f"{have}.up_proj.weight" in here:
-        yield from here.column_layer(f"{have}.up_proj")
-        yield from here.row_layer(f"{have}.down_proj")
-    elif f"{have}.gate_up_proj.weight" in here:
-        halves = (part.share(0, here.index, here.tp) for part, _ in here.sections(f"{have}.gate_up_proj.weight"))
-        yield SchemaEntry(f"{have}.gate_up_proj.weight", join_arrays(list(halves)))
-        yield from here.row_layer(f"{have}.down_proj")
-    elif f"{have}.gate.weight" in here:
-        if f"{have}.experts.gate_up_proj" in here:
-            yield from _list_stacked_experts(here, f"{have}.experts")
-        else:
-            yield from _list_experts(here, have, _USUAL, f"{have}.gate")
-        yield from list_router(here, have)
-        shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
-        if f"{have}.shared_experts.down_proj.weight" in here:
-            yield from _list_gated_mlp(here, f"{have}.shared_experts", shared)
-        elif f"{have}.shared_expert.down_proj.weight" in here:
-            yield from _list_gated_mlp(here, f"{have}.shared_expert", shared)
-            yield SchemaEntry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
-
-
-def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
-    yield from here.merged(f"{new}.gate_up_proj", [f"{have}.gate_proj", f"{have}.up_proj"])
-    yield from here.row_layer(f"{have}.down_proj", f"{new}.down_proj")
-
-
-def _list_mixtral_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    if f"{have}.gate.weight" in here:
-        yield from _list_experts(here, have, _MIXTRAL, f"{have}.gate")
-        if here.parts.model.family == "mixtral":
-            yield from here.same(f"{have}.gate.weight")
-        else:
-            yield from list_router(here, have)
-
-
-def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str], router: str) -> Iterator[SchemaEntry]:
-    count = here[f"{router}.weight"].shape[0]
-    yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
-
-
-def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """List experts that the model has in two arrays, of rows or, as in Qwen3-VL, of columns."""
-    both, down = here[f"{have}.gate_up_proj"], here[f"{have}.down_proj"]
-    turned = len(here.parts.model.tensors[here.parts.resolve(f"{have}.gate_up_proj")].spec.cuts[2]) > 0
-    if turned:
-        both, down = both.transposed, down.transposed
-    held = here.held(both.shape[0])
-    if not held:
-        raise CutError(f"{have}: {both.shape[0]} experts are too few for ep={here.tp}")
-    both, down = (stack.part(0, held.start, held.stop) for stack in (both, down))
-    halves = [here.inside(half, 1) for half in both.shares(1, 2)]
-    yield SchemaEntry(f"{here.routed(have)}.w13_weight", join_arrays(halves, 1))
-    yield SchemaEntry(f"{here.routed(have)}.w2_weight", here.inside(down, 2))
 
 
 def _list_layer_inputs(here: VllmRank) -> Iterator[SchemaEntry]:
@@ -198,7 +148,21 @@ def _list_gemma4_extras(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
     yield from here.same(*(f"{layer}.{name}.weight" for name in _INPUTS))
     if f"{layer}.router.proj.weight" in here:
         yield from here.same(*(f"{layer}.router.{name}" for name in ("proj.weight", "scale", "per_expert_scale")))
-        yield from _list_experts(here, layer, _USUAL, f"{layer}.router.proj")
+        yield from list_experts(here, layer, USUAL, f"{layer}.router.proj")
+
+
+def _choose_latent(here: VllmRank) -> Callable[[VllmRank, str], Iterator[SchemaEntry]]:
+    """Choose how latent attention is done."""
+    if here.parts.model.family == "mistral4":
+        return _list_whole_attention
+    return _list_latent_attention if here.latent else _list_expanded_attention
+
+
+def _list_whole_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List latent attention as the class of transformers has it, whole on every rank."""
+    names = ("q_a_layernorm", "kv_a_layernorm", *_LATENT_DOWN, "q_proj", "q_b_proj", "kv_b_proj", "o_proj")
+    yield from here.same(*(f"{have}.{name}.{kind}" for name in names for kind in _KINDS))
+    yield from here.scales(f"{have}.attn")
 
 
 def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:

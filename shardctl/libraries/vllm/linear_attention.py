@@ -1,7 +1,7 @@
-"""Describes vLLM's arrays of layers with linear attention: gated DeltaNet of Qwen3-Next and Qwen3.5.
+"""Describes vLLM's arrays of layers that remember: gated DeltaNet of Qwen3-Next and Qwen3.5, convolutions of LFM2.
 
-Names and orders are those of vLLM 0.32.0, `layers/mamba/gdn/qwen_gdn_linear_attn.py`: a rank has the key heads of its
-share, with the value heads that they serve.
+Names and orders are those of vLLM 0.32.0, `layers/mamba/gdn/qwen_gdn_linear_attn.py` and
+`layers/mamba/short_conv.py`: a rank has the key heads of its share, with the value heads that they serve, or channels.
 """
 
 from __future__ import annotations
@@ -45,3 +45,12 @@ def _share_sections(here: VllmRank, name: str) -> Iterator[CompositeArray]:
         if heads % here.tp:
             raise CutError(f"{name}: {heads} key heads of linear attention cannot be divided over tp={here.tp}")
         yield part.share(0, here.index, here.tp)
+
+
+def list_short_convolution(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    """List the arrays of a layer with a short convolution, LFM2's, whose channels are cut."""
+    yield from here.column_layer(f"{have}.conv", f"{new}.conv")
+    yield from here.row_layer(f"{have}.out_proj", f"{new}.out_proj")
+    for kind in ("weight", "bias"):
+        if f"{have}.in_proj.{kind}" in here:
+            yield SchemaEntry(f"{new}.in_proj.{kind}", join_arrays([*_share_sections(here, f"{have}.in_proj.{kind}")]))

@@ -24,6 +24,8 @@ _BIAS: Final = ".w2_bias"
 _VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
 _NEWEST: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.embed_in.weight")
 """Parts of names that only models have whose arrays are known of the newest profile alone."""
+_GEMMA_NORMS: Final = 2
+"""Of a layer of Gemma 1; later ones have four, and Cohere, without a head as well, one."""
 _LAYER: Final = re.compile(r"rank([0-9]+)/[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
 _MOE: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
 _ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router", "router.proj")
@@ -105,11 +107,11 @@ def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool)
 
 
 def _has_only_older_names(arrays: Mapping[str, Tensor]) -> bool:
-    """Return whether names are those of GPT-NeoX or Gemma 1 before 0.32: the latter has no head, nor four norms."""
+    """Return whether names are those of GPT-NeoX or Gemma 1 before 0.32: the latter has no head, and two norms."""
     names = {_strip_rank_prefix(name) for name in arrays}
     headless = "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    four = any(name.endswith(".pre_feedforward_layernorm.weight") for name in names)
-    return (headless and not four) or any(name.startswith("gpt_neox.") for name in names)
+    norms = sum(name.startswith("model.layers.0.") and name.endswith("layernorm.weight") for name in names)
+    return (headless and norms == _GEMMA_NORMS) or any(name.startswith("gpt_neox.") for name in names)
 
 
 def _strip_rank_prefix(name: str) -> str:

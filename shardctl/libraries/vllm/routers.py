@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.vllm.rank import VllmRank
 
 _WIDE: Final = BY_NAME["F32"]
-_APART: Final = frozenset({"qwen2_moe", "olmoe"})
+_APART: Final = frozenset({"mixtral", "qwen2_moe", "olmoe", "lfm2_moe"})
 """Those that do not give the router to the module of the experts, whose name for it would sort first."""
-_WIDENED: Final = frozenset({"glm4_moe", "minimax_m2"})
+_WIDENED: Final = frozenset({"glm4_moe", "minimax_m2", "ernie4_5_moe"})
 """Those whose router vLLM keeps in fp32 and apart, whatever the type of the others."""
 _BESIDE: Final = frozenset({"minimax_m2", "exaone_moe"})
 """Those whose bias stands beside the router."""
@@ -32,11 +32,11 @@ def list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     given = shared or (here.modern and family not in _APART)
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
     bias = f"{gate}.{_BIAS}"
-    if family in _WIDENED:
+    if family in _WIDENED | {"lfm2_moe"}:
         gate, bias = f"{have}.gate", f"{here.routed(f'{have}.experts')}.{_BIAS}"
     if family in _BESIDE:
         bias = f"{have}.{_BIAS}"
     yield SchemaEntry(f"{gate}.weight", here[f"{have}.gate.weight"], dtype=_WIDE if family in _WIDENED else None)
-    for name in (f"{have}.gate.{_BIAS}", f"{have}.{_BIAS}"):
+    for name in (f"{have}.gate.{_BIAS}", f"{have}.{_BIAS}", f"{have}.expert_bias", f"{have}.moe_statics.{_BIAS}"):
         if name in here and not here.parts.is_optional(name):
-            yield SchemaEntry(bias, here[name])
+            yield SchemaEntry(bias, here[name], shape=here[name].shape[-1:])

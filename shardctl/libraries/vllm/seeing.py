@@ -1,6 +1,7 @@
 """Describes vLLM's arrays of models that see: those of the text model under `language_model.`, and of the vision model.
 
-Names and cuts are those of vLLM 0.32.0, `model_executor/models/` (`qwen3_vl.py`, `qwen3_5.py`, `gemma4_mm.py`), as it
+Names and cuts are those of vLLM 0.32.0, `model_executor/models/` (`qwen2_vl.py`, `qwen2_5_vl.py`,
+`qwen3_vl.py`, `qwen3_5.py`, `gemma4_mm.py`), as it
 serves them unless told otherwise: ``--mm-encoder-tp-mode weights``, which cuts the vision model too where it can.
 """
 
@@ -20,24 +21,34 @@ if TYPE_CHECKING:
 
 _TEXT: Final = "model.language_model"
 _EYES: Final = "model.visual."
-_COLUMNS: Final = (".linear_fc1.weight", ".linear_fc1.bias")
-_ROWS: Final = (".linear_fc2.weight", ".attn.proj.weight")
+_COLUMNS: Final = tuple(
+    f"{name}.{kind}" for name in (".linear_fc1", ".mlp.fc1", ".mlp.0") for kind in ("weight", "bias")
+)
+_ROWS: Final = tuple(f"{name}.weight" for name in (".linear_fc2", ".mlp.fc2", ".mlp.2", ".mlp.down_proj", ".attn.proj"))
+_GATE, _UP = ".mlp.gate_proj.", ".mlp.up_proj."
 
 
 def list_qwen_eyes_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """List Qwen3-VL and Qwen3.5, whose vision model is cut by heads and by columns."""
+    """List Qwen2-VL, Qwen3-VL and Qwen3.5, whose vision model is cut by heads and by columns."""
     yield from _list_text(here, model)
     for tensor in model.own():
         if not tensor.name.startswith(_EYES):
             continue
-        content = here[tensor.name]
-        if ".attn.qkv." in tensor.name:
+        name, content = tensor.name, here[tensor.name]
+        if _UP in name:
+            continue
+        if _GATE in name:
+            content = join_arrays([here.rows(name), here.rows(name.replace(_GATE, _UP))])
+            name = name.replace(_GATE, ".mlp.gate_up_proj.")
+        elif ".attn.qkv." in name and model.family == "qwen2_vl":  # whose ranks gather all rows before they part them
+            content = here.rows(name)
+        elif ".attn.qkv." in name:
             content = join_arrays([part.share(0, here.index, here.tp) for part in content.shares(0, 3)])
-        elif tensor.name.endswith(_COLUMNS):
-            content = here.rows(tensor.name)
-        elif tensor.name.endswith(_ROWS):
-            content = here.columns(tensor.name)
-        yield SchemaEntry(tensor.name.removeprefix("model."), content)
+        elif name.endswith(_COLUMNS):
+            content = here.rows(name)
+        elif name.endswith(_ROWS):
+            content = here.columns(name)
+        yield SchemaEntry(name.removeprefix("model."), content)
 
 
 def list_gemma4_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:

@@ -1,0 +1,91 @@
+"""Describes vLLM's arrays of what stands behind attention in a layer: one MLP, or experts and their router.
+
+Names and orders are those of vLLM 0.32.0, `model_executor/models/` and `layers/fused_moe/`; what older profiles call
+otherwise stands beside it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import CutError
+from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
+from shardctl.libraries.vllm.routers import list_router
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.libraries.vllm.rank import VllmRank
+
+USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL: Final = ("w1", "w3", "w2")
+_PLAIN: Final = (("up_proj", "down_proj"), ("c_fc", "c_proj"))
+"""Of an MLP without a gate."""
+_ACTIVATION: Final = ("alpha_p", "alpha_n", "beta", "eps")
+"""What an activation function that is trained has, Apertus' alone."""
+_GENERAL: Final = frozenset({"solar_open", "mistral4"})
+"""Those with experts that vLLM's Transformers backend runs, which keeps the name of the module of shared experts."""
+
+
+def list_feed_forward(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List an MLP of a layer, or its experts; nothing if it has neither under this name."""
+    if f"{have}.gate.weight" in here:
+        yield from _list_mixture(here, have)
+    elif f"{have}.gate_proj.weight" in here:
+        yield from _list_gated_mlp(here, have, have)
+    elif f"{have}.gate_up_proj.weight" in here:
+        halves = (part.share(0, here.index, here.tp) for part, _ in here.sections(f"{have}.gate_up_proj.weight"))
+        yield SchemaEntry(f"{have}.gate_up_proj.weight", join_arrays(list(halves)))
+        yield from here.row_layer(f"{have}.down_proj")
+    elif f"{have}.w1.weight" in here:
+        yield from here.merged(f"{have}.w13", [f"{have}.w1", f"{have}.w3"])
+        yield from here.row_layer(f"{have}.w2")
+    for wide, narrow in _PLAIN:
+        if f"{have}.{wide}.weight" in here and f"{have}.gate_proj.weight" not in here:
+            yield from here.column_layer(f"{have}.{wide}")
+            yield from here.row_layer(f"{have}.{narrow}")
+            yield from here.same(*(f"{have}.act_fn.{name}" for name in _ACTIVATION))
+
+
+def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List routed experts, their router, and experts that all tokens share."""
+    if f"{have}.experts.gate_up_proj" in here:
+        yield from _list_stacked_experts(here, f"{have}.experts")
+    else:
+        names = _MIXTRAL if f"{have}.experts.0.w1.weight" in here else USUAL
+        yield from list_experts(here, have, names, f"{have}.gate")
+    yield from list_router(here, have)
+    shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
+    if here.parts.model.family in _GENERAL:
+        shared = f"{shared}.shared_experts"
+    if f"{have}.shared_experts.down_proj.weight" in here:
+        yield from _list_gated_mlp(here, f"{have}.shared_experts", shared)
+    elif f"{have}.shared_expert.down_proj.weight" in here:
+        yield from _list_gated_mlp(here, f"{have}.shared_expert", shared)
+        yield SchemaEntry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
+
+
+def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    yield from here.merged(f"{new}.gate_up_proj", [f"{have}.gate_proj", f"{have}.up_proj"])
+    yield from here.row_layer(f"{have}.down_proj", f"{new}.down_proj")
+
+
+def list_experts(here: VllmRank, have: str, parts: tuple[str, str, str], router: str) -> Iterator[SchemaEntry]:
+    """List experts that the model has one by one, as many as the router has rows."""
+    count = here[f"{router}.weight"].shape[0]
+    yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
+
+
+def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List experts that the model has in two arrays, of rows or, as in Qwen3-VL, of columns."""
+    both, down = here[f"{have}.gate_up_proj"], here[f"{have}.down_proj"]
+    turned = len(here.parts.model.tensors[here.parts.resolve(f"{have}.gate_up_proj")].spec.cuts[2]) > 0
+    if turned:
+        both, down = both.transposed, down.transposed
+    held = here.held(both.shape[0])
+    if not held:
+        raise CutError(f"{have}: {both.shape[0]} experts are too few for ep={here.tp}")
+    both, down = (stack.part(0, held.start, held.stop) for stack in (both, down))
+    halves = [here.inside(half, 1) for half in both.shares(1, 2)]
+    yield SchemaEntry(f"{here.routed(have)}.w13_weight", join_arrays(halves, 1))
+    yield SchemaEntry(f"{here.routed(have)}.w2_weight", here.inside(down, 2))
