@@ -35,6 +35,9 @@ SMALL = {
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("o_groups", "num_zero_experts", "zero_expert_num"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("vocab_size_per_layer_input",), 96),
+    **dict.fromkeys(("hidden_size_per_layer_input",), 8),
+    **dict.fromkeys(("projection_hidden_size",), 32),
     **dict.fromkeys(("kv_lora_rank", "v_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank",), 16),
     **dict.fromkeys(("qk_rope_head_dim",), 4),
@@ -136,6 +139,9 @@ def _fit_together(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
         fitting = {"head_dim": held["expand"] * chosen["hidden_size"] // chosen["num_heads"], "n_groups": 2}
     if isinstance(held.get("vision_feature_layer"), list | tuple):
         fitting["vision_feature_layer"] = [-1, -2][: len(held["vision_feature_layer"])]
+    if config.model_type == "zamba2":
+        size = 2 * chosen["hidden_size"] // chosen["num_attention_heads"]  # whatever a config says
+        fitting |= {"head_dim": size, "attention_head_dim": size, "mamba_ngroups": 2}
     if config.model_type == "mllama_vision_model":
         fitting["image_size"] = 56  # its usual pictures take minutes
     if type(config).__name__ == "DbrxAttentionConfig":

@@ -6,8 +6,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Tensor
+from shardctl.models.name_pattern import list_name_patterns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     """Return `stored` under the canonical names of `model`, in its order; see `Model.bind`."""
+    stored = _divide_even_parts(model, stored)
     plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
@@ -105,6 +108,39 @@ def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
 
 def _erase_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
+
+
+def _divide_even_parts(model: Model, stored: Manifest) -> Manifest:
+    """Return `stored` with the tensors of an array as long as they are, where they were saved as its even parts.
+
+    transformers 5.23 saves OLMo-Hybrid's three convolutions, which it holds in one array, as thirds of it, however long
+    they were; it reads either by joining them again.
+    """
+    tensors = dict(stored.tensors)
+    found: list[str] = []
+    for fusion in model.fusions.values():
+        first = model.tensors.get(fusion.tensors[0])
+        if first is None or len(fusion.tensors) == 1 or len(first.shape) != len(fusion.shape):
+            continue
+        parts = [t for name in fusion.tensors if (t := stored.tensors.get(name)) is not None]
+        if len(parts) < len(fusion.tensors) or all(t.shape == model.tensors[t.name].shape for t in parts):
+            continue
+        share = -(-fusion.shape[0] // len(parts))
+        starts = range(0, fusion.shape[0], share)
+        if [t.shape for t in parts] != [(min(share, fusion.shape[0] - n), *fusion.shape[1:]) for n in starts]:
+            continue
+        chunks = tuple(
+            replace(chunk, box=Box((chunk.box.origin[0] + start, *chunk.box.origin[1:]), chunk.box.shape))
+            for start, part in zip(starts, parts, strict=True)
+            for chunk in part.chunks
+        )
+        array = replace(parts[0], name=fusion.name, shape=fusion.shape, chunks=chunks)
+        tensors |= {name: replace(held, name=name) for name, held in fusion.taken_apart(array)}
+        found += fusion.tensors
+    if not found:
+        return stored
+    line = f"read as one array that was saved in even parts: {format_first_few(list_name_patterns(found))}"
+    return replace(stored, tensors=tensors, warnings=(*stored.warnings, line))
 
 
 def _choose_noun(names: Sequence[str]) -> str:

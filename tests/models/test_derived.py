@@ -111,6 +111,16 @@ class TestPairs:
         assert not cut
         assert uncut["q_proj"] == "no number of heads in the config fits [32, 32] and [16, 32]"
 
+    @pytest.mark.parametrize(("rows", "sections"), [(48, [(24, 1), (24, 1)]), (24, [(24, 1)]), (36, None)])
+    def test_moshis_linears_one_deeper_and_gate_above_up(self, rows, sections):
+        """Moshi calls linears `q_proj.linear`, and `fc1` is a gate and an up where it has twice the rows of `fc2`."""
+        shapes = {name.replace(".weight", ".linear.weight"): shape for name, shape in ATTENTION.items()}
+        shapes |= {f"{LAYER}.mlp.fc1.weight": (rows, 32), f"{LAYER}.mlp.fc2.weight": (32, 24)}
+        tensors = derive(HEADS, shapes.items(), library=False).tensors
+        assert list_cuts(tensors[f"{LAYER}.self_attn.k_proj.linear.weight"])[0] == [[("tp", [(16, 8)])], []]
+        wanted = [[("tp", sections)], []] if sections else [[], []]
+        assert list_cuts(tensors[f"{LAYER}.mlp.fc1.weight"])[0] == wanted
+
     @pytest.mark.parametrize(
         ("extra", "shape"),
         [("pos_bias_w", (4, 8)), ("linear_new.weight", (32, 32)), ("inner_norm.weight", (16,)), ("lambda_q1", (8,))],

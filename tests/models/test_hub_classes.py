@@ -20,6 +20,7 @@ from shardctl.box import Box, subtract_all
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model, load_families
 from shardctl.models.anatomy import build_anatomy
+from shardctl.models.binding import find_canonical_name
 from shardctl.models.decoder import HEADS
 from shardctl.placement import check_cuts, compute_rank_boxes
 
@@ -111,6 +112,20 @@ def test_files_that_transformers_saves_are_kimis():
     model = describe_model(hub_config("kimi_k25", architectures=["Kimi_K25ForConditionalGeneration"]))
     assert model.architecture == "KimiK25ForConditionalGeneration"
     assert "language_model.model.layers.1.mlp.experts.3.up_proj.weight" in model.tensors
+    meant = {
+        "language_model.model.blocks.0.mlp.up_proj.weight": "language_model.model.layers.0.mlp.up_proj.weight",
+        "model.mm_projector.pre_norm.bias": "mm_projector.pre_norm.bias",
+        "vision_tower.encoder.patch_embed.proj.weight": "vision_tower.patch_embed.proj.weight",
+        "vision_tower.encoder.blocks.0.wo.weight": "vision_tower.encoder.blocks.0.wo.weight",
+    }
+    assert {name: find_canonical_name(model, name) for name in meant} == meant
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_outer_config_of_kimi_says_whether_the_head_is_the_embedding(tied):
+    """transformers saves no head where it says so, whatever the config of the text model says."""
+    model = describe_model(hub_config("kimi_k25", tie_word_embeddings=tied))
+    assert ("language_model.lm_head.weight" in model.aliases) == tied
 
 
 def test_mimo_is_qwen2_and_predicts_as_vllms_modules_do():

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from damage import flip
 from safetensors.torch import load_file
-from tiny_models import assert_same, stored
+from tiny_models import assert_same, config_of, save, stored
 
 from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
@@ -89,3 +89,18 @@ def test_one_file_of_a_directory_is_a_checkpoint_too(tiny, tmp_path):
     assert digest(file).digest == digest(tmp_path / "ranks").digest == source.digest.digest
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(file))
+
+
+def test_an_array_that_transformers_saved_in_even_parts_is_read_as_it_is(tmp_path):
+    """It saves OLMo-Hybrid's three convolutions as thirds of their array, whose values are wider than queries."""
+    whole = save(tmp_path / "whole", {**config_of("olmo_hybrid"), "linear_value_head_dim": 8})
+    names = [f"model.layers.0.linear_attn.{each}_conv1d.weight" for each in "qkv"]
+    assert [stored(whole.path)[name].shape[0] for name in names] == [43, 43, 42]
+    done = reshard(whole.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert any("even parts" in line for line in done.warnings)
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    back = stored(tmp_path / "back")
+    assert [back[name].shape[0] for name in names] == [32, 32, 64]
+    again = type(whole.model).from_pretrained(tmp_path / "back").state_dict()
+    assert_same(again, whole.model.state_dict())
+    assert verify(tmp_path / "ranks", VerifyOptions(level="full", forward=True, against=whole.path)).ok

@@ -25,6 +25,7 @@ QUERIES: Final = (
     ("q", "k", "v"),
     ("q_lin", "k_lin", "v_lin"),
     ("q_linear", "k_linear", "v_linear"),
+    ("q_proj.linear", "k_proj.linear", "v_proj.linear"),
     ("to_q", "to_k", "to_v"),
     ("linear_q", "linear_k", "linear_v"),
     ("query_net", "key_net", "value_net"),
@@ -39,7 +40,7 @@ FUSED_QUERIES: Final = (
 OUTPUTS: Final = (
     *("o_proj", "out_proj", "output.dense", "dense", "wo", "o", "out_lin", "to_out", "to_out.0", "linear_out", "proj"),
     *("c_proj", "output_proj", "out", "Wo", "output", "projection", "projection_layer", "output_linear", "post"),
-    *("out_projection", "attention_out"),
+    *("out_projection", "attention_out", "o_proj.linear"),
 )
 """What the linear after attention is called."""
 GATED: Final = (
@@ -65,6 +66,7 @@ FUSED_GATED: Final = (
     ("experts.fc1", "experts.fc2"),
     ("experts.w13_weight", "experts.w2_weight"),
     ("dense_h_to_4h", "dense_4h_to_h"),
+    ("fc1", "fc2"),
 )
 """The same with gate and up in one array, one after the other."""
 PLAIN: Final = (
@@ -162,7 +164,7 @@ def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
     for starts in (_GATED_STARTS, _PLAIN_STARTS):
         for path in tree.modules:
             for names in starts.get(path.rpartition(".")[2], ()):
-                yield from _find_forward(tree, path, names)
+                yield from _find_forward(tree, path, names, gated=starts is _GATED_STARTS)
 
 
 _LATENT: Final = ("kv_b_proj", "kv_b")
@@ -234,7 +236,7 @@ def _find_shared(tree: ModuleTree, owner: str, queries: StoredModule) -> Iterato
         yield SharedAttentionCircuit(owner, queries, output)
 
 
-def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...]) -> Iterator[Circuit]:
+def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...], *, gated: bool) -> Iterator[Circuit]:
     owner = _find_owner(path, names[0])
     if owner is None:
         return
@@ -242,4 +244,6 @@ def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...]) -> Iterat
     if any(m is None for m in found):
         return
     *inputs, output = (m for m in found if m is not None)
-    yield FeedForwardCircuit(owner, tuple(inputs), output, names in FUSED_GATED)
+    if gated and names in PLAIN and (not output.is_matrix or inputs[0].shape != (2 * output.shape[1], output.shape[0])):
+        return
+    yield FeedForwardCircuit(owner, tuple(inputs), output, gated and names in FUSED_GATED)

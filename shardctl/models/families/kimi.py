@@ -106,7 +106,9 @@ def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Fa
     """Build the family of a `text` model behind MoonViT; `renamed` are other names of its class."""
 
     def build_facts(config: ModelConfig) -> FamilyFacts:
-        return add_moon_facts(text.facts(text.complete_config(config.part("text_config"))), config)
+        facts = add_moon_facts(text.facts(text.complete_config(config.part("text_config"))), config)
+        tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
+        return facts.also(flags={"tied": tied})
 
     def read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
         return text.traits, text.complete_config(config.part("text_config"))
@@ -119,6 +121,9 @@ def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Fa
         prefixes=(),
         legacy={
             "^language_model.layers": "language_model.model.layers",
+            "^language_model.model.blocks": "language_model.model.layers",  # as transformers 5.23 writes them
+            "^model.mm_projector": "mm_projector",
+            "^vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
             "^mm_projector.linear_1": "mm_projector.proj.0",
             "^mm_projector.linear_2": "mm_projector.proj.2",
         },
