@@ -4,6 +4,7 @@ from typing import Annotated
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
@@ -17,6 +18,7 @@ Examples:
 """
 
 
+@pause_garbage_collection()  # up to the end: to begin again looks at all objects of the manifest once
 def inspect(
     src: arguments.Source,
     *,

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
@@ -20,6 +21,7 @@ Examples:
 """
 
 
+@pause_garbage_collection()  # up to the end: to begin again looks at all objects of the plan once
 def plan(
     src: arguments.Source,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.dcp.metadata_shortcut import CHUNK, INDEX, INFO, MetadataShortcut, is_folded
 from shardctl.libraries.files.impostors import refuse_impostor
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE
@@ -39,13 +40,10 @@ _METADATA: Final = (f"{_ROOT}.metadata.Metadata", f"{_CORE}.MCoreMetadata")
 """The second is a kind of the first, with `mcore_data` (Megatron-LM core 0.15)."""
 _TENSOR: Final = f"{_ROOT}.metadata.TensorStorageMetadata"
 _BYTES: Final = f"{_ROOT}.metadata.BytesStorageMetadata"
-_INDEX: Final = f"{_ROOT}.metadata.MetadataIndex"
-_INFO: Final = f"{_ROOT}.filesystem._StorageInfo"
 _PROPERTIES: Final = (f"{_ROOT}.metadata.TensorProperties", f"{_OLD}.TensorProperties")
 _ALLOWED: Final = frozenset(
     {
-        *(*_METADATA, _TENSOR, _BYTES, _INDEX, _INFO, *_PROPERTIES),
-        f"{_ROOT}.metadata.ChunkStorageMetadata",
+        *(*_METADATA, _TENSOR, _BYTES, str(INDEX), str(INFO), *_PROPERTIES, str(CHUNK)),
         f"{_ROOT}.metadata.StorageMeta",
         *(
             f"{module}.{name}"
@@ -145,7 +143,7 @@ def read_metadata(source: Source, path: str) -> DcpMetadata:
     limits = PickleLimits(
         opcodes=max(usual.opcodes, size), memory=max(usual.memory, _TREE * size), memo=max(usual.memo, size)
     )
-    pickle = parse_pickle(read_bytes(source, path), path, limits=limits)
+    pickle = parse_pickle(read_bytes(source, path), path, limits=limits, shortcut=MetadataShortcut())
     _check_names(path, pickle.globals)
     more = size - pickle.end
     budget_of(source).leftovers.note(path, SECOND_PICKLE, [f"{more:,} bytes"] if more else [])
@@ -178,6 +176,8 @@ class _MetadataReader:
     def __init__(self, path: str, folder: str) -> None:
         self.path = path
         self.folder = folder
+        self.files: dict[str, str] = {}
+        """Their paths, by the names that items give."""
 
     def malformed(self, what: str) -> NoReturn:
         raise SourceError(f"{self.path} is malformed: {what}")
@@ -219,15 +219,17 @@ class _MetadataReader:
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
             self.malformed(f"tensor {key!r} has no list of boxes")
-        whole = Box.whole(shape)
         boxes = []
         for chunk in chunks:
-            attributes = self.fields(chunk, f"a box of {key!r}", f"{_ROOT}.metadata.ChunkStorageMetadata")
-            origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
+            if is_folded(chunk, CHUNK):
+                origin, extents = chunk.values
+            else:
+                attributes = self.fields(chunk, f"a box of {key!r}", str(CHUNK))
+                origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
             if len(origin) != len(extents) or len(origin) != len(shape):
                 self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
-            box = _build_box(origin, extents)
-            if not whole.contains(box):
+            box, inside = _build_box(origin, extents, shape)
+            if not inside:
                 self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
             boxes.append(box)
         return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
@@ -269,19 +271,38 @@ class _MetadataReader:
     def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         for index, info in stored.items():
-            state = self.fields(index, "the place of an item", _INDEX)
-            key, offset = state.get("fqn"), state.get("offset")
-            if not isinstance(key, str):
-                self.malformed("an item has no name")
-            origin = None if offset is None else self.size(offset, key)
+            if is_folded(index, INDEX):
+                key, origin = index.values
+            else:
+                state = self.fields(index, "the place of an item", str(INDEX))
+                key, offset = state.get("fqn"), state.get("offset")
+                if not isinstance(key, str):
+                    self.malformed("an item has no name")
+                origin = None if offset is None else self.size(offset, key)
             if (key, origin) in found:
                 self.malformed(f"it says twice where {key!r} at {origin} is")
             found[key, origin] = self.item(key, info)
         return found
 
     def item(self, key: str, node: object) -> StoredItem:
-        state = self.fields(node, f"where {key!r} is", _INFO)
-        file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+        if is_folded(node, INFO):
+            file, offset, length = node.values
+            transforms: object = ()
+        else:
+            state = self.fields(node, f"where {key!r} is", str(INFO))
+            file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+            transforms = state.get("transform_descriptors") or ()
+        known = self.files.get(file) if type(file) is str else None
+        if known is None:
+            known = self.files[file] = self.file(key, file)
+        if type(offset) is not int or type(length) is not int or not (0 <= offset < _FAR and 0 <= length < _FAR):
+            self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
+        if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
+            self.malformed(f"{key!r} was changed in ways that are not named")
+        return StoredItem(known, offset, length, tuple(transforms))
+
+    def file(self, key: str, file: object) -> str:
+        """Return the path of a file in the source; raises HostileError for what is no name of a file beside it."""
         if not is_text(file):
             self.malformed(f"{key!r} is in a file without a name")
         if not file or file in {".", ".."} or any(c in file for c in "/\\\0:"):
@@ -289,19 +310,15 @@ class _MetadataReader:
                 f"{self.path}: {key!r} is in {ascii(file)[:100]}, which is not the name of a file beside it",
                 hint="torch never writes such a name; do not load this checkpoint",
             )
-        if type(offset) is not int or type(length) is not int or not (0 <= offset < _FAR and 0 <= length < _FAR):
-            self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
-        transforms = state.get("transform_descriptors") or ()
-        if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
-            self.malformed(f"{key!r} was changed in ways that are not named")
-        return StoredItem(self.folder + file, offset, length, tuple(transforms))
+        return self.folder + file
 
 
 def _is_call_of(node: object, kind: str) -> bool:
     return isinstance(node, CallNode) and str(node.function) == kind
 
 
-@lru_cache(maxsize=1 << 16)
-def _build_box(origin: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """Build the box once: the layers of a model are alike, and so are their boxes."""
-    return Box(origin, shape)
+@lru_cache(maxsize=1 << 17)
+def _build_box(origin: tuple[int, ...], extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, bool]:
+    """Build the box, and find out whether it is in the shape, once: layers are alike, and so are their boxes."""
+    box = Box(origin, extents)
+    return box, Box.whole(shape).contains(box)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.libraries.torch_save.pickle_state import FLAT, NODE, PickleLimits, PickleState
+from shardctl.libraries.torch_save.pickle_state import FLAT, NODE, PassedError, PickleLimits, PickleState
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, ParsedPickle, PersistentNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardctl.libraries.torch_save.pickle_budget import PickleBudget
+    from shardctl.libraries.torch_save.pickle_state import PickleShortcut
 
 _HIGHEST_PROTOCOL: Final = 5
 _INTEGER: Final = 1 << 10
@@ -41,10 +42,12 @@ def parse_pickle(
     start: int = 0,
     limits: PickleLimits = PickleLimits(),  # noqa: B008 - frozen
     budget: PickleBudget | None = None,
+    shortcut: PickleShortcut | None = None,
 ) -> ParsedPickle:
     """Read the pickle that begins at `start` of `data`; `where` names it in messages.
 
-    `budget` is that of all pickles of a checkpoint, and is charged.
+    `budget` is that of all pickles of a checkpoint, and is charged. `shortcut` may fold what it knows; a pickle that
+    refers to a part of that is read again without it.
 
     Raises TruncatedError if `data` ends first, SourceError if it is malformed, HostileError if it mentions a name
     that runs code or exceeds `limits`, UnsupportedError if only its writer could resolve it.
@@ -52,10 +55,14 @@ def parse_pickle(
     if budget is not None:
         budget.collect_cycles()
         limits = replace(limits, opcodes=max(min(limits.opcodes, budget.opcodes), 0))
-    machine = _PickleMachine(data, where, start, limits)
+    machine = _PickleMachine(data, where, start, limits, shortcut)
     try:
         with pause_garbage_collection():
-            return machine.run()
+            try:
+                return machine.run()
+            except PassedError:
+                machine = _PickleMachine(data, where, start, limits)
+                return machine.run()
     finally:
         if budget is not None:
             budget.take_run(machine.ran, machine.spent)
@@ -334,6 +341,8 @@ class _PickleMachine(PickleState):
         if target.state is not None:
             self.malformed("sets the state of an object twice")
         target.state = state
+        if self.shortcut is not None and not self.attributes:
+            self.shortcut.fold(self)
 
     def persid(self) -> None:
         self.stack.append(self.line().decode())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.libraries.torch_save.pickle_names import can_execute_code, can_reach_code, is_getattr
-from shardctl.libraries.torch_save.pickle_tree import MAPPINGS, CallNode, GlobalNode, PersistentNode
+from shardctl.libraries.torch_save.pickle_tree import MAPPINGS, CallNode, FoldedCall, GlobalNode, PersistentNode
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
@@ -20,8 +20,10 @@ _NAME: Final = 1_000
 """Longest name of a global, in characters."""
 _HOLE: Final = object()
 """Stands in the memo where nothing was stored."""
-_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), GlobalNode, CallNode, PersistentNode})
-_SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), GlobalNode, CallNode, PersistentNode})
+PASSED: Final = object()
+"""Stands in the memo for a part of what a shortcut folded."""
+_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), GlobalNode, CallNode, FoldedCall, PersistentNode})
+_SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), GlobalNode, CallNode, FoldedCall, PersistentNode})
 """Types whose hash is secret, an address or one of a few, so that collisions cannot be arranged."""
 _KEY_PARTS: Final = 64
 """Parts of a tuple that is a key: a tuple is hashed anew wherever it is one."""
@@ -34,6 +36,10 @@ _BATCH: Final = 1_000
 _u2 = struct.Struct("<H").unpack_from
 _u4 = struct.Struct("<I").unpack_from
 _u8 = struct.Struct("<Q").unpack_from
+
+
+class PassedError(Exception):
+    """The pickle refers to a part of what a shortcut folded; it must be read without the shortcut."""
 
 
 class TruncatedError(SourceError):
@@ -56,6 +62,16 @@ class PickleLimits:
     """Keys with a hash that the writer can choose, so that a dict would take quadratic time."""
 
 
+class PickleShortcut(Protocol):
+    """Runs the opcodes of many objects that are alike at one go, for as many as have the one form that it knows."""
+
+    def fold(self, state: PickleState) -> None:
+        """Go on from `state.pos`, after the state of an object was set, as far as objects of that form follow.
+
+        Each becomes a `FoldedCall`, and each part of it that the pickle stores in the memo `PASSED`.
+        """
+
+
 class PickleState:
     """A stack of stacks (one for each open mark), the memo, and what was spent of the limits.
 
@@ -74,12 +90,15 @@ class PickleState:
         "persistents",
         "pos",
         "ran",
+        "shortcut",
         "spent",
         "stack",
         "where",
     )
 
-    def __init__(self, data: bytes, where: str, start: int, limits: PickleLimits) -> None:
+    def __init__(
+        self, data: bytes, where: str, start: int, limits: PickleLimits, shortcut: PickleShortcut | None = None
+    ) -> None:
         self.data = data
         self.where = where
         self.pos = start
@@ -96,6 +115,7 @@ class PickleState:
         self.ran = 0
         """Opcodes, up to the last few."""
         self.odd = 0
+        self.shortcut = shortcut
 
     def malformed(self, what: str) -> NoReturn:
         """Raise SourceError: no pickler writes this."""
@@ -191,6 +211,8 @@ class PickleState:
         value = self.memo[index] if 0 <= index < len(self.memo) else _HOLE
         if value is _HOLE:
             self.malformed(f"recalls memo {index}, which was never stored")
+        if value is PASSED:
+            raise PassedError
         self.stack.append(value)
 
     def remember(self, index: int) -> None:

@@ -44,6 +44,14 @@ class CallNode:
 
 
 @dataclass(eq=False, slots=True)
+class FoldedCall:
+    """One of very many calls that are alike, of which a shortcut kept the values alone; nothing refers to its parts."""
+
+    function: GlobalNode
+    values: tuple[Any, ...]
+
+
+@dataclass(eq=False, slots=True)
 class PersistentNode:
     """An object that lives outside the pickle, such as a storage."""
 

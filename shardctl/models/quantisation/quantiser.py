@@ -35,6 +35,10 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
 
+_CACHED: Final = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+"""The projections beside which, or in which, they are."""
+
+
 def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
     """Return `model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
 
@@ -103,15 +107,15 @@ class _ModelQuantiser:
             if weight is None:
                 tensors[tensor.name] = tensor
                 continue
-            if self.quantised(weight):
-                parts = self.parts(weight)
+            held = self.list_held(weight)
+            if self.quantised(weight, held):
+                parts = self.parts(weight, held)
                 encodings[tensor.name] = WeightEncoding(weight.module, weight.storage.decoder, parts)
-                for array in self.arrays(weight, parts):
-                    tensors[array.name] = array
+                self.add_arrays(weight, parts, tensors)
             else:
                 tensors[tensor.name] = tensor
-            for scale in self.cache_scales(weight):
-                tensors[scale.name] = scale
+            if weight.module.endswith(_CACHED):
+                tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
@@ -127,10 +131,11 @@ class _ModelQuantiser:
 
     def weight(self, tensor: ModelTensor) -> _QuantisableWeight | None:
         """Return the weight that `tensor` is; None if it cannot be quantised."""
+        name = tensor.name
         unfit = len(tensor.shape) != _MATRIX or tensor.free or tensor.ties or tensor.row.buffer
-        if unfit or not tensor.name.endswith(_WEIGHT):
+        if unfit or not name.endswith(_WEIGHT):
             return None
-        module = tensor.name.removesuffix(_WEIGHT)
+        module = name[: -len(_WEIGHT)]
         names = self.names(module)
         return _QuantisableWeight(tensor, module, names, self.scheme.storage(names))
 
@@ -138,10 +143,14 @@ class _ModelQuantiser:
         """Find out what is stored of each weight."""
         modules = {weight.module: weight for weight in weights.values()}
         others: list[tuple[str, Tensor]] = []
+        tabled = self.plain.tensors
         for name, tensor in stored.tensors.items():
+            if name in tabled:
+                self.present[name] = tensor
+                continue
             module, _, own = name.rpartition(".")
             weight = modules.get(module)
-            if name in self.plain.tensors or (weight is not None and own in weight.storage.names):
+            if weight is not None and own in weight.storage.names:
                 self.present[name] = tensor
             else:
                 others.append((name, tensor))
@@ -157,16 +166,20 @@ class _ModelQuantiser:
             if meant is not None:
                 self.present[meant] = tensor
 
-    def quantised(self, weight: _QuantisableWeight) -> bool:
+    def list_held(self, weight: _QuantisableWeight) -> dict[str, Tensor]:
+        """List what is stored of a weight, by the names that follow the module's."""
+        present, module = self.present, weight.module
+        if not present:
+            return {}
+        return {n: found for n in self.list_likely_names(weight.storage) if (found := present.get(f"{module}.{n}"))}
+
+    def quantised(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> bool:
         """Return whether the weight is quantised: by what is stored, else by the config."""
         if not self.present:
             return not self.spared(weight)
-        plain = self.present.get(weight.tensor.name)
+        plain = held.get("weight") or self.present.get(weight.tensor.name)
         coded = plain is not None and plain.dtype.name not in FLOAT
-        if coded or any(
-            name not in ("weight", "bias") and f"{weight.module}.{name}" in self.present
-            for name in self.list_likely_names(weight.storage)
-        ):
+        if coded or any(name not in ("weight", "bias") for name in held):
             if self.listed(weight):
                 self.contrary.append(weight.module)
             return True
@@ -186,48 +199,51 @@ class _ModelQuantiser:
     def names(self, module: str) -> Names:
         """Return the module's name with the base model's prefix and without, today's and older ones."""
         prefix = f"{self.plain.prefix}."
-        names = (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
-        older = list_older_names(self.plain, names[-1])
+        names = (module, module[len(prefix) :]) if module.startswith(prefix) else (module,)
+        older = list_older_names(self.plain, names[-1]) if self.plain.legacy else ()
         if not older:
             return names
         return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))
 
-    def arrays(self, weight: _QuantisableWeight, parts: Sequence[WeightArray]) -> Iterator[ModelTensor]:
-        """Yield what is stored instead of the weight."""
-        tensor, spec = weight.tensor, weight.tensor.spec
+    def add_arrays(
+        self, weight: _QuantisableWeight, parts: Sequence[WeightArray], tensors: dict[str, ModelTensor]
+    ) -> None:
+        """Add what is stored instead of the weight."""
+        tensor, spec, module = weight.tensor, weight.tensor.spec, weight.module
         for part in parts:
             # Tensors that are cut alike share their specs in the table, and keep them meanwhile.
-            own = self.specs.get((id(part.cuts), id(spec)))
+            key = (id(part.cuts), id(spec))
+            own = self.specs.get(key)
             if own is None:
-                own = self.specs[id(part.cuts), id(spec)] = PartitionSpec(part.cuts, spec.where, spec.member)
-            name, optional = f"{weight.module}.{part.suffix}", tensor.optional or part.optional
-            yield ModelTensor(name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free)
+                own = self.specs[key] = PartitionSpec(part.cuts, spec.where, spec.member)
+            name, optional = f"{module}.{part.suffix}", tensor.optional or part.optional
+            tensors[name] = ModelTensor(
+                name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free
+            )
 
-    def parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...]:
+    def parts(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> tuple[WeightArray, ...]:
         """Return the arrays of the weight, worked out once for all that are alike."""
-        tensor, there, tabled = weight.tensor, {}, []
-        for name in self.list_likely_names(weight.storage):
-            full = f"{weight.module}.{name}"
-            held = self.present.get(full)
-            if held is not None:
-                there[name] = held
-            if full in self.plain.tensors and full != tensor.name:
-                tabled.append(name)
-        alike = tuple((name, t.shape, t.dtype.name) for name, t in there.items())
+        tensor, module, known = weight.tensor, weight.module, self.plain.tensors
+        tabled = [
+            name for name in self.list_likely_names(weight.storage) if name != "weight" and f"{module}.{name}" in known
+        ]
+        alike = tuple([(name, t.shape, t.dtype.name) for name, t in held.items()])
         # These objects outlive this one, and are the same for weights of one kind.
         key = (id(weight.storage), id(tensor.row), id(tensor.spec.cuts), tensor.shape, alike, *tabled)
-        if key not in self.kinds:
-            self.kinds[key] = list_stored_arrays(tensor, weight.storage, there if self.known else None, tabled)
-        return self.kinds[key]
+        found = self.kinds.get(key)
+        if found is None:
+            found = self.kinds[key] = list_stored_arrays(tensor, weight.storage, held if self.known else None, tabled)
+        return found
 
     def list_likely_names(self, storage: WeightStorage) -> list[str]:
         """List the names of a weight's arrays that anything ends with, stored or in the table: most end nothing."""
-        if id(storage) not in self.likely:
+        found = self.likely.get(id(storage))
+        if found is None:
             if not self.endings:
-                self.endings.update(name.rpartition(".")[2] for name in (*self.present, *self.plain.tensors))
-            self.likely[id(storage)] = [n for n in storage.names if n.rpartition(".")[2] in self.endings]
+                self.endings.update([name.rpartition(".")[2] for name in (*self.present, *self.plain.tensors)])
+            found = self.likely[id(storage)] = [n for n in storage.names if n.rpartition(".")[2] in self.endings]
             self.storages.append(storage)
-        return self.likely[id(storage)]
+        return found
 
     def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
         """Yield the scales of the key/value cache that are stored beside or in this projection."""
@@ -242,7 +258,9 @@ class _ModelQuantiser:
 
 
 def _list_cache_names(module: str) -> tuple[str, ...]:
+    if not module.endswith(_CACHED):
+        return ()
     parent, _, own = module.rpartition(".")
-    if own not in ("k_proj", "v_proj", "qkv_proj", "kv_b_proj"):
+    if own not in _CACHED:
         return ()
     return tuple(f"{where}.{scale}" for where in (parent, module) for scale in _CACHE_SCALES)

@@ -1,0 +1,119 @@
+"""What is folded of a large `.metadata` means what the opcodes one by one mean, also where the file is damaged."""
+
+import pickle
+import random
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardctl.errors import ShardctlError
+from shardctl.libraries.dcp import metadata as reader
+from shardctl.libraries.dcp.metadata import DcpMetadata, read_metadata
+from shardctl.libraries.dcp.metadata_shortcut import MetadataShortcut
+from shardctl.storage.addresses import open_source
+
+RANKS = 6
+NAMES = ("w", "layers.0.größe", "x" * 300, "layers.1.scalar")
+
+
+def build_metadata(*, shared: bool = False, far: int = 1) -> Metadata:
+    """Build the metadata of a save of several ranks; `shared` says that both tables hold the same sizes."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {"step": BytesStorageMetadata()}
+    stored = {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 0, 10)}
+    for dims, name in enumerate(NAMES[::-1]):
+        shape = (RANKS * far, *(3,) * (dims - 1)) if dims else ()
+        chunks = []
+        for rank in range(RANKS if dims else 1):
+            origin = torch.Size([rank * far, *(0,) * (dims - 1)] if dims else [])
+            chunks.append(ChunkStorageMetadata(origin, torch.Size([far, *shape[1:]] if dims else [])))
+            place = origin if shared else torch.Size(list(origin))
+            index = MetadataIndex((name + " ")[:-1], place, None if rank % 3 else rank)
+            stored[index] = _StorageInfo(f"__{rank % 2}_0.distcp", rank * far * 7, 100_000 * far)
+        properties = TensorProperties(dtype=torch.bfloat16)
+        described[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    return Metadata(described, {name: (name,) for name in NAMES}, stored)
+
+
+def read_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DcpMetadata | str, DcpMetadata | str, int]:
+    """Read the file with and without the shortcut; returns what each found or refused, and how much was folded."""
+    folded = []
+
+    class Counted(MetadataShortcut):
+        def fold(self, state):  # type: ignore[no-untyped-def]
+            before = len(state.stack)
+            super().fold(state)
+            folded.append(len(state.stack) - before)
+
+    found: list[DcpMetadata | str] = []
+    for shortcut in (Counted, lambda: None):
+        monkeypatch.setattr(reader, "MetadataShortcut", shortcut)
+        with closing(open_source(folder)) as source:
+            try:
+                found.append(read_metadata(source, ".metadata"))
+            except ShardctlError as error:
+                found.append(type(error).__name__)
+    return found[0], found[1], sum(folded)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("far", [1, 300, 70_000, 1 << 33])
+def test_folded_objects_mean_what_their_opcodes_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, far: int
+) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(build_metadata(far=far), protocol))
+    folded, plain, number = read_both(tmp_path, monkeypatch)
+    assert folded == plain
+    assert isinstance(plain, DcpMetadata)
+    assert len(plain.items) == 1 + 3 * RANKS + 1
+    assert (number > 2 * RANKS) == (protocol >= 4)
+
+
+def test_what_is_referred_to_again_is_read_opcode_by_opcode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(build_metadata(shared=True)))
+    folded, plain, number = read_both(tmp_path, monkeypatch)
+    assert folded == plain
+    assert number
+
+
+def test_damaged_files_end_alike_with_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pickle.dumps(build_metadata())
+    generator, ends = random.Random(20), set()
+    for _ in range(1_500):
+        data = bytearray(whole)
+        for _ in range(generator.choice((1, 1, 2, 8))):
+            at = generator.randrange(len(data))
+            kind = generator.randrange(3)
+            if kind == 0:
+                data[at] = generator.randrange(256)
+            elif kind == 1:
+                del data[at : at + generator.randrange(1, 9)]
+            else:
+                other = generator.randrange(len(data))
+                data[at:at] = data[other : other + generator.randrange(1, 80)]
+        (tmp_path / ".metadata").write_bytes(data)
+        folded, plain, _ = read_both(tmp_path, monkeypatch)
+        if isinstance(plain, DcpMetadata):
+            assert folded == plain, bytes(data)
+        else:
+            assert folded == plain, bytes(data)
+        ends.add(plain if isinstance(plain, str) else "read")
+    assert {"read", "SourceError", "HostileError"} <= ends
+
+
+def test_names_that_run_code_are_refused_behind_folded_objects(tmp_path: Path) -> None:
+    data = pickle.dumps(build_metadata())
+    end = data.rindex(b"ub", 0, data.rindex(b"ub"))
+    (tmp_path / ".metadata").write_bytes(data[:end] + b"cposix\nsystem\n0" + data[end:])
+    with closing(open_source(tmp_path)) as source, pytest.raises(ShardctlError, match="runs code"):
+        read_metadata(source, ".metadata")
