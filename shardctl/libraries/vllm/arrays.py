@@ -46,7 +46,7 @@ _NEWER_TEXT: Final = (
 _NEWER: Final = frozenset(
     {*_NEWER_TEXT, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"}
 )
-"""Those that were compared with the newest profile alone, and without stages."""
+"""Those that were compared with the newest profile alone."""
 _DROPPED: Final = (
     (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe", "ernie4_5"), ".self_attn.o_proj.bias"),
     (("deepseek",), ".mlp.down_proj.bias"),
@@ -72,10 +72,17 @@ FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]
     "falcon": list_bloom_entries,
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
-_STAGED: Final = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "gpt_neox", "deepseek_v3"}
-)
-"""Those whose stages only have what they need; all stages of the others have the embedding, last norm and head."""
+_WHOLE: Final = ("embedding", "norm", "head")
+_EVERYWHERE: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2", "gpt_oss"), _WHOLE
+    ),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe"), _WHOLE),
+    **dict.fromkeys(("gpt2", "bloom", "falcon"), _WHOLE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"), ("embedding",)),
+    "qwen3_next": ("embedding", "head"),
+}
+"""What every stage has; else the first has the embedding, and the last the last norm and the head."""
 _HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -92,13 +99,15 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
     place = dialect.mesh.coordinate(rank)
     stages = dialect.stages or split_into_stages(model.layers, dialect.mesh.degree("pp"))
     first = sum(stages[: place.get("pp", 0)])
+    last, everywhere = place.get("pp", 0) == len(stages) - 1, _EVERYWHERE.get(model.family, ())
     here = VllmRank(
         parts=ModelParts(model, TITLE),
         tp=tp,
         index=place.get("tp", 0),
         layers=range(first, first + stages[place.get("pp", 0)]),
-        begins=place.get("pp", 0) == 0 or model.family not in _STAGED,
-        ends=place.get("pp", 0) == len(stages) - 1 or model.family not in _STAGED,
+        begins=place.get("pp", 0) == 0 or "embedding" in everywhere,
+        ends=last or "norm" in everywhere,
+        asks=last or "head" in everywhere,
         whole_experts=dialect.mesh.ep > 1,
         profile=dialect.text(PROFILE, PROFILES[0]),
         latent=dialect.switch(LATENT),
@@ -109,15 +118,13 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
 
 
 def _check_newer(model: Model, dialect: LibraryDialect) -> None:
-    """Raise UnsupportedError or CutError for what a newer family was not compared with."""
+    """Raise UnsupportedError for what a newer family was not compared with."""
     profile = dialect.text(PROFILE, PROFILES[0])
     if profile != PROFILES[0]:
         raise UnsupportedError(
             f"the arrays of {model.architecture} are known of vLLM {PROFILES[0]} alone, not of {profile}",
             hint=f"use --vllm-profile {PROFILES[0]}, or --to hf, which every version loads",
         )
-    if dialect.mesh.degree("pp") > 1:
-        raise CutError(f"the stages that vLLM makes of {model.architecture} are not known here", hint="leave --pp out")
 
 
 def split_into_stages(layers: int, stages: int) -> tuple[int, ...]:

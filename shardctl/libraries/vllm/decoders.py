@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.vllm.feed_forward import USUAL, list_experts, list_feed_forward
 from shardctl.libraries.vllm.linear_attention import list_linear_attention, list_short_convolution
@@ -50,9 +51,9 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List the arrays of a rank."""
     embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
     headless = _is_headless(here, model.family)
-    if here.begins and (_HEAD not in model.aliases or headless or not here.ends):
+    if here.begins and (_HEAD not in model.aliases or headless or not here.asks):
         yield here.vocabulary(_EMBEDDING, embedding)
-    if here.ends and not headless:
+    if here.asks and not headless:
         yield here.vocabulary(_HEAD)
     if here.ends:
         yield from here.same(*(f"{norm}.{kind}" for norm in _LAST_NORMS for kind in _KINDS))
@@ -61,6 +62,11 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     for number in here.layers:
         layer = new = f"model.layers.{number}"
         if _borrows_keys(here, f"{layer}.self_attn"):
+            if len(here.layers) < model.layers:
+                raise CutError(
+                    f"vLLM makes no stages of {model.architecture} where layers borrow keys and values of earlier ones",
+                    hint="leave --pp out",
+                )
             new, borrowing = f"model.cross_decoder.decoder_layers.{borrowing}", borrowing + 1
         for entry in _list_layer(here, layer):
             yield entry if new == layer else replace(entry, name=entry.name.replace(layer, new, 1))

@@ -48,7 +48,7 @@ def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 def list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List GPT-NeoX and Pythia; since 0.32 as the class of transformers has them, each head's q, k and v together."""
     new, head = ("model", _HEAD) if here.latest else ("gpt_neox", "embed_out.weight")
-    if here.begins and (_HEAD not in model.aliases or not here.ends):
+    if here.begins and (_HEAD not in model.aliases or not here.asks):
         yield here.vocabulary("gpt_neox.embed_in.weight", f"{new}.embed_in.weight")
     if here.ends:
         yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", head)

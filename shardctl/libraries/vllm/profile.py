@@ -26,7 +26,7 @@ _NEWEST: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.
 """Parts of names that only models have whose arrays are known of the newest profile alone."""
 _GEMMA_NORMS: Final = 2
 """Of a layer of Gemma 1; later ones have four, and Cohere, without a head as well, one."""
-_LAYER: Final = re.compile(r"rank([0-9]+)/[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
+_LAYER: Final = re.compile(r"rank([0-9]+)/(?:language_model\.)?[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
 _MOE: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
 _ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router", "router.proj")
 

@@ -77,9 +77,11 @@ class VllmRank(schema.SchemaRank):
     layers: range
     """Those of its stage."""
     begins: bool
-    """Whether its stage is the first, which has the embedding."""
+    """Whether its stage has the embedding, as the first does."""
     ends: bool
-    """Whether its stage is the last, which has the last norm and the head."""
+    """Whether its stage has the last norm, as the last does."""
+    asks: bool
+    """Whether its stage has the head, as the last does."""
     whole_experts: bool
     """Whether each expert is on one rank, whole; else each rank has a slice of all."""
     profile: str
