@@ -28,7 +28,7 @@ CUT = {layout.name for layout in LAYOUTS if layout.ranks != "none"}
 _SAID = {
     "torch": "`.bin`, `.pt`, `.pth`",
     "universal": "`universal` (DeepSpeed)",
-    "orbax": "Orbax (with `[names]`)",
+    "named": "Orbax (with `[names]`)",
 }
 
 
@@ -74,7 +74,7 @@ def cells(folder: Path):
             if layout not in sources and not converted(model, config, layout, made):
                 sources[layout] = made
         if model == LLAMA:
-            sources["orbax"] = ORBAX
+            sources["named"] = ORBAX
         for name, source in sources.items():
             for layout in NAMES:
                 if found.get((name, layout)) == "":

@@ -30,6 +30,8 @@ _STACK: Final = 3
 """Dims of the array in which some families have one matrix of all experts."""
 _LARGEST: Final = 10_000_000
 """Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
+_ORBAX: Final = ("manifest.ocdbt", "/.zarray", "/zarr.json")
+"""Files by which Orbax's arrays are known, which have a folder each, or are in a database."""
 
 
 def find_config_file(source: Source) -> str | None:
@@ -45,7 +47,7 @@ def find_config_file(source: Source) -> str | None:
         return given if fits and files[given].size <= _LARGEST else None
     if CONFIG not in files or RECORD in files:
         return None
-    weights = [path for path in files if path.endswith(_WEIGHTS)]
+    weights = [path for path in files if path.endswith((*_WEIGHTS, *_ORBAX))]
     own = any("/" not in path for path in weights)
     if own or (weights and any(format_.detect(source) for format_ in FORMATS)):  # trainers keep them in folders
         return None

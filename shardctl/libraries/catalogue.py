@@ -19,6 +19,7 @@ from shardctl.libraries.megatron import dist_arrays, dist_reading, dist_writing,
 from shardctl.libraries.meta import reading as meta
 from shardctl.libraries.meta import writing as meta_writing
 from shardctl.libraries.orbax import reading as orbax
+from shardctl.libraries.orbax import writing as orbax_writing
 from shardctl.libraries.rank_pickles import reading as rank_pickles
 from shardctl.libraries.safetensors import hf_writing, ranks_writing
 from shardctl.libraries.safetensors import reading as safetensors
@@ -63,7 +64,7 @@ LIBRARIES: Final = (
     KnownLibrary(trtllm.FORMAT, trtllm_writing.LAYOUT, trtllm_arrays.SCHEMA),
     KnownLibrary(deepseek.FORMAT, deepseek_writing.LAYOUT, deepseek_arrays.SCHEMA),
     KnownLibrary(vllm.FORMAT, vllm_writing.LAYOUT, vllm_arrays.SCHEMA),
-    KnownLibrary(orbax.FORMAT),
+    KnownLibrary(orbax.FORMAT, orbax_writing.LAYOUT),
     KnownLibrary(diffusers.FORMAT),
 )
 """In the order in which messages and help list them."""

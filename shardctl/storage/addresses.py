@@ -103,8 +103,8 @@ def _parse_scheme(place: str | Path) -> str | None:
 def _open_local(path: Path) -> LocalSource:
     """Return a directory or file that is here; what Orbax wrote is read through tensorstore."""
     if os.path.isfile(path / "_METADATA"):  # noqa: PTH113 - which is False where it cannot be known
-        from shardctl.storage.orbax import OrbaxSource, is_orbax
+        from shardctl.storage.orbax import OrbaxSource, has_plain_arrays, is_orbax
 
-        if is_orbax(path):
+        if is_orbax(path) and not has_plain_arrays(path):
             return OrbaxSource(path)
     return LocalSource(path)

@@ -16,7 +16,7 @@ from shardctl.dtype import BY_TORCH, DType
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.extras import format_install_command
 from shardctl.storage import FileStat
-from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
+from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -149,22 +149,29 @@ class OrbaxSource(LocalSource):
             raise SourceError(f"{METADATA} has {stat.size:,} bytes; more than {RECORD_TEXT.size:,} are not read")
         buffer = bytearray(stat.size)
         super().read_at(METADATA, 0, memoryview(buffer))
-        try:
-            said = parse_json(bytes(buffer), METADATA, RECORD_TEXT)
-            leaves = said["tree_metadata"].values()
-            names = [
-                ".".join(str(part["key"]) for part in leaf["key_metadata"])
-                for leaf in leaves
-                if leaf["value_metadata"]["value_type"] in _STORED
-            ]
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"{METADATA} is not that of an Orbax checkpoint: {error!r}") from error
-        for name in names:
-            if "/" in name or "\0" in name or name in {"", ".", ".."}:
-                raise HostileError(
-                    f"{METADATA} has an array by the name {ascii(name)[:60]}, which leaves the directory"
-                )
+        names, said = parse_tree(bytes(buffer))
         return names, bool(said.get("use_ocdbt", True)), "zarr3" if said.get("use_zarr3") else "zarr"
+
+
+def parse_tree(data: bytes) -> tuple[list[str], Mapping[str, Any]]:
+    """Parse `_METADATA`: the names of the arrays, and everything that it says.
+
+    Raises SourceError for what is malformed, HostileError for a name that leaves the directory.
+    """
+    try:
+        said = parse_json(data, METADATA, RECORD_TEXT)
+        leaves = said["tree_metadata"].values()
+        names = [
+            ".".join(str(part["key"]) for part in leaf["key_metadata"])
+            for leaf in leaves
+            if leaf["value_metadata"]["value_type"] in _STORED
+        ]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{METADATA} is not that of an Orbax checkpoint: {error!r}") from error
+    for name in names:
+        if "/" in name or "\0" in name or name in {"", ".", ".."}:
+            raise HostileError(f"{METADATA} has an array by the name {ascii(name)[:60]}, which leaves the directory")
+    return names, said
 
 
 def is_orbax(folder: Path) -> bool:
@@ -172,6 +179,16 @@ def is_orbax(folder: Path) -> bool:
     if not (folder / METADATA).is_file():
         return False
     return (folder / "manifest.ocdbt").is_file() or any(folder.glob("*/.zarray")) or any(folder.glob("*/zarr.json"))
+
+
+def has_plain_arrays(folder: Path) -> bool:
+    """Return whether the first array of a directory has chunks that are not compressed, which are read as they are."""
+    if (folder / "manifest.ocdbt").is_file():
+        return False
+    first = next(folder.glob("*/.zarray"), None)
+    if first is None or first.stat().st_size > CONFIG_TEXT.size:
+        return False
+    return b'"compressor":null' in first.read_bytes().replace(b" ", b"")
 
 
 def list_run_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:

@@ -139,6 +139,7 @@ WRITERS = {
     "trtllm": WriterSample(mesh=TWO, refuses=UNKNOWN),
     "deepseek": WriterSample(mesh=TWO, model=DEEPSEEK, refuses=UNKNOWN),
     "vllm": WriterSample(mesh=TWO, refuses=UNKNOWN),
+    "orbax": WriterSample(modelless=True, refuses=FOLDERS),
 }
 
 CONFIG = {"config.json": "the one that --config names is read"}

@@ -1,1 +1,1 @@
-"""Reads Orbax checkpoints of JAX."""
+"""Reads and writes Orbax checkpoints of JAX."""

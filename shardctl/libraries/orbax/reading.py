@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.orbax.plain_arrays import read_plain_array
 from shardctl.libraries.reader import Format, find_given_file
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor, compute_dense_strides
-from shardctl.storage.orbax import METADATA, OrbaxSource
+from shardctl.storage.bounded_text import RECORD_TEXT, read_text
+from shardctl.storage.orbax import METADATA, OrbaxSource, parse_tree
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -28,26 +31,39 @@ def detect_orbax(source: Source) -> bool:
 def scan_orbax(source: Source) -> Manifest:
     """Return what the metadata lists; each array is one file of row-major elements, whatever its chunks are.
 
-    Raises as `OrbaxSource.arrays`, and UnsupportedError for a source that is not a local directory.
+    Where chunks are not compressed, they are read as they are. Raises as `OrbaxSource.arrays` and `read_plain_array`.
     """
     if METADATA not in source.files():
         raise SourceError(f"{source.name} has no {METADATA} of Orbax")
-    if not isinstance(source, OrbaxSource):
-        raise UnsupportedError(f"{source.name} is an Orbax checkpoint, which is read from a local directory only")
     tensors: dict[str, Tensor] = {}
-    for path, array in source.arrays.items():
+    for path, array in source.arrays.items() if isinstance(source, OrbaxSource) else ():
         where = Region(path, 0, compute_dense_strides(array.dtype, array.shape))
         chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
         tensors[array.name] = Tensor(array.name, array.dtype, array.shape, (chunk,))
-    side, left = list_side_files(source, set(source.arrays))
+    if not isinstance(source, OrbaxSource):
+        tensors = _read_plain_tree(source)
+    paths = dict.fromkeys(path for tensor in tensors.values() for path in tensor.files)
+    side, left = list_side_files(source, set(paths))
     folders = tuple(f"{name}/" for name in tensors)
     return Manifest(
         format=FORMAT.name,
         tensors=tensors,
-        files={path: CheckpointFile(path, source.files()[path].size) for path in source.arrays},
+        files={path: CheckpointFile(path, source.files()[path].size) for path in paths},
         objects=tuple(each for each in side if not _is_own(each, folders)),
         warnings=left,
     )
+
+
+def _read_plain_tree(source: Source) -> dict[str, Tensor]:
+    """Read every array of a tree whose chunks are not compressed; others are read from a local directory only."""
+    names, said = parse_tree(read_text(source, METADATA, RECORD_TEXT))
+    if said.get("use_ocdbt", True) or said.get("use_zarr3"):
+        raise UnsupportedError(f"{source.name} is an Orbax checkpoint, which is read from a local directory only")
+    tensors = {name: read_plain_array(source, name) for name in names}
+    for tensor in tensors.values():
+        for path in tensor.files:
+            check_link(source, path)
+    return tensors
 
 
 def _is_own(side: OpaqueObject, folders: tuple[str, ...]) -> bool:
