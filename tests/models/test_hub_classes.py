@@ -128,6 +128,23 @@ def test_the_outer_config_of_kimi_says_whether_the_head_is_the_embedding(tied):
     assert ("language_model.lm_head.weight" in model.aliases) == tied
 
 
+@pytest.mark.parametrize("word", ["VLMoe", "VL_Moe"])
+def test_ernies_flat_config_is_the_nested_one(word):
+    """The Hub's: the text model's keys beside `vision_config`, both numbers of experts, and a ratio for the tower."""
+    nested = hub_config("ernie4_5_vl_moe")
+    nested["vision_config"]["intermediate_size"] = 96
+    flat = {
+        **nested,
+        **nested["text_config"],
+        "model_type": "ernie4_5_moe_vl",
+        "architectures": [f"Ernie4_5_{word}ForConditionalGeneration"],
+    }
+    flat |= {"moe_num_experts": [4, 4], "vision_config": {**nested["vision_config"], "mlp_ratio": 3}}
+    del flat["text_config"], flat["vision_config"]["intermediate_size"]
+    assert describe_model(flat).state() == describe_model(nested).state()
+    assert build_anatomy(flat).layers == build_anatomy(nested).layers
+
+
 def test_mimo_is_qwen2_and_predicts_as_vllms_modules_do():
     """`MiMoMultiTokenPredictorLayer` in vLLM's `mimo_mtp.py`, with the names of `hf_to_vllm_mapper` turned back."""
     config = hub_config("mimo")

@@ -2,6 +2,7 @@
 
 Names and shapes follow transformers 5 (`models/ernie4_5_vl_moe`). On the Hub the experts for pictures are numbered
 behind those for texts, routers are transposed, and the biases of both are one array: `conversion_mapping.py` says so.
+Its config there has the keys of the text model beside `vision_config`, as the Hub's own code reads them.
 ep divides each kind among all its ranks.
 """
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models.config import ModelConfig
+    from shardctl.models.layer_traits import LayerTraits
 
 _MLP: Final = f"{LAYER}.mlp"
 _BIAS: Final = "moe_statics.e_score_correction_bias"
@@ -129,11 +131,11 @@ _EYES: Final = (
 
 def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called({"num_heads": "num_attention_heads", "num_hidden_layers": "depth"})
-    hidden = config.size("hidden_size", 1280)
+    hidden, ratio = config.size("hidden_size", 1280), config.count("mlp_ratio", 0)
     return FamilyFacts(
         dims={
             "hidden": LogicalDim(hidden),
-            "ffn": LogicalDim(config.size("intermediate_size", 4 * 1280)),
+            "ffn": LogicalDim(config.size("intermediate_size", ratio * hidden if ratio else 4 * 1280)),
             "pixels": LogicalDim(config.size("in_channels", 3) * config.size("patch_size", 14) ** 2),
             "merged": LogicalDim(hidden * config.size("spatial_merge_size", 2) ** 2),
             "moments": LogicalDim(
@@ -145,7 +147,7 @@ def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
 
 
 _JOINED: Final = ".resampler_model"
-ERNIE4_5_VL_MOE: Final = build_tower_family(
+_TOWERS: Final = build_tower_family(
     "ernie4_5_vl_moe",
     {"Ernie4_5_VLMoeForConditionalGeneration": ModelClass("model", "lm"), "Ernie4_5_VLMoeModel": ModelClass()},
     _TEXT,
@@ -171,5 +173,32 @@ ERNIE4_5_VL_MOE: Final = build_tower_family(
             for kind in ("spatial", "temporal")
             for number, name in ((0, "fc1"), (2, "fc2"), (3, "ln"))
         },
+    },
+)
+
+
+def _nest_flat_keys(config: ModelConfig) -> ModelConfig:
+    """Return a config with the keys of the text model in one of their own; the Hub's has them beside the others."""
+    if config.values.get("text_config") or "hidden_size" not in config.values:
+        return config
+    return replace(config, values={**config.values, "text_config": config.values})
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    return _TOWERS.facts(_nest_flat_keys(config))
+
+
+def _read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+    config = _nest_flat_keys(config)
+    return _TEXT.traits, _TEXT.complete_config(config.part("text_config"))
+
+
+ERNIE4_5_VL_MOE: Final = replace(
+    _TOWERS,
+    facts=_build_facts,
+    text=_read_text,
+    renamed={
+        "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
+        "Ernie4_5_VL_MoeModel": "Ernie4_5_VLMoeModel",
     },
 )
