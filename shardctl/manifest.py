@@ -197,6 +197,8 @@ class TrainingState:
     groups: tuple[ParameterGroup, ...] = ()
     progress: Mapping[str, Setting] = field(default_factory=dict)
     """What only the writer's own training loop goes on from, such as samples seen, by the writer's names."""
+    clipping: float | None = None
+    """The norm to which the writer clipped gradients, 0 if it did not; None if the files do not tell."""
     notes: tuple[str, ...] = ()
     """What `inspect` tells of how the files were understood."""
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from shardctl.conversion.pending_record import PendingRecord, add_sums_file, build_sums_file, complete_record
-from shardctl.record import RECORD, SUMS, CheckpointRecord, encode_record
+from shardctl.conversion.pending_record import PendingRecord, add_sums_files, build_sums_files, complete_record
+from shardctl.record import RECORD, CheckpointRecord, encode_record
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ def assemble_result(
     """
     record = complete_record(frame, parts)
     if sha256:
-        content = build_sums_file(parts)
-        staging.write(SUMS, content)
-        record = add_sums_file(record, content)
+        sums = build_sums_files(record, parts)
+        for path, content in sums.items():
+            staging.write(path, content)
+        record = add_sums_files(record, sums)
     content = encode_record(record)
     staging.write(RECORD, content)
     if prove is not None:

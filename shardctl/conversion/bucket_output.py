@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.conversion.pending_record import (
-    add_sums_file,
-    build_sums_file,
+    add_sums_files,
+    build_sums_files,
     complete_record,
     draft_record,
     list_overflow_warnings,
+    list_sums_files,
 )
 from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.errors import DestinationError
@@ -24,7 +25,7 @@ from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.provenance import list_whole_files
 from shardctl.execute.uploads import BucketUploads, require_free_destination
 from shardctl.manifest import ConstantFill
-from shardctl.record import RECORD, SUMS, encode_record, parse_record
+from shardctl.record import RECORD, encode_record, parse_record
 from shardctl.settings import is_text
 from shardctl.shares import WorkerShare, build_share, divide_files, group_files
 from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
@@ -112,7 +113,7 @@ def scratch_directory() -> Iterator[Path]:
 
 def result_files(frame: PendingRecord, *, sha256: bool) -> list[str]:
     """Return the names of what a conversion writes, but the record."""
-    return [*frame.record.files, *([SUMS] if sha256 else [])]
+    return [*frame.record.files, *(list_sums_files(frame.record) if sha256 else [])]
 
 
 def publish_parts(
@@ -121,9 +122,10 @@ def publish_parts(
     """Make one result of parts whose objects are all there: its record, which is written last."""
     record = complete_record(frame, parts)
     if sha256:
-        content = build_sums_file(parts)
-        record = add_sums_file(record, content)
-        uploads.write(SUMS, content)
+        sums = build_sums_files(record, parts)
+        record = add_sums_files(record, sums)
+        for path, content in sums.items():
+            uploads.write(path, content)
     raise_if_stopped(stop)
     uploads.publish(encode_record(record), record.files)
     return record

@@ -49,11 +49,23 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
         )
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
     if wished == "keep" or (wished is None and layout.states == "by default" and known):
-        return add_states(_add_steps(have) if layout.own_steps else have)
+        said = have.warnings + tuple(_note_clipping(have, layout))
+        return add_states(replace(_add_steps(have) if layout.own_steps else have, warnings=said))
     warnings = have.warnings
     if there and wished is None:
         warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
     return replace(have, training=None, warnings=warnings)
+
+
+def _note_clipping(have: Manifest, layout: Layout) -> Iterator[str]:
+    """Note what another trainer than the writer has to be told, or its losses are others from the second step on."""
+    training = have.training
+    if training is None or not training.clipping or (layout.trainer and training.writer.startswith(layout.trainer)):
+        return
+    yield (
+        f"{training.writer} clipped gradients to a norm of {training.clipping:g}: tell it to the trainer that goes on, "
+        "which clips by a setting of its own (Megatron-LM: --clip-grad; DeepSpeed: gradient_clipping)"
+    )
 
 
 def _add_steps(have: Manifest) -> Manifest:

@@ -11,6 +11,7 @@ from shardctl.conversion.optimizer_states import get_states
 from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
+from shardctl.libraries.files.sharded_backend import INTEGRITY, MARK, encode_integrity
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
 from shardctl.manifest import Region
 from shardctl.record import (
@@ -171,17 +172,30 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
     )
 
 
-def add_sums_file(record: CheckpointRecord, sums: bytes) -> CheckpointRecord:
-    """Return the record of a result that has `SHA256SUMS` as well."""
-    hashes = {**record.hashes, SUMS: HashedSpans(((0, len(sums)),), sha256(sums).hexdigest())}
-    files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
+def add_sums_files(record: CheckpointRecord, sums: Mapping[str, bytes]) -> CheckpointRecord:
+    """Return the record of a result that has the files of `build_sums_files` as well."""
+    spans = {path: HashedSpans(((0, len(data)),), sha256(data).hexdigest()) for path, data in sums.items()}
+    hashes = {**record.hashes, **spans}
+    files = dict(sorted({**record.files, **{path: len(data) for path, data in sums.items()}}.items()))
     return replace(record, files=files, hashes={path: hashes[path] for path in files})
 
 
-def build_sums_file(parts: Sequence[WorkerPart]) -> bytes:
-    """Build the content of `SHA256SUMS`: every data and side file."""
+def list_sums_files(record: CheckpointRecord) -> list[str]:
+    """List the files that say the SHA-256s of others: Megatron-LM's own, if it reads the result, and `SHA256SUMS`."""
+    marks = [path for path in record.files if path.endswith(f"/{MARK}")] if record.layout == "torch_dist" else []
+    return [*(path.removesuffix(MARK) + INTEGRITY for path in marks), SUMS]
+
+
+def build_sums_files(record: CheckpointRecord, parts: Sequence[WorkerPart]) -> dict[str, bytes]:
+    """Build their contents: `integrity.json` has the files beside it, `SHA256SUMS` every data and side file."""
     found = {path: digest for part in parts for path, digest in part.sha256.items()}
-    return b"".join(format_sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
+    made = {}
+    for path in list_sums_files(record)[:-1]:
+        folder = path.removesuffix(INTEGRITY)
+        made[path] = encode_integrity({p.removeprefix(folder): found[p] for p in found if p.startswith(folder)})
+        found[path] = sha256(made[path]).hexdigest()
+    lines = (format_sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
+    return {**made, SUMS: b"".join(lines)}
 
 
 def list_overflow_warnings(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Iterator[str]:

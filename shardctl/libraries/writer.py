@@ -81,6 +81,8 @@ class Layout:
     states: StateKind = "none"
     own_settings: bool = False
     """Whether it has a place of its own for steps and groups even if states have to be asked for."""
+    trainer: str = ""
+    """The library that resumes from it, as `TrainingState.writer` begins; empty if there are several."""
     own_steps: bool = False
     """Whether its trainers look for a number of steps beside the states of every parameter."""
     source_names: bool = False

@@ -15,7 +15,12 @@ class DestinationOptions:
         False
     )
     checksums: Annotated[
-        Literal["sha256"] | None, CommandOption(HelpPanel.GENERAL, "Write SHA256SUMS as well.", flag="--hash")
+        Literal["sha256"] | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Write SHA256SUMS, and Megatron-LM's integrity.json.",
+            flag="--hash",
+        ),
     ] = None
     prove: Annotated[
         bool,

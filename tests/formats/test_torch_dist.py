@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.registry import detect_format
 from shardctl.manifest import Chunk, Region, Tensor
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verbs.diff import diff
@@ -45,6 +46,7 @@ from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HERE = FIXTURES / "torch_dist"
+HASHED = DestinationOptions(checksums="sha256")
 CASES = {
     "buckets_cut": Mesh.of(tp=2, pp=2, dp=2),
     "buckets_tied": Mesh.of(pp=2, dp=2),
@@ -515,6 +517,25 @@ def test_states_of_another_trainer_become_megatrons(tmp_path):
         check(tmp_path / "out", made.manifest.tensors, masters("trained"))
 
 
+def test_the_norm_to_which_gradients_were_clipped_is_told(tmp_path):
+    """No trainer takes it from a checkpoint of another, and every one has a default of its own."""
+    keep = ReshardOptions(to="torch_dist", optimizer_states="keep")
+    config = tmp_path / "hf"
+    config.mkdir()
+    said = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24}
+    said |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40}
+    (config / "config.json").write_text(json.dumps(said))
+    told = SourceOptions(config=config)
+    done = reshard(HERE.parent / "deepspeed" / "z1", tmp_path / "out", keep, source_options=told)
+    assert [w for w in done.warnings if "clipped gradients to a norm of 1: tell it to the trainer" in w]
+    common = torch.load(tmp_path / "out" / "iter_0000002" / "common.pt", weights_only=False)
+    assert common["args"].clip_grad == 1.0
+    back = reshard(tmp_path / "out", tmp_path / "back", ReshardOptions(to="universal"), source_options=told)
+    assert [w for w in back.warnings if w.startswith("Megatron-LM clipped gradients to a norm of 1")]
+    same = reshard(tmp_path / "out", tmp_path / "same", keep, source_options=told)
+    assert not [w for w in same.warnings if "clipped" in w]
+
+
 def test_states_that_megatron_does_not_have_are_refused():
     with open_checkpoint(HERE / "trained" / "iter") as checkpoint:
         training = checkpoint.manifest.training
@@ -580,6 +601,43 @@ def test_torch_and_megatron_core_go_on_from_each_others_states(tmp_path):
     losses, there, back = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("torch", "there", "back"))
     assert there == pytest.approx(losses, rel=1e-6)
     assert back == losses
+
+
+def test_integrity_is_written_with_the_sums(tmp_path):
+    goal = tmp_path / "out"
+    reshard(
+        HERE / "trained" / "iter",
+        goal,
+        ReshardOptions(to="torch_dist"),
+        destination_options=DestinationOptions(checksums="sha256"),
+    )
+    release = goal / "release"
+    said = json.loads((release / "integrity.json").read_text())
+    beside = sorted(path.name for path in release.iterdir() if path.name != "integrity.json")
+    assert said["algorithm"] == "sha256"
+    assert list(said["files"]) == beside
+    assert all(sha256((release / name).read_bytes()).hexdigest() == said["files"][name] for name in beside)
+    assert "  release/integrity.json" in (goal / "SHA256SUMS").read_text()
+    assert verify(goal, VerifyOptions(level="full")).ok
+    (release / "metadata.json").write_text("{ }")
+    assert not verify(goal, VerifyOptions(level="full")).ok
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not megatron_core(), reason="megatron-core is not installed")
+def test_megatron_core_accepts_the_integrity_file(tmp_path):
+    validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
+    if not hasattr(validation, "verify_integrity_manifest"):
+        pytest.skip("this megatron-core has no integrity.json; 0.19 has")
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2))
+    reshard(
+        HERE / "trained" / "iter", tmp_path / "out", asked, destination_options=DestinationOptions(checksums="sha256")
+    )
+    validation.verify_integrity_manifest(str(tmp_path / "out" / "release"))
+    part = tmp_path / "out" / "release" / "common.pt"
+    part.write_bytes(part.read_bytes() + b" ")
+    with pytest.raises(Exception, match=r"common\.pt: hash mismatch"):
+        validation.verify_integrity_manifest(str(tmp_path / "out" / "release"))
 
 
 # Refusals

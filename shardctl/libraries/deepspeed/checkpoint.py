@@ -177,5 +177,6 @@ class DeepSpeedReader:
             step=next((s.steps for s in self.models.values() if s.steps is not None), None),
             states=states,
             groups=tuple(ParameterGroup(tuple(names), values) for names, values in found.groups.values()),
+            clipping=found.clipping,
             notes=self._notes(use_master=use_master),
         )

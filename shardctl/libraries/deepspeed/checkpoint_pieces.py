@@ -31,6 +31,8 @@ class CheckpointPieces:
     """How the optimizer was parted, as messages say it."""
     world: int = 1
     """Data-parallel ranks."""
+    clipping: float | None = None
+    """The norm to which gradients were clipped, 0 for none."""
     others: list[tuple[str, str]] = field(default_factory=list)
     """What is left behind: the key, and the file that has it."""
     warnings: list[str] = field(default_factory=list)

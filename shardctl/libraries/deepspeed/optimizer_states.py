@@ -73,6 +73,8 @@ class OptimizerState:
     """Per group of parameters the numbers of its flat groups, and its hyper-parameters."""
     world: int = 1
     """Data-parallel ranks."""
+    clipping: float | None = None
+    """The norm to which gradients were clipped, 0 for none."""
 
 
 def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> OptimizerState:
@@ -99,6 +101,8 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
     else:
         raise UnsupportedError(f"{path} has no flat partitions of weights; it was not written by a ZeRO optimizer")
     found.world = world
+    said = as_dict(tree.get("ds_config")).get("gradient_clipping")  # stage 3 has it there alone, if it was given
+    found.clipping = as_number(state.get("clip_grad", said))
     return found
 
 

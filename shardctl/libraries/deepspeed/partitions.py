@@ -83,7 +83,7 @@ class _RankPartitions:
                 hint="a file of an earlier save was left in the folder; move it away",
             )
         self.found.kind = f"ZeRO stage {first.stage}" if first.stage is not None else "BF16_Optimizer"
-        self.found.world = first.world
+        self.found.world, self.found.clipping = first.world, first.clipping
         lengths = [flats.length for flats in first.groups]
         for data, path in sorted(paths.items()):
             held = first if data == least else read_optimizer_state(self.source, path, data, first.world)

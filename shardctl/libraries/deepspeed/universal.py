@@ -80,6 +80,7 @@ def _read_settings(
         return
     saved = open_saved(source, path)
     tree = as_mapping(saved.tree) or {}
+    found.clipping = as_number(tree.get("clip_grad"))
     for place, (members, values) in enumerate(
         parse_group_settings(as_list(tree.get("param_groups")), len(state.groups))
     ):

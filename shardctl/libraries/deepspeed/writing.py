@@ -197,5 +197,10 @@ class _UniversalBuilder:
 
 
 LAYOUT: Final = Layout(
-    NAME, pack_universal, options=frozenset({"names", "experts"}), states="by default", own_steps=True
+    NAME,
+    pack_universal,
+    options=frozenset({"names", "experts"}),
+    states="by default",
+    trainer="DeepSpeed",
+    own_steps=True,
 )

@@ -15,6 +15,8 @@ from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.storage import Source
 
 MARK: Final = "metadata.json"
@@ -29,6 +31,20 @@ _FOLDERS: Final = ("weights", "model_weights")
 _LARGEST: Final = 1 << 16
 _KEY: Final = "sharded_backend"
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
+
+
+def encode_integrity(files: Mapping[str, str]) -> bytes:
+    """Encode `integrity.json` as Megatron-LM core 0.19 does; `files` are the SHA-256s of the files beside it.
+
+    >>> print(encode_integrity({"common.pt": "ab"}).decode())
+    {
+      "algorithm": "sha256",
+      "files": {
+        "common.pt": "ab"
+      }
+    }
+    """
+    return json.dumps({"algorithm": "sha256", "files": dict(sorted(files.items()))}, indent=2).encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.megatron.dist_common import CommonState, read_common, read_local_optimizers
 from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
 from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
-from shardctl.libraries.megatron.dist_groups import assign_parameters
+from shardctl.libraries.megatron.dist_groups import assign_parameters, read_clipping
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
@@ -79,6 +79,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> M
             states=states,
             groups=assign_parameters(groups, tensors) if states else (),
             progress=common.progress if common is not None else {},
+            clipping=read_clipping(common.arguments) if common is not None else None,
             notes=(*_list_notes(keys, common, masters, weights), *notes),
         ),
         dialect=build_dialect(

@@ -74,6 +74,16 @@ def assign_parameters(groups: Sequence[Mapping[str, Setting]], arrays: Iterable[
     return tuple(ParameterGroup(tuple(names), group) for names, group in found.values() if names)
 
 
+def read_clipping(arguments: Mapping[str, Setting]) -> float | None:
+    """Read from the `args` the norm to which gradients were clipped; None if they do not say it.
+
+    >>> read_clipping({"clip_grad": 1.0}), read_clipping({})
+    (1.0, None)
+    """
+    said = arguments.get("clip_grad")
+    return float(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
+
+
 def _has_decay(group: Mapping[str, Setting]) -> bool:
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0.0
 

@@ -145,6 +145,7 @@ def _build_training_state(order: PackRequest, args: Value) -> dict[str | int, Va
     said = args.state if isinstance(args.state, dict) else {}
     said |= {"use_distributed_optimizer": True, "no_save_optim": False, "no_save_rng": True, **number}
     said["iteration"] = _find_iteration(training)
+    said |= {"clip_grad": training.clipping} if training.clipping is not None else {}
     return {
         "iteration": _find_iteration(training),
         "optimizer": build_optimizer_state(training, routed=count_experts(order.model) > 0 and order.mesh.ep > 1),
@@ -302,5 +303,6 @@ LAYOUT: Final = Layout(
     options=frozenset({"max_shard_size"}),
     states="on request",
     own_settings=True,
+    trainer="Megatron-LM",
     prefix=_format_file_prefix,
 )
