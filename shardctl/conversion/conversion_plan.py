@@ -32,6 +32,7 @@ from shardctl.conversion.optimizer_states import (
     filter_states,
     get_states,
     name_state_arrays,
+    spread_shared_states,
 )
 from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.dialect import LibraryDialect
@@ -39,7 +40,7 @@ from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.libraries.arrays.form import EXPERTS, choose_form, choose_trainer_form
+from shardctl.libraries.arrays.form import EXPERTS, add_state_places, choose_form, choose_trainer_form
 from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.mesh import Mesh
@@ -360,13 +361,18 @@ def _choose_arrays(
 ) -> tuple[Manifest, ArrayForm]:
     """Choose the arrays that hold the tensors, and their names; those of states follow."""
     if reshard_options.names == TRAINER:
-        if layout.name != "dcp" or reshard_options.experts != "keep" or get_states(have):
+        if layout.name != "dcp" or reshard_options.experts != "keep":
             raise UsageError(
-                "--names torchtitan is for the weights of a model in --to dcp, whose experts it stacks",
-                hint="add --to dcp --optimizer-states drop, and leave --experts out",
+                "--names torchtitan is for a model in --to dcp, whose experts it stacks",
+                hint="add --to dcp, and leave --experts out",
             )
         model = checkpoint.require_model("--names torchtitan")
-        return have, choose_trainer_form(have, build_trainer_arrays(model), dtypes)
+        trained = build_trainer_arrays(model)
+        have = spread_shared_states(have, model.fusions)
+        states = build_state_fusions(have, trained)
+        weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}
+        form = choose_trainer_form(replace(have, tensors=weights), trained, dtypes)
+        return name_state_arrays(have, add_state_places(form, states, dtypes), trained)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,

@@ -118,6 +118,26 @@ def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> 
     return found
 
 
+def spread_shared_states(have: Manifest, fusions: Mapping[str, TensorFusion]) -> Manifest:
+    """Return the manifest with what an array of several parameters has once, such as a step, for each of them.
+
+    It is the first one's until then; other arrays may hold other parameters.
+    """
+    states = dict(get_states(have))
+    kinds = dict.fromkeys(state for state, _ in map(_split_name, states))
+    for fusion in fusions.values():
+        for state in kinds:
+            first = states.get(format_state_name(state, fusion.tensors[0]))
+            parameter = have.tensors.get(fusion.tensors[0])
+            if first is None or parameter is None or first.shape == parameter.shape:
+                continue
+            for name in (format_state_name(state, other) for other in fusion.tensors[1:] if other in have.tensors):
+                states.setdefault(name, replace(first, name=name, spelling=()))
+    if have.training is None:
+        return have
+    return add_states(replace(have, training=replace(have.training, states=states)))
+
+
 def name_state_arrays(
     have: Manifest, form: ArrayForm, fusions: Mapping[str, TensorFusion]
 ) -> tuple[Manifest, ArrayForm]:

@@ -101,3 +101,30 @@ def test_what_torchtitan_does_not_have(tmp_path):
     llama = FIXTURES.parent / "meta" / "llama31"
     with pytest.raises(UnsupportedError, match="torchtitan's names for LlamaForCausalLM are not known here"):
         reshard(llama, tmp_path / "no", ReshardOptions(to="dcp", names="torchtitan"))
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(), Mesh.of(fsdp=2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_states_go_back_to_where_torchtitan_has_them(case, mesh, tmp_path):
+    """Its optimizer is flat (`optimizer/utils.py`): `state.<array>.<state>`, `param_groups.<array>.<key>`."""
+    weights = load_file(FIXTURES / case / "titan.safetensors")
+    if case == "qwen3":  # one parameter of two names, of which torch trains the first
+        trained = {name: value for name, value in weights.items() if name != "lm_head.weight"}
+    else:
+        trained = weights
+    flat: dict[str, object] = {}
+    for number, (name, value) in enumerate(trained.items()):
+        flat |= {f"state.{name}.exp_avg": value.float() + number, f"state.{name}.exp_avg_sq": value.float() ** 2}
+        flat[f"state.{name}.step"] = torch.tensor(5.0)
+        flat |= {f"param_groups.{name}.lr": 0.5, f"param_groups.{name}.betas": (0.9, 0.95)}
+        flat[f"param_groups.{name}.fused"] = None
+    dcp.save({**weights, "optimizer": flat}, checkpoint_id=tmp_path / "titan", no_dist=True)
+    reshard(tmp_path / "titan", tmp_path / "plain", ReshardOptions(to="dcp"), source_options=read_options(case))
+    reshard(tmp_path / "plain", tmp_path / "back", ReshardOptions(to="dcp", names="torchtitan", mesh=mesh))
+    found = load_written(tmp_path / "back", tmp_path / "whole.pt")
+    back = found.pop("optimizer")
+    same(found, weights)
+    same(*({k: v for k, v in each.items() if isinstance(v, torch.Tensor)} for each in (back, flat)))
+    assert {k: v for k, v in back.items() if not isinstance(v, torch.Tensor)} == {
+        k: v for k, v in flat.items() if not isinstance(v, torch.Tensor)
+    }

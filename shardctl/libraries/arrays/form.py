@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
@@ -101,6 +101,28 @@ def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtyp
     if extra:
         raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
     return ArrayForm(names, places, at_root=True)
+
+
+def add_state_places(form: ArrayForm, states: Mapping[str, TensorFusion], dtypes: Mapping[str, DType]) -> ArrayForm:
+    """Add the arrays that hold optimizer states of several parameters, as their own array holds those.
+
+    Raises UnsupportedError if only some parameters of an array have a state, or if it would hold several types.
+    """
+    places = dict(form.places)
+    for fusion in states.values():
+        if fusion.renames:
+            continue
+        lacking = next((name for name in fusion.tensors if name not in dtypes), None)
+        if lacking is not None:
+            raise UnsupportedError(
+                f"{fusion.name} cannot be written without {lacking}", hint="add --optimizer-states drop"
+            )
+        first = dtypes[fusion.tensors[0]]
+        other = next((name for name in fusion.tensors if dtypes[name] != first), None)
+        if other is not None:
+            raise UnsupportedError(f"{fusion.name} would hold {first} and {dtypes[other]}, as of {other}")
+        places |= {name: FusedPlace(fusion.name, fusion, n) for n, name in enumerate(fusion.tensors)}
+    return replace(form, places=places)
 
 
 def _find_prefix(have: Manifest) -> Callable[[str], str]:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 NAME: Final = "dcp"
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optim"
+_TRAINED: Final = "optimizer"
+"""What torchtitan calls it."""
+_MEMBERS: Final = frozenset({"params", "param_names"})
+"""What a group says of its parameters, which is no setting."""
 _Way = tuple[str | int, ...]
 
 
@@ -64,6 +68,9 @@ class _DcpBuilder:
 
     def settings(self, training: TrainingState, form: ArrayForm) -> None:
         """Add hyper-parameters, in front of the first rank's tensors."""
+        if self._at_root:
+            self._flat_settings(training, form)
+            return
         for number, group in enumerate(training.groups):
             members: list[Value] = list(dict.fromkeys(map(form.array, group.parameters)))
             for name, value in (*group.settings.items(), ("params", members)):
@@ -71,11 +78,21 @@ class _DcpBuilder:
                 self.files.object(_join_key_path(way), encode_object(value))
                 self.ways[_join_key_path(way)] = way
 
+    def _flat_settings(self, training: TrainingState, form: ArrayForm) -> None:
+        """Add the settings of every array by itself, as torchtitan has them (`components/optimizer/utils.py`)."""
+        for group in training.groups:
+            for array in dict.fromkeys(map(form.array, group.parameters)):
+                for name, value in group.settings.items():
+                    if name not in _MEMBERS:
+                        way: _Way = (_TRAINED, f"param_groups.{array}.{name}")
+                        self.files.object(_join_key_path(way), encode_object(value))
+                        self.ways[_join_key_path(way)] = way
+
     def rank(self, rank: int, arrays: Iterable[TensorArray]) -> None:
         """Add the boxes of one rank that no earlier rank holds, too."""
         self.files.rank(rank)
         for array in arrays:
-            way: _Way = (array.name,) if self._at_root else _find_key_path(array.name)
+            way = _find_flat_path(array.name) if self._at_root else _find_key_path(array.name)
             region = self.files.tensor(_join_key_path(way), array.shape, array.dtype, array.box)
             if region is not None:
                 self.ways[_join_key_path(way)] = way
@@ -89,6 +106,12 @@ def _find_key_path(name: str) -> _Way:
     if state is None:
         return (_MODEL, name)
     return (_OPTIMIZER, "state", state[1], *state[0].split("/"))
+
+
+def _find_flat_path(name: str) -> _Way:
+    """Find the same for torchtitan, which has weights at the root and flattens its optimizer."""
+    state = split_state_name(name)
+    return (name,) if state is None else (_TRAINED, f"state.{state[1]}.{state[0].replace('/', '.')}")
 
 
 def _join_key_path(way: _Way) -> str:
