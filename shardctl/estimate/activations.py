@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.byte_amount import ByteAmount
+from shardctl.estimate.compiled_layers import COMPILING_HINT, find_uncompiled_part, widen_for_compiler
 from shardctl.estimate.kept_tensors import GROUPS
 from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
 from shardctl.estimate.profiles import get_runtime
@@ -144,6 +145,10 @@ class RankActivations:
             raise UnsupportedError(
                 f"what training keeps of this model is not known: it has {self.style.unmodelled}", hint=PLAN_HINT
             )
+        if self.work.compiled == "all" and self.mesh.degree("tp") > 1:
+            raise UnsupportedError(
+                "what a compiled loss keeps that tp ranks share is not known", hint="give --compile layers"
+            )
         alike: dict[tuple[ModelLayer, Recompute], list[int]] = {}
         for place, number in enumerate(self.numbers, 1):
             recompute: Recompute = "none" if place % self.work.recompute_every else self.work.recompute
@@ -207,13 +212,16 @@ class RankActivations:
     def _alike(self, layer: ModelLayer, numbers: Sequence[int], recompute: Recompute) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes = dict(compute_layer_sizes(layer, self.style, self.share))
-        flags = self.flags | list_layer_flags(layer, self.style, self.work)
+        flags = self.flags | list_layer_flags(layer, self.style, self.work, recompute)
         if why := _find_unknown_part(layer, self.work):
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         kept, again = self._count_layer(recompute, sizes, flags, self._count_further(layer, sizes, flags))
         late = ByteAmount()
+        if self.work.compiled != "none" and (why := find_uncompiled_part(layer, self.held, self.style, self.work)):
+            message = f"what torch.compile keeps of layer {numbers[0]} is not known: {why}"
+            raise UnsupportedError(message, hint=COMPILING_HINT)
         if recompute == "selective" and self.runtime.selected and (why := find_unselected_part(layer, self.held)):
             message = f"what selective recomputation keeps of layer {numbers[0]} is not known: {why}"
             raise UnsupportedError(message, hint=SELECTIVE_HINT)
@@ -296,7 +304,7 @@ class RankActivations:
 
     def _head(self) -> ByteAmount:
         sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, self.flags)
+        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, self.flags | {"wide products"})
 
     def _embedding(self) -> ByteAmount:
         sizes = compute_head_sizes(
@@ -338,7 +346,7 @@ class RankActivations:
         *,
         skewed: bool,
     ) -> MemoryTerm:
-        low, high = self.runtime.spread
+        low, high = widen_for_compiler(self.runtime.spread, self.work)
         low *= _FROZEN if self.frozen else 1
         return MemoryTerm(
             name,

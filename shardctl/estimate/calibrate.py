@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 
 from shardctl.errors import ShardctlError, SourceError, UsageError
 from shardctl.estimate.term import COUNTERS, Counter, MemoryTerm, sum_terms
-from shardctl.estimate.workload import PROFILES, AttentionKernel, Offload, Recompute, Schedule, TrainingWorkload
+from shardctl.estimate.workload import (
+    PROFILES,
+    AttentionKernel,
+    CompiledPart,
+    Float8Recipe,
+    Offload,
+    Recompute,
+    Schedule,
+    TrainingWorkload,
+)
 from shardctl.mesh import Mesh
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json
 
@@ -19,7 +28,15 @@ UNKNOWNS: Final = 2
 _MODELLED: Final = frozenset({"activations", "workspace"})
 _WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages", "recompute_every"})
 _SWITCHES: Final = frozenset(
-    {"sequence_parallel", "offload_parameters", "dropout", "fused_gradients", "fused_loss", "exchanged_heads"}
+    {
+        "sequence_parallel",
+        "offload_parameters",
+        "dropout",
+        "fused_gradients",
+        "fused_loss",
+        "exchanged_heads",
+        "float8_gathered",
+    }
 )
 _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "profile": PROFILES,
@@ -27,6 +44,8 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "recompute": get_args(Recompute),
     "schedule": get_args(Schedule),
     "offload": get_args(Offload),
+    "compiled": get_args(CompiledPart),
+    "float8": get_args(Float8Recipe),
     "zero": (0, 1, 2, 3),
 }
 _TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})

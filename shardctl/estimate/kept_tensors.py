@@ -70,6 +70,13 @@ Flag = Literal[
     "normed selective",
     "chunked",
     "delta",
+    "eager layer",
+    "compiled layer",
+    "eager model",
+    "wide products",
+    "narrow products",
+    "compiled loss",
+    "shared loss",
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
@@ -77,7 +84,9 @@ whether the loss is computed in place of the logits; whether tokens are sent to 
 exchange heads; whether there is a norm behind the MLP; whether what flows between layers is wider than what computes;
 whether sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that of shared
 experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; whether norms read and return
-fp32, of which each matrix casts its own copy; how a recurrent layer computes its states."""
+fp32, of which each matrix casts its own copy; how a recurrent layer computes its states;
+whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
+loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.estimate.kept_tensors import Flag
-    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.estimate.workload import Recompute, TrainingWorkload
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import LayerAttention, ModelAnatomy, ModelLayer
     from shardctl.models.layer_traits import LayerStyle, NormKind
@@ -34,7 +34,7 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided."""
     style = anatomy.style
     flags: set[Flag] = {style.norm, "fused" if work.flash else "scores"}
-    flags.add("fused loss" if work.fused_loss else "eager loss")
+    flags.add("fused loss" if work.fused_loss else "compiled loss" if work.compiled == "all" else "eager loss")
     always = work.profile == "megatron"  # its arguments have dropout, whatever the model's config says
     if work.dropout and (always or style.dropout):
         flags.add("drop")
@@ -43,6 +43,8 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     cast = runs_under_autocast(work)
     narrow = style.narrow_softmax and not cast
     named: Mapping[Flag, bool] = {
+        "eager model": work.compiled == "none",
+        "shared loss": work.profile == "fsdp2" and mesh.degree("tp") > 1,
         "autocast": cast,
         "drop within": work.dropout and style.inner_dropout,
         "kernel": style.activation != "relu",  # whose backward pass needs its result only
@@ -76,9 +78,15 @@ def runs_under_autocast(work: TrainingWorkload) -> bool:
     return work.profile == "hf" and work.precision == "mixed" and BY_NAME[work.dtype].bits < 8 * _WIDE
 
 
-def list_layer_flags(layer: ModelLayer, style: LayerStyle, work: TrainingWorkload) -> frozenset[Flag]:
-    """List what holds of one layer, in a model of a style."""
+def list_layer_flags(
+    layer: ModelLayer, style: LayerStyle, work: TrainingWorkload, recompute: Recompute
+) -> frozenset[Flag]:
+    """List what holds of one layer, in a model of a style, of which `recompute` is computed again."""
     flags: set[Flag] = {"gated" if layer.gated else "plain"}
+    # A compiler that computes a layer again has as much of it at once as torch has without one.
+    compiled = work.compiled != "none" and recompute == "none"
+    flags.add("compiled layer" if compiled else "eager layer")
+    flags.add("narrow products" if compiled and work.float8 != "none" else "wide products")
     if layer.feeds:
         flags.add("then mlp")
     cross = layer.attention is not None and layer.attention.cross

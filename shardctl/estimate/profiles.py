@@ -110,11 +110,11 @@ _HF_MLP: Final = (
     KeptTensor("gate", "intermediate", None, ("gated",)),
     KeptTensor("up", "intermediate", None, ("gated",)),
     KeptTensor("input of the activation", "intermediate", None, ("plain", "kernel")),
-    KeptTensor("activation's result", "intermediate"),
+    KeptTensor("activation's result", "intermediate", None, ("eager layer",)),
     KeptTensor("dropout masks of the activation's result", "intermediate", 1, ("drop within",)),
     KeptTensor("activation's result after dropout", "intermediate", None, ("plain", "drop within")),
     KeptTensor("results within the activation", "steps"),
-    KeptTensor("gated", "intermediate", None, ("gated",)),
+    KeptTensor("gated", "intermediate", None, ("gated", "wide products")),
 )
 _HF_EXPERTS: Final = (
     KeptTensor("fp32 probabilities of the router", "router", 4),
@@ -145,7 +145,10 @@ _HF_LAYER: Final = (
         "backward pass of an MLP",
         (
             KeptTensor("gradient of the layer's output", "hidden"),
-            KeptTensor("gradients of gate, up and their product, less the product", "intermediate", 4, ("gated",)),
+            KeptTensor(
+                "gradients of gate, up and their product, less the product", "intermediate", 4, ("gated", "eager layer")
+            ),
+            KeptTensor("gradients of gate and up, less the product", "intermediate", None, ("gated", "compiled layer")),
             KeptTensor("gradient of the activation's result", "intermediate", None, ("plain",)),
             KeptTensor("gradients of results within the activation", "steps", 2 / 3),
             KeptTensor("gradient of the norm's output", "hidden", None, ("plain",)),
@@ -356,10 +359,11 @@ _FSDP2: Final = RuntimeProfile(
         "norms": (
             KeptTensor("inputs of the norms", "norms", sequence=True),
             KeptTensor("statistics of the norms", "norm_rows", 4, sequence=True),
-            KeptTensor("inputs of attention and MLP", "inputs"),
+            KeptTensor("inputs of attention and MLP", "inputs", None, ("wide products",)),
         ),
         "attention": (
             *_ATTENTION,
+            KeptTensor("attention's result in float8", "contexts", 1, ("narrow products",)),
             KeptTensor("queries and keys that are normed", "head_norms"),
             KeptTensor("compressed queries and keys", "latent_norms", 4, sequence=True),
             *(saved for saved in _HF_ATTENTION if "scores" in saved.when),
@@ -374,16 +378,24 @@ _FSDP2: Final = RuntimeProfile(
     selected=(
         *_SELECTED,
         KeptTensor("queries, before their positions", "queries"),
-        KeptTensor("result of the projection down", "hidden"),
+        # Nothing reads it, which only a compiler sees.
+        KeptTensor("result of the projection down", "hidden", None, ("eager model",)),
     ),
     selected_shared=_SELECTED,
     layer=_HF_LAYER,
-    head=(KeptTensor("fp32 logarithms of probabilities", "logits", 4), KeptTensor("labels", "tokens", 16)),
+    head=(
+        KeptTensor("fp32 logarithms of probabilities", "logits", 4, ("eager loss",)),
+        KeptTensor("logits", "logits", None, ("compiled loss",)),
+        KeptTensor("labels", "tokens", 16),
+    ),
     loss=PeakMoment(
         "backward pass of the loss",
         (
-            KeptTensor("fp32 gradient of the logarithms of probabilities", "logits", 4),
-            KeptTensor("fp32 gradient of the logits", "logits", 4),
+            KeptTensor("fp32 gradient of the logarithms of probabilities", "logits", 4, ("eager loss",)),
+            KeptTensor("fp32 gradient of the logits", "logits", 4, ("eager loss",)),
+            # torch.distributed.tensor.parallel.loss, `_nll_loss_and_log_softmax_backward`
+            KeptTensor("fp32 probabilities", "logits", 4, ("eager loss", "shared loss")),
+            KeptTensor("gradient of the logits", "logits", None, ("compiled loss",)),
         ),
     ),
     norm=PeakMoment(

@@ -41,6 +41,8 @@ class TrainingScheme:
     """Of the parameters that compute."""
     resident: DType
     """Of the parameters that are kept."""
+    gathered: DType
+    """Of the matrices of layers that FSDP2 gathers."""
     gradient: DType
     """Of the gradients that are kept; of units, of those that are reduced, for they are kept as the parameters are."""
     optimizer: OptimizerSpec
@@ -109,6 +111,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         runtime=runtime,
         compute=compute,
         resident=resident,
+        gathered=BY_NAME["F8_E4M3"] if work.float8_gathered else compute,
         gradient=_get_float_dtype(work.gradient_dtype) if work.gradient_dtype else usual,
         optimizer=known,
         master=known.master and resident != F32,

@@ -19,6 +19,7 @@ from shardctl.estimate.term import MemoryTerm
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from shardctl.dtype import DType
     from shardctl.estimate.holding import HeldPart, RankHolding
     from shardctl.estimate.scheme import TrainingScheme
     from shardctl.estimate.step_place import StepPlace
@@ -164,9 +165,16 @@ class UnitTransients:
 
 def _count_gathered_bytes(parts: Iterable[HeldPart], plan: TrainingScheme) -> int:
     return sum(
-        part.count * plan.compute.nbytes((part.gathered,)) if part.kind.trainable else part.gathered_bytes
+        part.count * _choose_gathered_type(part, plan).nbytes((part.gathered,))
+        if part.kind.trainable
+        else part.gathered_bytes
         for part in parts
     )
+
+
+def _choose_gathered_type(part: HeldPart, plan: TrainingScheme) -> DType:
+    """Choose the type in which a part is gathered: torchao casts matrices of layers, and neither norms nor the root."""
+    return plan.gathered if part.kind.matrix and part.kind.layers else plan.compute
 
 
 def _count_trained_elements(parts: Iterable[HeldPart]) -> int:

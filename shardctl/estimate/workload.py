@@ -14,6 +14,8 @@ Precision = Literal["mixed", "bf16", "fp32"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 AttentionKernel = Literal["flash", "sdpa", "eager"]
 Offload = Literal["none", "cpu", "nvme"]
+CompiledPart = Literal["none", "layers", "all"]
+Float8Recipe = Literal["none", "tensorwise", "rowwise"]
 
 
 Engine = Literal["vllm", "sglang"]
@@ -108,6 +110,12 @@ class TrainingWorkload:
     offload: Offload = "none"
     """Where the optimizer states go; with ZeRO-3 also the parameters, if `offload_parameters`."""
     offload_parameters: bool = False
+    compiled: CompiledPart = "none"
+    """What `torch.compile` compiles: each layer by itself, or (`all`) the loss too."""
+    float8: Float8Recipe = "none"
+    """How torchao scales what enters the products of layers, if they are in float8; the head's stay as they are."""
+    float8_gathered: bool = False
+    """Whether FSDP2 gathers the matrices of layers in float8."""
 
     @property
     def flash(self) -> bool:

@@ -333,6 +333,29 @@ class PlanOptions:
             flag="--cp-a2a",
         ),
     ] = False
+    compiled: Annotated[
+        Literal["layers", "all"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile fsdp2: what torch.compile compiles, each layer, or the loss too (all). Default: nothing.",
+            flag="--compile",
+        ),
+    ] = None
+    float8: Annotated[
+        Literal["tensorwise", "rowwise"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile fsdp2: products of layers in float8 (torchao), with one scale for each tensor or row.",
+        ),
+    ] = None
+    float8_gathered: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "With --float8 tensorwise: FSDP2 gathers weights in float8 (enable_fsdp_float8_all_gather).",
+            flag="--float8-gather",
+        ),
+    ] = False
     calibration: Annotated[
         "Path | FittedCalibration | None",
         CommandOption(

@@ -11,6 +11,7 @@ from shardctl.estimate.workload import (
     USUAL_UTILIZATION,
     EngineBudget,
     Precision,
+    Profile,
     RecomputedModule,
     ServingWorkload,
     TrainingWorkload,
@@ -167,6 +168,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
                 f"{find_flag(PlanOptions, name)} is of Megatron-LM, and the profile is {profile}",
                 hint="add --profile megatron, or leave it out",
             )
+    _check_compiling(options, options.profile or usual.profile)
     stages = _choose_value(options.virtual_stages, usual.virtual_stages)
     schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
     if stages > 1 and schedule != "interleaved":
@@ -196,7 +198,25 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         fused_gradients=not options.no_gradient_fusion,
         fused_loss=options.fused_loss,
         exchanged_heads=options.exchanged_heads,
+        compiled=_choose_value(options.compiled, usual.compiled),
+        float8=_choose_value(options.float8, usual.float8),
+        float8_gathered=options.float8_gathered,
     )
+
+
+def _check_compiling(options: PlanOptions, profile: Profile) -> None:
+    """Raise UsageError for compilation and float8 where nobody knows what they change."""
+    for name in ("compiled", "float8", "float8_gathered"):
+        if getattr(options, name) and profile != "fsdp2":
+            raise UsageError(
+                f"{find_flag(PlanOptions, name)} is known of torchtitan's models, and the profile is {profile}",
+                hint="leave --profile out, or give fsdp2",
+            )
+    if options.float8_gathered and options.float8 != "tensorwise":
+        raise UsageError(
+            "--float8-gather needs a scale for each tensor: torchao gathers no rows with scales of their own",
+            hint="add --float8 tensorwise, or leave it out",
+        )
 
 
 def _parse_modules(options: PlanOptions) -> tuple[RecomputedModule, ...]:

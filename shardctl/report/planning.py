@@ -323,5 +323,7 @@ def format_workload(planned: PlanResult) -> str:
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
         *([f"{work.attention} attention"] if work.attention != "flash" else []),
+        *(["compiled layers" + " and loss" * (work.compiled == "all")] if work.compiled != "none" else []),
+        *([f"{work.float8} float8{', also gathered' * work.float8_gathered}"] if work.float8 != "none" else []),
     ]
     return ", ".join([*parts, *more])

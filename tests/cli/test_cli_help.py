@@ -171,6 +171,9 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--cp-a2a",
         "--recompute-every",
         "--recompute-modules",
+        "--compile",
+        "--float8",
+        "--float8-gather",
     }
 
 
