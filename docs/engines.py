@@ -8,6 +8,7 @@ Run by hand, from the root: ``python -m docs.engines VLLM_PYTHON [CASE ...]``, w
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ SMALL: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+WIDE: dict[str, Any] = {"head_dim": None, "hidden_size": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -79,8 +81,61 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "topk_method": "noaux_tc",
     },
+    **dict.fromkeys(("starcoder2", "apertus", "smollm3", "arcee", "olmo3", "glm4", "seed_oss"), WIDE),
+    "cohere": {**WIDE, **TIED, "use_qk_norm": True},
+    "cohere2": {**WIDE, **TIED, "sliding_window": 64},
+    "nemotron": {"partial_rotary_factor": 1.0},
+    "ernie4_5": TIED,
+    "ernie4_5_moe": {
+        **WIDE,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1,
+    },
+    "lfm2": {
+        **WIDE,
+        **TIED,
+        "layer_types": ["conv", "full_attention"],
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 128,
+        "block_multiple_of": 16,
+    },
+    "lfm2_moe": {
+        **WIDE,
+        **TIED,
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_dense_layers": 1,
+    },
+    "solar_open": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
+    "mistral4": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,  # as above
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
 }
 """What the config of each family has other than `SMALL`; None leaves a setting out."""
+ENVIRONMENT = {"mistral4": {"VLLM_MLA_DISABLE": "1"}}
+"""Of the engine: else vLLM's Transformers backend takes Mistral 4's heads for latents, whose size it refuses."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +167,16 @@ CASES = (
 def make(model: str, path: Path) -> None:
     """Save a model as transformers does, its weights random and none of them without effect."""
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {name: value for name, value in {**SMALL, **MODELS[model]}.items() if value is not None}
     config = AutoConfig.for_model(model, **settings)
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    auto = AutoModelForCausalLM.from_config
+    if model == "mistral4":  # which has no entry there
+        auto = transformers.Mistral4ForCausalLM._from_config  # noqa: SLF001
+    made = auto(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for tensor in made.state_dict().values():
             if tensor.is_floating_point():
@@ -134,13 +193,18 @@ def ask(case: EngineCase, python: str, folder: Path) -> dict[str, Any]:
     words = case.mesh.replace("--", "").split()
     mesh = Mesh.of(**dict(zip(words[::2], map(int, words[1::2]), strict=True)))
     there = Path(python) if case.engine == "vllm" else None
+    os.environ.update(ENVIRONMENT.get(case.model, {}))
     try:
         reshard(source, target, ReshardOptions(to=case.to, mesh=mesh))
         found = verify(target, VerifyOptions(against=source, engine=case.engine, engine_python=there))
     except ShardctlError as error:
         return {"status": f"exit {error.exit_code}", "reason": error.message}
-    levels = build_verify_document(found)["levels"]
-    return next(level for level in levels if level["name"] == "engine")
+    finally:
+        for name in ENVIRONMENT.get(case.model, {}):
+            del os.environ[name]
+    level = next(level for level in build_verify_document(found)["levels"] if level["name"] == "engine")
+    asked = [f"asked with {name}={value}" for name, value in ENVIRONMENT.get(case.model, {}).items()]
+    return {**level, "notes": [*level["notes"], *asked]}
 
 
 def describe(name: str, level: dict[str, Any]) -> str:

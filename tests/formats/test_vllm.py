@@ -15,8 +15,9 @@ from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.conversion.plan_file import read_plan_file, write_plan_file
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
-from shardctl.libraries.vllm.arrays import FAMILIES
+from shardctl.libraries.vllm.arrays import FAMILIES, check_model
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
@@ -267,6 +268,16 @@ class TestNewerModels:
         save_file(state, path)
         with pytest.raises(UnsupportedError, match=r"no place for model\.layers\.1\.self_attn\.o_proj\.bias"):
             reshard(tmp_path / "hf", tmp_path / "out", reshard_options("qwen3_next/0.32-tp2"))
+
+    def test_latent_attention_that_vllm_cannot_cut(self, tmp_path):
+        with pytest.raises(CutError, match="no class of its own for Mistral4ForCausalLM, and ends in an error"):
+            reshard(source("mistral4/"), tmp_path / "out", reshard_options("mistral4/0.32-tp2"))
+
+    @pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2"])
+    def test_decays_of_mamba_that_vllm_changes(self, kind):
+        model = describe_model(json.loads((FIXTURES.parent / "configs" / f"{kind}.json").read_text()))
+        with pytest.raises(UnsupportedError, match=r"vLLM stores -exp\(A_log\) of layers of Mamba"):
+            check_model(model)
 
     def test_a_head_of_its_own_where_vllm_ties_it(self, tmp_path):
         shutil.copytree(source("lfm2/"), tmp_path / "hf")

@@ -83,6 +83,7 @@ _EVERYWHERE: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen3_next": ("embedding", "head"),
 }
 """What every stage has; else the first has the embedding, and the last the last norm and the head."""
+_DECAY: Final = ".A_log"
 _HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -96,6 +97,12 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
         )
     if model.family in _NEWER:
         _check_newer(model, dialect)
+    if model.family == "mistral4" and tp > 1:
+        raise CutError(
+            f"vLLM {PROFILES[0]} has no class of its own for {model.architecture}, and ends in an error for tp={tp}, "
+            "because its Transformers backend leaves latent attention whole",
+            hint="leave --tp out, or use --pp",
+        )
     place = dialect.mesh.coordinate(rank)
     stages = dialect.stages or split_into_stages(model.layers, dialect.mesh.degree("pp"))
     first = sum(stages[: place.get("pp", 0)])
@@ -147,6 +154,12 @@ def check_model(model: Model) -> None:
         raise UnsupportedError(
             "vLLM reorders quantised weights for the kernel that it chooses",
             hint="serve the original files, which vLLM can quantise or read quantised",
+        )
+    decay = next((name for name in model.tensors if name.endswith(_DECAY)), None)
+    if decay is not None and model.family not in FAMILIES:
+        raise UnsupportedError(
+            f"vLLM stores -exp(A_log) of layers of Mamba, from which {decay} does not come back bit for bit",
+            hint="use --to hf, which vLLM loads and cuts by itself",
         )
     if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
         raise UnsupportedError(
