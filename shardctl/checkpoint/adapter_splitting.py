@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,8 @@ from shardctl.errors import SourceError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS
 from shardctl.libraries.peft.adapter import scan_adapter_file
+from shardctl.libraries.peft.settings import parse_settings
+from shardctl.libraries.peft.trainer_metadata import TRAINER_METADATA, build_adapter_config
 from shardctl.libraries.peft.whole_model import list_live_adapters, map_saved_names
 from shardctl.manifest import Chunk, Manifest, OpaqueObject, Region
 from shardctl.storage.addresses import open_source
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+    from shardctl.libraries.peft.settings import AdapterSettings
     from shardctl.storage import Source
 
 ADAPTER: Final = "adapter"
@@ -48,11 +52,18 @@ def split_adapter(checkpoint: OpenedCheckpoint, only: str) -> OpenedCheckpoint:
 
 def _split_live_adapter(checkpoint: OpenedCheckpoint, adapter: str) -> OpenedCheckpoint:
     """Return an adapter whose matrices are among the tensors of a model in training."""
-    file = _find_config(checkpoint.source, adapter)
-    config = read_json(checkpoint.source, file, CONFIG_TEXT)
+    stored, source = checkpoint.stored, checkpoint.source
+    file = _find_config(source, adapter)
+    config = read_json(source, file, CONFIG_TEXT)
+    own = OpaqueObject(ADAPTER_CONFIG, "carry", file=file, size=source.files()[file].size)
+    notes: tuple[str, ...] = ()
+    if file == TRAINER_METADATA:
+        config = build_adapter_config(config, stored.tensors, adapter)
+        content = (json.dumps(config, indent=2) + "\n").encode()
+        own = OpaqueObject(ADAPTER_CONFIG, "synthesise", size=len(content), content=content)
+        notes = (f"{ADAPTER_CONFIG} is made of {file}, which does not say whether rsLoRA was used: LoRA is assumed",)
     if not isinstance(config, dict):
         raise SourceError(f"{file} is not a JSON object")
-    stored = checkpoint.stored
     names = map_saved_names(stored.tensors, adapter, config)
     kept = keep_tensors(replace(stored, training=checkpoint.manifest.training), names)
     tensors = {
@@ -60,10 +71,11 @@ def _split_live_adapter(checkpoint: OpenedCheckpoint, adapter: str) -> OpenedChe
     }
     objects = [
         *(replace(each, policy="drop") if each.name in {*_OF_BASE, file} else each for each in stored.objects),
-        OpaqueObject(ADAPTER_CONFIG, "carry", file=file, size=checkpoint.source.files()[file].size),
+        own,
     ]
     manifest = replace(kept, tensors=tensors, objects=_drop_repeats(objects, file.removesuffix(ADAPTER_CONFIG)))
-    return _describe_part(checkpoint, manifest, file)
+    manifest = replace(manifest, warnings=(*manifest.warnings, *notes))
+    return _describe_part(checkpoint, manifest, file, parse_settings(config, merged=False))
 
 
 def _drop_repeats(objects: Iterable[OpaqueObject], folder: str) -> tuple[OpaqueObject, ...]:
@@ -80,6 +92,8 @@ def _find_config(source: Source, adapter: str) -> str:
             return path
     if len(files) == 1:
         return files[0]
+    if not files and TRAINER_METADATA in source.files():
+        return TRAINER_METADATA
     several = f"; there are {', '.join(files)}" if files else ""
     raise SourceError(
         f"{source.name} has no {ADAPTER_CONFIG} of its adapter {adapter}{several}",
@@ -144,9 +158,11 @@ def _move_into(folder: str, manifest: Manifest) -> Manifest:
     return replace(manifest, tensors=tensors, files=files, objects=objects)
 
 
-def _describe_part(checkpoint: OpenedCheckpoint, manifest: Manifest, config_file: str) -> OpenedCheckpoint:
+def _describe_part(
+    checkpoint: OpenedCheckpoint, manifest: Manifest, config_file: str, settings: AdapterSettings | None = None
+) -> OpenedCheckpoint:
     """Return the adapter in a checkpoint, of whose base the checkpoint has the config."""
-    found = describe_adapter(checkpoint.source, manifest, checkpoint.config, config_file=config_file)
+    found = describe_adapter(checkpoint.source, manifest, checkpoint.config, config_file=config_file, settings=settings)
     return replace(
         found,
         stored=checkpoint.stored,

@@ -178,3 +178,47 @@ def test_a_model_with_its_adapter_is_no_adapter(tmp_path):
     found = inspect(lay_out("dora", tmp_path / "source"))
     assert found.adapter is None
     assert any("--only adapter" in warning for warning in found.warnings)
+
+
+def lay_out_verl(path, note):
+    """Ranks as verl saves them, with its note of the adapter and without a config of PEFT's."""
+    path.mkdir()
+    (path / "huggingface").mkdir()
+    shutil.copy(load_base("lora") / "config.json", path / "huggingface")
+    adapter = load_file(FIXTURES / "lora/adapter/adapter_model.safetensors")
+    named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in adapter.items()}
+    for name, tensor in load_file(load_base("lora") / "model.safetensors").items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        named[f"{module}.base_layer.weight" if f"{module}.lora_A.weight" in adapter else f"{module}.weight"] = tensor
+    torch.save(named, path / "model_world_size_1_rank_0.pt")
+    (path / "lora_train_meta.json").write_text(json.dumps(note))
+    return path
+
+
+def test_the_note_of_verl_is_enough_for_a_config(tmp_path):
+    source = lay_out_verl(tmp_path / "source", {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"})
+    done = reshard(source, tmp_path / "out", ADAPTER)
+    assert any("does not say whether rsLoRA was used" in warning for warning in done.warnings)
+    made = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    expected = json.loads((FIXTURES / "lora/adapter/adapter_config.json").read_text())
+    assert sorted(made.pop("target_modules")) == sorted(expected["target_modules"])
+    assert (made["r"], made["lora_alpha"], made["peft_type"]) == (4, 6, "LORA")
+    mine, theirs = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "out", FIXTURES / "lora/adapter")
+    )
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    reshard(load_base("lora"), tmp_path / "merged", ReshardOptions(merge=(tmp_path / "out",)))
+    merged = load_file(FIXTURES / "lora/merged/model.safetensors")
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+
+
+@pytest.mark.parametrize(
+    ("note", "said"),
+    [({"r": 4}, "does not say the rank and alpha"), ({"r": 8, "lora_alpha": 6}, "has 4 rows, but .* says a rank of 8")],
+)
+def test_a_note_of_verl_that_does_not_fit_is_refused(tmp_path, note, said):
+    source = lay_out_verl(tmp_path / "source", note)
+    with pytest.raises(SourceError, match=said):
+        reshard(source, tmp_path / "out", ADAPTER)
