@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt, prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.manifest import Chunk, Region
+
+PAGE: Final = 4096
+"""Memory and offsets of direct I/O are multiples of it, so what lies in memory as it will in the file is not copied."""
+
+_ALIGNMENT: Final = 8
+"""Bytes; numbers in memory begin at multiples of it."""
 
 OVER_READ = 2
 """A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
@@ -130,6 +136,26 @@ def view_band(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.g
     return buffer[: prod(shape) * dtype.unit_bytes].view(get_unit_type(dtype)).reshape(shape)
 
 
+def allocate_aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate memory that begins with a page, and `PAGE` bytes more, to begin where a file's page will."""
+    memory = np.empty(nbytes + 2 * PAGE, np.uint8)
+    return memory[-memory.ctypes.data % PAGE :]
+
+
+def find_page_shift(chunks: Sequence[Chunk], box: Box, dtype: DType) -> int:
+    """Find at which byte of a page the band `box` of `dtype` should begin, to lie in memory as in the chunks' files.
+
+    That is decided by the first chunk that has whole rows of the band; of others the columns are gathered anyway.
+    """
+    for chunk in chunks:
+        if not isinstance(chunk.where, ConstantFill) and chunk.box.shape[1:] == box.shape[1:]:
+            rows = chunk.box.origin[0] - box.origin[0] if box.shape else 0
+            before = dtype.nbytes(box.shape) * rows // box.shape[0] if rows else 0
+            shift = (chunk.where.offset - before) % PAGE
+            return shift if shift % _ALIGNMENT == 0 else 0
+    return 0
+
+
 class BandBuffer:
     """Reads and writes bands through one scratch buffer; one per thread.
 
@@ -138,7 +164,8 @@ class BandBuffer:
     """
 
     def __init__(self, block: int, gap: int = 0) -> None:
-        self.scratch: NDArray[np.uint8] = np.empty(block, np.uint8)
+        self._block = block
+        self.scratch = allocate_aligned(block)
         self._gap = gap
 
     def read(self, reader: ByteReader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
@@ -156,7 +183,7 @@ class BandBuffer:
             if isinstance(chunk.where, ConstantFill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
                 continue
-            limits = _GapLimits(self.scratch.nbytes, OVER_READ, self._gap)
+            limits = _GapLimits(self._block, OVER_READ, self._gap)
             for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, limits):
                 view = piece.view
                 if piece.dense and view.flags.c_contiguous:
@@ -180,12 +207,13 @@ class BandBuffer:
         part = view_band(data, chunk.dtype, within)[build_unit_slices(chunk.box, chunk.dtype, within.origin)]
         if chunk.affine:
             part = encode_affine(part, chunk.dtype, chunk.affine, chunk.name)
-        for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, _GapLimits(self.scratch.nbytes)):
+        for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, _GapLimits(self._block)):
             assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
             if piece.view.flags.c_contiguous:
                 flat = piece.view.reshape(-1).view(np.uint8)
             else:
-                flat = self.scratch[: piece.span]
+                begin = piece.offset % PAGE
+                flat = self.scratch[begin : begin + piece.span]
                 flat.view(piece.view.dtype).reshape(piece.view.shape)[...] = piece.view
             writer.write_at(chunk.where.file, piece.offset, flat.data)
         return int(part.nbytes)

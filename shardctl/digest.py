@@ -45,10 +45,13 @@ _COLUMN_KEY_BITS: Final = 20
 _ROW_KEY_DISTINCT_BITS: Final = 29
 """Row keys differ in these low bits, so that two elements swapped within a column of a tile cannot cancel."""
 
-_BLOCK: Final = 1 << 17
-"""Elements converted at a time: a MiB of float64, near the cores' caches yet long enough to outweigh Python's calls."""
+_PLACE_BITS: Final = 17
+"""Enough for the place of each word that keys are selected from."""
+
+_BLOCK: Final = 1 << 18
+"""Elements converted at a time: 2 MiB of float64, near the cores' caches and enough to outweigh Python's calls."""
 _STRETCH: Final = 1 << 8
-"""Columns per BLAS call: NumPy keeps the GIL through a matmul of up to 500 results, and a block has twice as many."""
+"""Columns per BLAS call: NumPy keeps the GIL through a matmul of up to 500 results, and a block has four times that."""
 _CODES: Final = 1 << 7
 """Units per BLAS call of elements of at most 8 bits, which are multiplied as float32: see `_multiply_codes`."""
 _NARROW: Final = 16
@@ -116,7 +119,7 @@ def count_element_parts(dtype: DType) -> int:
 def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> DigestSums:
     """Compute the sums over the elements of `box` of a global tensor of `shape`; `data` are the box's row-major bytes.
 
-    Holds the GIL only between blocks, and may run in many threads at once; each keeps 1.25 MiB of scratch and
+    Holds the GIL only between blocks, and may run in many threads at once; each keeps 2.5 MiB of scratch and
     allocates at most 3 MiB while it runs.
 
     Raises:
@@ -193,9 +196,10 @@ def _draw_key_words(label: str, count: int) -> NDArray[np.uint64]:
 def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
     """Select the first tile's worth of `words` whose low `bits` are neither zero nor those of a word before."""
     low = words & np.uint64(2**bits - 1)
-    _, first = np.unique(low, return_index=True)
-    first.sort()
-    kept: NDArray[np.uint64] = words[first[low[first] != 0][:_TILE]]
+    order = np.sort(low << np.uint64(_PLACE_BITS) | np.arange(len(words), dtype=np.uint64))  # sorts faster than pairs
+    values, places = order >> np.uint64(_PLACE_BITS), order & np.uint64(2**_PLACE_BITS - 1)
+    first = np.sort(places[(values != 0) & np.append(True, values[1:] != values[:-1])])
+    kept: NDArray[np.uint64] = words[first[:_TILE]]
     return kept
 
 
@@ -335,18 +339,17 @@ def _add_strip(
 def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
     """Compute the inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with the column `keys`.
 
-    Two calls of NumPy do a block of elements.
+    Two calls of NumPy do a block of elements. BLAS multiplies both lanes at once, so that a block is read once.
     """
     lanes, n_parts, stretches, rows = out.shape
     width = keys.shape[1]
-    vectors = keys.reshape(lanes, 1, 1, stretches, -1, 1)
+    vectors = keys.reshape(lanes, stretches, -1).swapaxes(0, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
     for start, stop, call in _split_rows(rows, _BLOCK // (n_parts * width), _CALL * stretches // width):
         block = _scratch.block[: n_parts * (stop - start) * width].reshape(n_parts, stop - start, width)
         _widen_elements(units[start:stop], bits, block)
-        matrices = block.reshape(n_parts, -1, call, stretches, width // stretches).swapaxes(2, 3)
-        result = out[..., start:stop].reshape(lanes, n_parts, stretches, -1, call, 1)
-        product(matrices, vectors, out=result.transpose(0, 1, 3, 2, 4, 5))
+        matrices = block.reshape(n_parts, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
+        product(vectors, matrices, out=out[..., start:stop].reshape(*out.shape[:3], -1, call).transpose(1, 3, 2, 0, 4))
 
 
 def _widen_elements(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
@@ -367,21 +370,47 @@ def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float3
     """Compute the inner products ``[lanes, rows]`` of elements of at most 8 bits with the halves of the column `keys`.
 
     For these a float32 is enough, and twice as fast: bytes are taken less 128 and keys by halves of 10 bits, so that a
-    sum over 2^7 products stays within 2^24.
+    sum over 2^7 products stays within 2^24. Of narrower elements a byte is the sum of its fields, each times a key.
     """
-    rows, width, n_bytes = units.shape
-    halves, planes = len(keys), n_bytes * _BYTE // bits
-    stretches = max(1, width // _CODES)
-    vectors = keys.reshape(halves, stretches, -1, planes).transpose(3, 1, 0, 2)[:, None]
+    rows, units_wide, n_bytes = units.shape
+    octets, halves, width = units.reshape(rows, -1), len(keys), units_wide * n_bytes
+    masks, elements, scales = _list_fields(bits, n_bytes)
+    planes = len(masks)
+    stretches = width // min(units_wide, _CODES)
+    of_bytes = keys.reshape(halves, units_wide, -1)[:, :, elements] * scales  # [halves, units, planes, bytes of a unit]
+    vectors = of_bytes.transpose(2, 0, 1, 3).reshape(planes, halves, stretches, -1).swapaxes(1, 2)[:, None]
+    wanted = np.tile(masks, units_wide)[:, None]
     for start, stop, call in _split_rows(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
         shape = planes, stop - start, width
         numbers, codes = (scratch[: prod(shape)].reshape(shape) for scratch in (_scratch.numbers, _scratch.codes))
-        _unpack_codes(units[start:stop], bits, codes)
+        if bits == _BYTE:
+            np.bitwise_xor(octets[start:stop], np.uint8(_BIAS), out=codes[0])  # signed, this is the byte less 128
+        else:
+            np.bitwise_and(octets[start:stop], wanted, out=codes)
         np.copyto(numbers, codes.view(np.int8) if bits == _BYTE else codes)
         matrices = numbers.reshape(planes, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
         sums = np.matmul(vectors, matrices).sum((0, 2), np.float64)
         low, high = sums[:, : halves // 2], sums[:, halves // 2 :]
         np.add(low, high * 2**_HALF_BITS, out=out[:, start:stop].reshape(halves // 2, -1, call).swapaxes(0, 1))
+
+
+@cache
+def _list_fields(bits: int, n_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.intp], NDArray[np.float32]]:
+    """List the stretches of bits of each byte of a unit that belong to one element: masks, elements, scales.
+
+    Each is ``[fields, bytes]``. The bits of a field, times its scale, are what it adds to its element; a byte with
+    fewer fields than another has empty ones.
+    """
+    fields: list[list[tuple[int, int, float]]] = [[] for _ in range(n_bytes)]
+    for element in range(n_bytes * _BYTE // bits):
+        for byte, found in enumerate(fields):
+            low, high = (min(max(bit - byte * _BYTE, 0), _BYTE) for bit in (bits * element, bits * (element + 1)))
+            if low < high:
+                found.append(((1 << high) - (1 << low), element, 2.0 ** (byte * _BYTE - bits * element)))
+    most = max(map(len, fields))
+    table = [found + [(0, 0, 0.0)] * (most - len(found)) for found in fields]
+    masks, elements, scales = np.array(table).transpose(2, 1, 0)
+    return masks.astype(np.uint8), elements.astype(np.intp), scales.astype(np.float32)
 
 
 def _split_rows(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int, int, int]]:
@@ -399,13 +428,7 @@ def _split_rows(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int,
 
 
 def _unpack_codes(units: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8]) -> None:
-    """Write the codes of `bits` bits, low bits first, in `units` ``[rows, units, bytes]`` to ``[codes, rows, units]``.
-
-    Of 8 bits the highest is turned over: as a signed number the code is then 128 less than it was.
-    """
-    if bits == _BYTE:
-        np.bitwise_xor(units[:, :, 0], np.uint8(_BIAS), out=codes[0])
-        return
+    """Write codes of `bits` bits, low bits first, of `units` ``[rows, units, bytes]`` to ``[codes, rows, units]``."""
     for element in range(len(codes)):
         code = codes[element]
         byte, shift = divmod(bits * element, _BYTE)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands
+from shardctl.bands import PAGE, BandBuffer, ChunkIndex, find_fastest_dim, find_page_shift, split_bands
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides, narrow_chunk
@@ -82,6 +82,21 @@ def test_a_whole_row_major_tensor_is_read_in_one_call_without_scratch():
     source = Memory(a=bytes(128))
     assert BandBuffer(2).read(source, ChunkIndex([chunk]), Box.whole((8, 8)), np.zeros(128, np.uint8)) == 64
     assert source.read_bytes == 128
+
+
+@pytest.mark.parametrize(
+    ("box", "offset", "shift"),
+    [
+        (Box((0, 0), (4, 8)), 1000, 1000),
+        (Box((2, 0), (2, 8)), 5000, (5000 - 2 * 16) % PAGE),
+        (Box((0, 0), (4, 4)), 1000, 0),  # columns are gathered
+        (Box((0, 0), (4, 8)), 1001, 0),  # numbers at odd addresses would be slow
+    ],
+)
+def test_a_band_begins_where_it_lies_in_a_page_of_the_file(box, offset, shift):
+    chunk = Chunk(box, U16, Region("f", offset, compute_dense_strides(U16, box.shape)))
+    fill = Chunk(Box((0, 0), (4, 8)), U16, ConstantFill(b"ab"))
+    assert find_page_shift([fill, chunk], Box((0, 0), (4, 8)), U16) == shift
 
 
 def test_narrow_types_are_cut_on_whole_bytes_only():

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardctl.bands import allocate_aligned
 from shardctl.errors import AccessError, DestinationError, SourceError
 from shardctl.execute.lock import DestinationLock
 from shardctl.storage import descriptors, direct, linux, local, read_bytes
@@ -123,6 +124,40 @@ def test_a_file_system_without_direct_io_is_written_by_ordinary_calls(tmp_path, 
     target.close()
     assert (tmp_path / "f").read_bytes() == NOISE[:LARGE].tobytes() * 3
     assert len(refused) <= 1, "one refusal is enough to know"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct I/O is Linux's")
+@pytest.mark.parametrize("offset", [0, 8, PAGE - 8, 3 * PAGE + 200])
+def test_what_begins_at_the_same_byte_of_a_page_in_memory_and_in_the_file_is_not_copied(tmp_path, offset):
+    memory = allocate_aligned(BOUNCE)[offset % PAGE :][: BOUNCE - 100]
+    memory[:] = NOISE[: len(memory)]
+    direct._bounce.memory[:] = 7
+    target = LocalTarget(tmp_path)
+    target.create("f", offset + len(memory))
+    target.write_at("f", offset, memory.data)
+    target.close()
+    assert (direct._bounce.memory == 7).all()
+    assert (tmp_path / "f").read_bytes()[offset:] == memory.tobytes()
+
+
+def test_a_cold_file_is_read_without_filling_the_cache(tmp_path):
+    path = tmp_path / "f"
+    write_file(path, NOISE.tobytes())
+    size = NOISE.nbytes
+    with path.open("rb") as file:
+        if linux.find_cached(file.fileno(), 0, size) is None:
+            pytest.skip("the system does not say what is cached")
+        assert linux.find_cached(file.fileno(), 0, size)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if linux.find_cached(file.fileno(), 0, PAGE):
+            pytest.skip("this file system keeps its pages")
+        source, found = LocalSource(tmp_path), np.empty(size, np.uint8)
+        for at in range(0, size, BOUNCE):
+            source.read_at("f", at, found[at : at + BOUNCE].data)
+        source.close()
+        assert (found == NOISE).all()
+        cached = [linux.find_cached(file.fileno(), at, PAGE) for at in range(0, size, PAGE)]
+        assert sum(cached) == 0
 
 
 def test_direct_writes_that_move_less_than_asked_go_on(tmp_path, monkeypatch):

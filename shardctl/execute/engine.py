@@ -31,7 +31,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands
+from shardctl.bands import (
+    PAGE,
+    BandBuffer,
+    ChunkIndex,
+    allocate_aligned,
+    find_fastest_dim,
+    find_page_shift,
+    split_bands,
+)
 from shardctl.box import Box
 from shardctl.cast import cast_elements
 from shardctl.digest import DigestSums, compute_box_sums
@@ -305,7 +313,7 @@ class _BandMover:
     def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
         self._turn = number / budget.threads
         self._band = BandBuffer(budget.block, gap)
-        self._data = np.empty(budget.block, np.uint8)
+        self._data = self._read = allocate_aligned(budget.block)
         self._cast = np.empty(0, np.uint8)
         self._aside = np.empty(0, np.uint8)
         self._aside_key: tuple[Key, DType] | None = None
@@ -315,19 +323,21 @@ class _BandMover:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
         tensor, wanted = task.copy.source, task.copy.target
         self._aside_key = None
-        found = self._band.read(source, task.reads, task.box, self._data)
+        chunks = list(task.writes.within(task.box))
+        shift = find_page_shift(chunks, task.box, wanted.dtype)
+        cast = wanted.dtype != tensor.dtype
+        data = self._data[0 if cast else shift :][: tensor.dtype.nbytes(task.box.shape)]
+        found = self._band.read(source, task.reads, task.box, data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
-        data = self._data
-        read_sums = compute_box_sums(data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, task.box, tensor.shape)
+        read_sums = compute_box_sums(data, tensor.dtype, task.box, tensor.shape)
         sums, overflowed = read_sums, 0
-        if wanted.dtype != tensor.dtype:
-            data = self._cast_buffer(wanted.dtype.nbytes(task.box.shape))
-            overflowed = cast_elements(
-                self._data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, wanted.dtype, data
-            ).overflowed
+        self._read = data
+        if cast:
+            nbytes = wanted.dtype.nbytes(task.box.shape)
+            data = self._cast_buffer(nbytes)[shift:][:nbytes]
+            overflowed = cast_elements(self._read, tensor.dtype, wanted.dtype, data).overflowed
             sums = compute_box_sums(data, wanted.dtype, task.box, tensor.shape)
         self.written = Counter()
-        chunks = list(task.writes.within(task.box))
         turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
         for chunk in chunks[turn:] + chunks[:turn]:
             if not isinstance(chunk.where, ConstantFill):
@@ -343,16 +353,19 @@ class _BandMover:
             if self._aside.nbytes < nbytes:
                 self._aside = np.empty(0, np.uint8)
                 self._aside = np.empty(nbytes, np.uint8)
-            cast_elements(self._data[: have.nbytes(task.box.shape)], have, dtype, self._aside[:nbytes])
+            cast_elements(self._read, have, dtype, self._aside[:nbytes])
             self._aside_key = key
         return self._aside
 
     def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return room for the output of a cast; made once, and made larger only for a cast that widens more."""
-        if self._cast.nbytes < nbytes:
+        """Return room for the output of a cast and a page more.
+
+        It is made once, and made larger only for a cast that widens more.
+        """
+        if self._cast.nbytes < nbytes + PAGE:
             self._cast = np.empty(0, np.uint8)  # the old one goes before the new one comes
-            self._cast = np.empty(nbytes, np.uint8)
-        return self._cast[:nbytes]
+            self._cast = allocate_aligned(nbytes)
+        return self._cast
 
     def intact(self, task: _BandTask, target: WriteTarget, expected: DigestSums) -> bool:
         """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
