@@ -22,19 +22,21 @@ from hashlib import blake2b, shake_128
 from itertools import pairwise
 from math import prod
 from operator import gt
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardctl.box import Box
     from shardctl.dtype import DType
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """Bytes without gaps; an array must be C-contiguous."""
+
+Keys = TypeVar("Keys")
 
 LANES: Final = 2
 """Independent sums per part: two accidents in 2^40 are not the same accident."""
@@ -203,7 +205,20 @@ def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.u
     return kept
 
 
-@cache
+def _draw_once(draw: Callable[[], Keys]) -> Callable[[], Keys]:
+    """Keep what a function returns; of threads that ask at the same time one computes it, and the others wait."""
+    turn, kept = threading.Lock(), list[Keys]()
+
+    def get_drawn() -> Keys:
+        with turn:
+            if not kept:
+                kept.append(draw())
+            return kept[0]
+
+    return get_drawn
+
+
+@_draw_once
 def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Draw the column keys ``[lanes, 65536]``, and the sums ``[lanes, 65537]`` of the keys before each column."""
     drawn = (
@@ -216,14 +231,14 @@ def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return keys.astype(np.float64), before
 
 
-@cache
+@_draw_once
 def _draw_half_keys() -> NDArray[np.float32]:
     """Draw the column keys as ``[2 * lanes, 65536]``: the low 10 bits of each lane's, then the high 10 bits."""
     keys = _draw_column_keys()[0].astype(np.uint32)
     return np.concatenate([keys & (2**_HALF_BITS - 1), keys >> _HALF_BITS]).astype(np.float32)
 
 
-@cache
+@_draw_once
 def _draw_row_keys() -> NDArray[np.uint64]:
     """Draw the row keys ``[lanes, 65536]``."""
     drawn = (_draw_key_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
