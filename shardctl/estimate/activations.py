@@ -218,6 +218,7 @@ class RankActivations:
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         kept, again = self._count_layer(recompute, sizes, flags, self._count_further(layer, sizes, flags))
+        kept = {name: amount.times(layer.runs) for name, amount in kept.items()}
         late = ByteAmount()
         if self.work.compiled != "none" and (why := find_uncompiled_part(layer, self.held, self.style, self.work)):
             message = f"what torch.compile keeps of layer {numbers[0]} is not known: {why}"
@@ -380,7 +381,5 @@ def _find_unknown_part(layer: ModelLayer, work: TrainingWorkload) -> str:
         return "it attends to tokens that an indexer chooses"
     if layer.attention is not None and layer.attention.compressed:
         return "it attends to compressed tokens"
-    if layer.halves > 1:
-        return "it has attention twice, with experts across both halves"
     mixes = layer.streams > 1 and not layer.further
     return "it mixes several states of each token" if mixes else ""

@@ -70,6 +70,7 @@ Flag = Literal[
     "normed selective",
     "chunked",
     "delta",
+    "short",
     "eager layer",
     "compiled layer",
     "eager model",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
+from shardctl.estimate.workload import TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.estimate.kept_tensors import Flag
-    from shardctl.estimate.workload import Recompute, TrainingWorkload
+    from shardctl.estimate.workload import Recompute
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import LayerAttention, ModelAnatomy, ModelLayer
     from shardctl.models.layer_traits import LayerStyle, NormKind
@@ -33,7 +34,7 @@ _NORMS: Final = 2
 def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, *, parts: int) -> frozenset[Flag]:
     """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided."""
     style = anatomy.style
-    flags: set[Flag] = {style.norm, "fused" if work.flash else "scores"}
+    flags: set[Flag] = {style.norm, "fused" if work.flash and not _is_unfused(style, work) else "scores"}
     flags.add("fused loss" if work.fused_loss else "compiled loss" if work.compiled == "all" else "eager loss")
     always = work.profile == "megatron"  # its arguments have dropout, whatever the model's config says
     if work.dropout and (always or style.dropout):
@@ -71,6 +72,18 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     if mesh.degree("cp") > 1 and work.exchanged_heads:
         flags.add("exchanges")
     return frozenset(flags)
+
+
+def _is_unfused(style: LayerStyle, work: TrainingWorkload) -> bool:
+    """Return whether attention holds its scores because the modules that are trained have no other."""
+    return style.unfused and work.profile != "megatron"
+
+
+def list_attention_remarks(work: object, style: LayerStyle | None) -> tuple[str, ...]:
+    """List what to know of the attention of a model of a style in training: where it is not what was asked for."""
+    if not isinstance(work, TrainingWorkload) or style is None or not work.flash or not _is_unfused(style, work):
+        return ()
+    return ("transformers has only eager attention for this model: its scores are kept, whatever --attention says",)
 
 
 def runs_under_autocast(work: TrainingWorkload) -> bool:
@@ -115,7 +128,7 @@ def _list_attention_flags(
     yield "padded values" if padded else "own values"
     # Given a mask, as of a window, torch's fused kernel needs keys and values for each query head.
     seen = attention.window is not None and attention.window < work.sequence
-    masked = work.attention == "sdpa" and (seen or style.masked)
+    masked = work.attention == "sdpa" and (seen or style.masked or attention.kind == "cross")
     copied = style.copied_keys or (masked and attention.kv_heads < attention.heads)
     yield "copied keys" if copied else "shared keys"
     if attention.gated:

@@ -30,7 +30,7 @@ _MULTIPROCESSORS: Final = 132
 PLAN_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
 
 TRANSFORMERS: Final = RecurrenceSupport(
-    frozenset(("selective", "normed selective", "chunked", "delta")),
+    frozenset(("selective", "normed selective", "chunked", "delta", "short")),
     tp=False,
     why="transformers' kernels of recurrent layers run on whole layers",
 )
@@ -115,11 +115,16 @@ def _size_delta_net(state: LayerState, scan: LayerScan, share: MicrobatchShare) 
     }
 
 
+def _size_short_convolution(_: LayerState, scan: LayerScan, share: MicrobatchShare) -> dict[Size, float]:
+    return {"inner": share.tokens * scan.inner, "projected": share.tokens * 3 * scan.inner}
+
+
 _SIZES: Final = {
     "selective": _size_selective_scan,
     "normed selective": _size_selective_scan,
     "chunked": _size_chunked_scan,
     "delta": _size_delta_net,
+    "short": _size_short_convolution,
 }
 
 RECURRENT: Final = (
@@ -163,11 +168,17 @@ RECURRENT: Final = (
     KeptTensor("result gated", "inner", None, ("delta",)),
     KeptTensor("statistics of the norm", "state_heads", 4, ("delta",)),
     KeptTensor("exponentials, and their negatives", "decays", 8, ("delta",)),
+    KeptTensor("gates and input of the convolution", "projected", None, ("short",)),
+    KeptTensor("input of the convolution, gated", "inner", None, ("short",)),
+    KeptTensor("results of the convolution", "inner", None, ("short",)),
+    KeptTensor("the same, gated", "inner", None, ("short",)),
 )
 """What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
 `MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and
 `MambaSplitConv1dScanCombinedFn` (Mamba 2); causal-conv1d 1.7: `CausalConv1dFn`; flash-linear-attention 0.6:
-`ChunkGatedDeltaRuleFunction`. What is exponential is of parameters, so it does not grow with the tokens."""
+`ChunkGatedDeltaRuleFunction`. A short
+convolution is transformers' `Lfm2ShortConv`, around the former of these.
+What is exponential is of parameters, so it does not grow with the tokens."""
 
 _REST_OF_LAYER: Final = (
     KeptTensor("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
@@ -237,6 +248,16 @@ RECURRENT_MOMENTS: Final = (
             *_CHUNKED_ANYWAY,
             *_CHUNKED_PRODUCTS,
         ),
+    ),
+    PeakMoment(
+        "backward pass of a short convolution",
+        (
+            KeptTensor("gradient of the layer's output", "hidden", None, ("short",)),
+            KeptTensor("gradients of gates and input", "projected", None, ("short",)),
+            KeptTensor("gradients of the convolution's results and input", "inner", 4, ("short",)),
+            *_REST_OF_LAYER,
+        ),
+        gone=("mlp", "experts"),
     ),
     PeakMoment(
         "forward pass of linear attention's norm",

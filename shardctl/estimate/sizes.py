@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 if TYPE_CHECKING:
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from shardctl.models.layer_traits import LayerStyle
 
 Size = Literal[
+    "sequences",
     "tokens",
+    "pairs",
     "hidden",
     "norms",
     "normed",
@@ -46,6 +48,7 @@ Size = Literal[
     "narrowed",
     "routed",
     "routed_steps",
+    "idle_hidden",
     "logits",
     "gathered_logits",
     "inner",
@@ -67,17 +70,18 @@ Size = Literal[
     "split_products",
     "grouped",
 ]
-"""What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`,
+"""What a tensor's elements are counted by. `sequences`, `tokens`: one per sequence; per token. `pairs`: one per
+query and key, of all heads together. `hidden`: a token's. `norms`, `norm_rows`,
 `normed`: of all norms of whole tokens; of their statistics; of what they norm. `inputs`: of what enters attention and
 MLP. `readings`: of that, once more for each further matrix that reads it. `drops`: of the outputs that dropout changes.
 `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what latent attention
 compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all heads share.
 `repeated_...`: keys, values, once per query head. `contexts`: attention's result. `rows`, `key_rows`: one per query and
-head; one per key and head.
-`scores`: one per query, key and head. `biases`: that, but once for all sequences. `intermediate`: of dense MLPs and
-shared experts. `steps`: of results within the activation function. `router`: tokens times experts. `chosen`: tokens
-times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this rank's experts get; `narrowed`:
-of their latents. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
+head; one per key and head. `scores`: one per query, key and head. `biases`: that, but once for all sequences.
+`intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens
+times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this
+rank's experts get; `narrowed`: of their latents; `idle_hidden`: of those that idle experts give back. `logits`,
+`gathered_logits`: of this rank's part of the vocabulary; of all.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
 is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
@@ -121,29 +125,35 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
     """
+    if layer.attention is not None and layer.attention.kind == "cross" and not layer.attention.pictured:
+        return {}  # without a picture such a layer is passed over
     n, hidden = share.tokens, layer.hidden
     cross = layer.attention is not None and layer.attention.cross
     both = layer.mixes and layer.feeds
+    # One norm may be before both, which then run side by side.
+    inputs = (min(2, layer.norms) if style.side_by_side else 2 * layer.halves + cross) if both else 1
     sizes: dict[Size, float] = {
+        "sequences": share.batch,
         "tokens": n,
+        "pairs": n * share.keys,
         "hidden": n * hidden,
         "norms": n * hidden * layer.norms,
         "norm_rows": n * layer.norms,
         "normed": n * hidden * (1 if both and style.side_by_side else layer.norms),
-        # One norm may be before both, which then run side by side.
-        "inputs": n * hidden * ((min(2, layer.norms) if style.side_by_side else 2 + cross) if both else 1),
+        "inputs": n * hidden * inputs,
         "drops": n * hidden * (bool(both and not style.undropped) + 1 + cross),
     }
     sizes["readings"] = max(0.0, n * hidden * layer.readers - sizes["inputs"])
     if layer.attention is not None:
+        passes = replace(share, batch=share.batch * layer.halves)
         _add_attention_sizes(
-            sizes, layer.attention, style, share, normed=layer.head_norm is not None, whole=layer.head_norm_whole
+            sizes, layer.attention, style, passes, normed=layer.head_norm is not None, whole=layer.head_norm_whole
         )
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
-    sizes["intermediate"] = n * -(-dense // share.tp)
+    sizes["intermediate"] = n * layer.halves * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps
     if layer.experts is not None:
-        if style.wide_router and not layer.experts.shared:
+        if style.wide_router and not dense:
             sizes["inputs"] -= n * hidden  # only the router's fp32 copy of it is kept
         _add_expert_sizes(sizes, layer.experts, hidden, share, every=style.every_expert)
         sizes["routed_steps"] = sizes["routed"] * style.expert_steps
@@ -179,20 +189,22 @@ def _add_attention_sizes(
     heads = -(-attention.heads // share.tp)
     kv_heads = max(1, -(-attention.kv_heads // share.tp))
     wide, value = attention.head_dim, attention.value_dim
+    pictured = attention.kind == "cross"
+    seen, keys = (share.batch * attention.pictured, attention.pictured) if pictured else (n, share.keys)
     sizes["queries"] = n * heads * wide
-    sizes["keys"] = n * kv_heads * wide
-    sizes["values"] = n * kv_heads * value
-    sizes["repeated_keys"], sizes["repeated_values"] = n * heads * wide, n * heads * value
+    sizes["keys"] = seen * kv_heads * wide
+    sizes["values"] = seen * kv_heads * value
+    sizes["repeated_keys"], sizes["repeated_values"] = seen * heads * wide, seen * heads * value
     sizes["contexts"] = n * heads * value
     sizes["rows"] = n * heads
-    sizes["key_rows"] = n * kv_heads
+    sizes["key_rows"] = seen * kv_heads
     # Windows change nothing here: what is not fused computes all scores, and then masks them.
-    sizes["scores"] = n * heads * share.keys
+    sizes["scores"] = n * heads * keys
     if style.position_biases:
         sizes["biases"] = heads * share.queries * share.keys
     if normed:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
-        sizes["head_norm_rows"] = n * (2 if whole else heads + kv_heads)
+        sizes["head_norm_rows"] = n + seen if whole else sizes["rows"] + sizes["key_rows"]
     if attention.borrowed and attention.kind != "latent":  # which an earlier layer keeps, and norms
         own: tuple[Size, ...] = () if heads != kv_heads else ("repeated_keys", "repeated_values")
         sizes |= dict.fromkeys(("keys", "values", "key_rows", *own), 0)
@@ -209,7 +221,9 @@ def _add_expert_sizes(
     sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare, *, every: bool
 ) -> None:
     """Add experts, with tokens routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
-    routed = share.tokens * (experts.count if every else experts.chosen) * share.etp / share.tp
+    idle = experts.idle / experts.count
+    routed = share.tokens * (experts.count if every else experts.chosen * (1 - idle)) * share.etp / share.tp
+    sizes["idle_hidden"] = share.tokens * experts.chosen * idle * hidden
     sizes["router"] = share.tokens * experts.count
     sizes["chosen"] = share.tokens * experts.chosen
     sizes["routed_hidden"] = routed * (experts.width or hidden)

@@ -100,9 +100,9 @@ class LayerAttention:
 class LayerScan:
     """How a layer computes its states over all tokens at once."""
 
-    kind: Literal["selective", "normed selective", "chunked", "delta"]
+    kind: Literal["selective", "normed selective", "chunked", "delta", "short"]
     """Selective scan (Mamba), the same with norms of time steps, B and C between its steps (Jamba), scan in chunks
-    (Mamba 2), gated delta rule (Qwen3-Next)."""
+    (Mamba 2), gated delta rule (Qwen3-Next), a convolution between gates and nothing else (LFM2)."""
     inner: int
     """Channels that the states are read into."""
     rank: int = 0
@@ -158,6 +158,8 @@ class LayerExperts:
     """Whether results are weighted in fp32, because the router's weights stay fp32."""
     width: int = 0
     """Elements of a token's latent, which routed experts read and write (Nemotron 3); 0 for the hidden ones."""
+    idle: int = 0
+    """Of `count`, those that give a token back as it is (LongCat)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class ModelLayer:
     """The states of each token between layers, which it mixes (hyper-connections)."""
     halves: int = 1
     """How often it has its attention and its MLP, one after the other (LongCat)."""
+    runs: int = 1
+    """How often each token passes through it, with what each time keeps (ALBERT)."""
     further: tuple[LayerTensor, ...] = ()
     """What training keeps of it besides what it keeps of layers of other families."""
 
@@ -386,7 +390,8 @@ class _AnatomyReader:
             gated = any("shared_expert_gate" in row.name for row in rows)
             wide = not self.traits.narrow_experts
             width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
-            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width)
+            idle = len(self.facts.indices["idle"].values) if "idle" in self.facts.indices else 0
+            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width, idle)
         widths = ("ffn", "dffn", *(() if experts else ("sffn",)), *(n for n in self.facts.dims if n.startswith("ffn_")))
         mlp = next((n for n in widths if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
@@ -414,6 +419,7 @@ class _AnatomyReader:
             - bool(attention) * (1 + attention.cross if attention else 0)
             - bool(mlp or named.has("sffn")),
             streams=_count_streams(named),
+            runs=self.facts.size("runs") if "runs" in self.facts.dims else 1,
             halves=max(self.count_copies(row) for row in rows if ".self_attn." in row.name) if named.has("qs") else 1,
         )
 
@@ -569,6 +575,8 @@ def _is_norm(row: Row) -> bool:
 
 def _find_scan(named: RowDims) -> LayerScan | None:
     """Find how a recurrent layer computes its states: what its rows have besides decides."""
+    if named.known("state") and not named.size("state"):
+        return LayerScan("short", named.size("inner"))
     if named.has("rank"):
         normed = any(_is_norm(row) and row.dims == named.known("rank") for row in named.rows)
         return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))

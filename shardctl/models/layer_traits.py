@@ -104,6 +104,8 @@ class LayerTraits:
     """Results that are kept within the activation function of experts, besides its input and output (gpt-oss)."""
     every_expert: bool = False
     """Whether transformers' experts compute all tokens, those not chosen as zeros (Llama 4)."""
+    unfused: bool = False
+    """Whether transformers has eager attention only."""
     powered_norms: bool = False
     """Whether RMS norms take a power of the mean square, which keeps one more number of each row (Gemma 4)."""
     masked: bool = False
@@ -156,6 +158,8 @@ class LayerStyle:
     """Results that are kept within the activation function of experts, besides its input and output."""
     every_expert: bool = False
     """Whether transformers' experts compute all tokens."""
+    unfused: bool = False
+    """Whether transformers has eager attention only."""
     powered_norms: bool = False
     """Whether norms keep one more number of each row."""
     masked: bool = False
@@ -200,6 +204,7 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
         joined_queries=traits.joined_queries,
         expert_steps=traits.expert_steps,
         every_expert=traits.every_expert,
+        unfused=traits.unfused,
         powered_norms=traits.powered_norms,
         masked=traits.masked,
         unmodelled=traits.unmodelled,

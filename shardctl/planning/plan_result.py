@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages, filter_tensors
+from shardctl.estimate.layer_flags import list_attention_remarks
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.selective import list_recomputation_remarks
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
@@ -227,7 +228,11 @@ def _build_result(
         explored=None,
         counsel=advise_plan(about, mesh, forecast),
         conversion=conversion,
-        warnings=(*checkpoint.manifest.warnings, *list_recomputation_remarks(forecast.work, layers)),
+        warnings=(
+            *checkpoint.manifest.warnings,
+            *list_recomputation_remarks(forecast.work, layers),
+            *list_attention_remarks(forecast.work, about.anatomy.style if about.anatomy is not None else None),
+        ),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
         model=about,
         copy_plan=work.plan if work is not None else None,

@@ -61,6 +61,23 @@ def attend_flash(queries, keys, values, *_, **__):
     return made.transpose(1, 2)
 
 
+class ShortConvolution(torch.autograd.Function):
+    """A convolution over the last tokens that keeps its input, as causal-conv1d's `CausalConv1dFn` does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError
+
+
+def convolve(x, weight, *_, **__):
+    return ShortConvolution.apply(x, weight)
+
+
 def drop(x, p=0.5, training=True, inplace=False):  # noqa: FBT002, ARG001 - torch's own signature
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
@@ -76,6 +93,8 @@ def gpu_kernels(model: torch.nn.Module) -> Iterator[None]:
     own = sys.modules[type(model).__module__]
     if hasattr(own, "_flash_attention_forward"):  # older classes call it themselves
         replaced.append((own, "_flash_attention_forward", attend_flash))
+    if hasattr(own, "Lfm2ShortConv") or hasattr(own, "Lfm2MoeShortConv"):
+        replaced.append((own, "causal_conv1d_fn", convolve))
     with ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))
@@ -164,6 +183,11 @@ def ask(model: torch.nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         found["encoder_hidden_states"] = torch.zeros(batch, tokens, config.hidden_size, dtype=torch.bfloat16)
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids
+    if config.model_type == "mllama":
+        parts = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1
+        seen = batch, config.vision_config.max_num_tiles * parts, config.text_config.hidden_size
+        found["cross_attention_mask"] = torch.ones(batch, tokens, 1, config.vision_config.max_num_tiles)
+        found["cross_attention_states"] = torch.zeros(seen, dtype=next(model.parameters()).dtype)
     if getattr(model, "lm_head", None) is not None:
         found |= {"labels": ids, "use_cache": False}
     return found

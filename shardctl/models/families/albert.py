@@ -61,10 +61,13 @@ _ALBERT: Final = (
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
+    groups = config.size("num_hidden_groups", 1)
+    runs, rest = divmod(config.size("num_hidden_layers", 12), groups)
     return build_encoder_facts(config).also(
-        dims={"embedding": LogicalDim(config.size("embedding_size", 128))},
+        # Where groups run differently often, each is counted as often as one of them does.
+        dims={"embedding": LogicalDim(config.size("embedding_size", 128)), "runs": LogicalDim(runs + bool(rest))},
         indices={
-            "layer": RowIndex(range(config.size("num_hidden_groups", 1)), layer=0),
+            "layer": RowIndex(range(groups), layer=0),
             "inner": RowIndex(range(config.size("inner_group_num", 1))),
         },
     )
@@ -89,7 +92,6 @@ ALBERT: Final = Family(
         activation=("hidden_act", "gelu_new"),
         dropout=("hidden_dropout_prob", 0.0),
         attention_dropout=("attention_probs_dropout_prob", 0.0),
-        unmodelled="layers that run several times",
     ),
     assumed=assume_sizes(30000, 4096, 16384, 12, 64),
 )

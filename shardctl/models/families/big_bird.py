@@ -65,6 +65,8 @@ BIG_BIRD: Final = Family(
         "BigBirdForQuestionAnswering": ModelClass("bert", "question"),
     },
     prefixes=BERT.prefixes,
-    traits=replace(ENCODER_TRAITS, activation=("hidden_act", "gelu_new"), unmodelled="sparse blocks of attention"),
+    traits=replace(
+        ENCODER_TRAITS, activation=("hidden_act", "gelu_new"), unfused=True, unmodelled="sparse blocks of attention"
+    ),
     assumed=assume_sizes(50358, 768, 3072, 12, 12),
 )

@@ -61,7 +61,7 @@ BLOOM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0)),
+    traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0), unfused=True),
     aliases=_NAMES,
     assumed={"vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": 2},
 )

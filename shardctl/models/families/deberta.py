@@ -21,6 +21,7 @@ from shardctl.models.families.bert import (
     build_norm_rows,
 )
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.layer_traits import FurtherTensor
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -142,6 +143,8 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "typed": types > 0,
             "narrow": width != hidden,
             "relative": relative,
+            "to_positions": relative and "c2p" in scores,
+            "of_positions": relative and "p2c" in scores,
             "own_keys": own and "c2p" in scores,
             "own_queries": own and "p2c" in scores,
             "normed_distances": "layer_norm" in config.text("norm_rel_ebd", "none").lower().split("|"),
@@ -158,7 +161,19 @@ def _build_first_facts(config: ModelConfig) -> FamilyFacts:
     return facts.also(dims={"qkv": LogicalDim(3 * width, 3 * head, "tp", noun="attention heads")})
 
 
-_TRAITS: Final = replace(ENCODER_TRAITS, unmodelled="scores of relative positions")
+_TRAITS: Final = replace(
+    ENCODER_TRAITS,
+    unfused=True,
+    further=(
+        FurtherTensor("keys of positions, for each sequence", "sequences", dims="distances q", when="to_positions"),
+        FurtherTensor("scores of words against positions", "rows", dims="distances", when="to_positions"),
+        FurtherTensor("queries of positions, for each sequence", "sequences", dims="distances q", when="of_positions"),
+        FurtherTensor("scores of positions against words", "rows", dims="distances", when="of_positions"),
+        FurtherTensor("keys, before they are scaled", "keys", when="of_positions"),
+        FurtherTensor("the mask", "pairs", width=1),
+    ),
+)
+_FP32: Final = replace(_TRAITS, unmodelled="scores of relative positions that transformers computes in fp32 only")
 DEBERTA: Final = Family(
     name="deberta",
     rows=_DEBERTA,
@@ -171,7 +186,7 @@ DEBERTA: Final = Family(
         "DebertaForQuestionAnswering": ModelClass("deberta", "question"),
     },
     prefixes=("deberta",),
-    traits=_TRAITS,
+    traits=_FP32,
     assumed=assume_sizes(50265, 768, 3072, 12, 12),
 )
 DEBERTA_V2: Final = Family(

@@ -236,6 +236,7 @@ DEEPSEEK_V4: Final = Family(
         "n_routed_experts": 256,
     },
     traits=LayerTraits(
+        unfused=True,
         activation=("hidden_act", "silu"),
         norm="rms32",
         window=WindowRule(128),

@@ -105,7 +105,7 @@ HY_V4: Final = Family(
     prefixes=("model",),
     legacy=_SPELLINGS,
     fused=(*build_fused_experts(), *build_fused_experts(layer=_NEXT)),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, unfused=True),
     aliases={"num_local_experts": "n_routed_experts"},
     assumed={
         **assume_sizes(120832, 2816, 6912, 34, 32),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, build_decoder_facts
 from shardctl.models.experts import add_expert_facts
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -65,7 +65,13 @@ JETMOE: Final = Family(
         norm="rms",
         experts_per_token=2,
         narrow_experts=True,
-        unmodelled="experts of attention",
+        copied_keys=("", True),
+        further=(
+            FurtherTensor("tokens of attention's experts, and their results, also weighted", "routed_hidden", width=6),
+            FurtherTensor("queries in the order of attention's experts", "queries"),
+            FurtherTensor("attention's result in the same", "queries", given=("fused",)),
+            FurtherTensor("results of the experts, weighted", "routed_hidden"),
+        ),
     ),
     weightless=(Row(f"{_ATTENTION}.queries", "q hidden"),),
     aliases={"head_dim": "kv_channels"},

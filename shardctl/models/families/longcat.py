@@ -15,7 +15,7 @@ from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER
 from shardctl.models.experts import add_expert_facts, build_expert_rows, build_predicting_rows, count_experts
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -97,7 +97,16 @@ LONGCAT_FLASH: Final = Family(
         ),
         FusedArray(f"{_EXPERTS}.down_proj", (_DOWN,)),
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=12),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        experts_per_token=12,
+        wide_router=True,
+        further=(
+            FurtherTensor("results of the experts, weighted", "routed_hidden"),
+            FurtherTensor("tokens of idle experts, also weighted", "idle_hidden", width=4),
+        ),
+    ),
     aliases={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",

@@ -12,7 +12,7 @@ from shardctl.errors import SourceError
 from shardctl.models.decoder import GATED, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_condition
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ MLLAMA_TEXT: Final = Family(
         activation=("hidden_act", "silu"),
         norm="rms",
         attention_dropout=("dropout", 0.0),
-        unmodelled="attention to a picture",
+        further=(FurtherTensor("results of attention and MLP, before their gates", "hidden", width=4, when="cross"),),
     ),
     assumed={**assume_sizes(128256, 4096, 14336, 40, 32), "num_key_value_heads": 8},
 )

@@ -64,6 +64,6 @@ MPNET: Final = Family(
     facts=_build_facts,
     classes=build_roberta_classes("MPNet", "mpnet", causal=False),
     prefixes=("mpnet",),
-    traits=replace(ENCODER_TRAITS, position_biases=True),
+    traits=replace(ENCODER_TRAITS, position_biases=True, unfused=True),
     assumed=assume_sizes(30527, 768, 3072, 12, 12),
 )

@@ -50,7 +50,7 @@ MPT: Final = Family(
     classes=build_decoder_classes("Mpt", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     renamed={"MPTForCausalLM": "MptForCausalLM"},
-    traits=LayerTraits(activation=("", "gelu"), norm="layer", dropout=("resid_pdrop", 0.0)),
+    traits=LayerTraits(activation=("", "gelu"), norm="layer", dropout=("resid_pdrop", 0.0), unfused=True),
     aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
     assumed={"vocab_size": 50368, "d_model": 2048, "n_heads": 16, "n_layers": 24},
 )

@@ -214,5 +214,5 @@ LONG_T5: Final = replace(
         name: one for name, one in _build_classes("LongT5").items() if name.endswith(("Generation", "5Model", "rModel"))
     },
     renamed={},
-    traits=replace(_TRAITS, unmodelled="attention to what is near and to summaries of blocks"),
+    traits=replace(_TRAITS, unfused=True, unmodelled="attention to what is near and to summaries of blocks"),
 )
