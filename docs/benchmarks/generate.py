@@ -53,7 +53,7 @@ def generate(root, gigabytes=4.0):
             groups, room = [*groups, []], SHARD
         groups[-1].append(row)
         room -= size
-    noise = (np.random.default_rng(0).integers(0, 1 << 15, 1 << 23, dtype=np.uint16) | 0x3000).astype("<u2").tobytes()
+    noise = (np.random.default_rng(0).integers(0, 1 << 14, 1 << 23, dtype=np.uint16) | 0x3000).astype("<u2").tobytes()
     weight_map = {}
     for number, rows in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"

@@ -70,8 +70,10 @@ def make_matrices(place, kind, gigabytes):
     count = max(1, round(gigabytes * 1e9 / dtype.nbytes((rows, 8192))))
     encoded = encode_header([(f"w{n}", dtype, (rows, 8192)) for n in range(count)], {"format": "pt"})
     noise = np.random.default_rng(0).integers(0, 256, 1 << 24, np.uint8)
-    if kind in {"BF16", "F32"}:  # finite ones, as weights are
+    if kind in {"BF16", "F32"}:  # finite numbers, as weights are
         noise.view(np.uint16)[:] &= 0xBFFF
+    elif kind.startswith("F8"):
+        noise &= 0xBF
     with (place / "model.safetensors").open("wb") as file:
         file.write(encoded.header)
         left = encoded.size - len(encoded.header)
@@ -158,6 +160,11 @@ def measure_growth(run, sizes):
     """`reshard --tp 4` as the checkpoint grows."""
     for gigabytes in sizes:
         source = run.work / "hf"
+        free, needed = shutil.disk_usage(run.work).free / 1e9, 2.2 * gigabytes
+        if free < needed:
+            why = f"it needs {needed:.0f} GB of free space, and there are {free:.0f}"
+            run.keep("growth", f"{gigabytes} GB", "this", why=why)
+            continue
         nbytes = make_llama(source, gigabytes)
         run.convert("growth", f"{gigabytes} GB", TP4, source, nbytes)
         shutil.rmtree(source)
@@ -188,6 +195,7 @@ def measure_effort(run):
 
 def measure_many(run, counts):
     """What a tensor costs besides its bytes, with DeepSeek-V3's names and small invented shapes."""
+    run = BenchmarkRun(run.work, run.packages, run.keep, 1)
     for layers, experts in counts:
         source, target = run.work / "many", run.work / "out"
         config, generate.config = (
