@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, format_first_few
@@ -70,6 +71,22 @@ class DcpCollector:
             objects=(*side, *self.objects),
             warnings=(*self.warnings, *left),
             training=training,
+        )
+
+    def add_optimizer(self, weights: Manifest, folder: str, metadata: Sequence[DcpMetadata]) -> Manifest:
+        """Return `weights` with what a save of their optimizer in a `folder` holds; the folder is no side file then."""
+        trained = _SortedSave(self, metadata)
+        found = trained.training(weights.tensors, trained)
+        own = {*self.files, *(each.path for each in metadata)}
+        objects = [each for each in weights.objects if each.file not in own]
+        objects += [OpaqueObject(key, "drop") for key in trained.sorted.others]
+        left = f"{folder}/ is left behind"
+        return replace(
+            weights,
+            files={**weights.files, **self.files},
+            objects=tuple(objects),
+            warnings=(*(each for each in weights.warnings if not each.startswith(left)), *self.warnings),
+            training=replace(found, notes=(*found.notes, f"the optimizer is that of {folder}/")),
         )
 
 

@@ -65,6 +65,24 @@ def scan_dcp(source: Source) -> Manifest:
     )
 
 
+def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:
+    """Return `weights` with the optimizer that was saved by itself in a folder beside them, if there is one.
+
+    transformers saves so with `save_optimizer_distributed` (`distributed/checkpoint.py`).
+    Raises as `scan_dcp`, and SourceError for several.
+    """
+    saves = {folder: paths for folder, paths in _list_saves(source).items() if _OPTIMIZER.fullmatch(folder)}
+    if not saves:
+        return weights
+    if len(saves) > 1:
+        raise SourceError(f"{source.name} holds several optimizers: {', '.join(saves)}", hint="leave one of them there")
+    from shardctl.libraries.dcp.checkpoint import DcpCollector
+    from shardctl.libraries.dcp.metadata import read_metadata
+
+    ((folder, paths),) = saves.items()
+    return DcpCollector(source).add_optimizer(weights, folder, [read_metadata(source, path) for path in paths])
+
+
 def _list_saves(source: Source) -> dict[str, list[str]]:
     """List the metadata files of each folder that holds a save: one of all ranks, else one of each."""
     found: dict[str, list[str]] = {}
