@@ -104,7 +104,7 @@ class Row:
     when: str = ""
     """Conditions that must all hold: flags of the facts or parts of the class, `!` before one that must not."""
     on: str = ""
-    """The stage (`first`, `last`, `all` or one of the facts'); empty for the stage of its layer."""
+    """The stage (`first`, `last`, both as `ends`, `all` or one of the facts'); empty for the stage of its layer."""
     tie: str = ""
     """The tensor that this is another name of, if `tied` holds: a name without indices, or with those of this row."""
     tied: str = "tied"

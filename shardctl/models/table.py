@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FSDP: Final = AxisCut("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
+_ENDS: Final[tuple[tuple[Where, int], ...]] = (("first", 0), ("last", 0))
 _EXPERT_FSDP: Final = AxisCut(EXPERT_FSDP)
 """The same for what ep and etp left of experts."""
 MOST_TENSORS: Final = 500_000
@@ -223,7 +224,8 @@ class _ModelBuilder:
             self.tie(name, plan.name % (plan.tied[at[0]], *at[1:]), plan, where)
             return
         whole = plan.whole
-        stages = self.list_stages() if plan.row.on == "all" else (where,)
+        on = plan.row.on
+        stages = self.list_stages() if on == "all" else _ENDS if on == "ends" else (where,)
         key = (id(plan.cuts), stages) if whole is None else (id(plan.cuts), stages, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:
@@ -282,7 +284,7 @@ class _ModelBuilder:
         """Return where a tensor lives: where its row says, else with its layer."""
         on = plan.row.on
         if on:
-            if on in ("first", "last", "all"):
+            if on in ("first", "last", "all", "ends"):
                 return ("last", 0) if on == "last" else ("first", 0)
             return self.facts.stages[on]
         layer = self.facts.indices[plan.indices[0]].layer

@@ -149,3 +149,12 @@ def test_the_vision_models_layers_follow_the_text_models_in_clip():
     assert where["vision_model.embeddings.class_embedding"] == (("layer", 2),)
     assert where["vision_model.encoder.layers.1.layer_norm1.weight"] == (("layer", 3),)
     assert where["visual_projection.weight"] == (("last", 0),)
+
+
+@pytest.mark.parametrize("name", ["deberta", "deberta-v2"])
+@pytest.mark.parametrize("part", ["ForMaskedLM", "ForTokenClassification"])
+def test_the_last_stage_has_the_embedding_that_debertas_present_head_computes_with(name, part):
+    stem = "Deberta" if name == "deberta" else "DebertaV2"
+    model = describe_model(fixture(name, architectures=[f"{stem}{part}"], legacy=False))
+    stages = [("first", 0), ("last", 0)] if part == "ForMaskedLM" else [("first", 0)]
+    assert list(model.tensors["deberta.embeddings.word_embeddings.weight"].spec.where) == stages

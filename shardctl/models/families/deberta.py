@@ -32,7 +32,8 @@ _ATTENTION: Final = f"{BLOCK}.attention.self"
 _HEAD: Final = "lm_predictions.lm_head"
 _EMBEDDINGS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(_WORDS, "vocab embedding", on="first"),
+    Row(_WORDS, "vocab embedding", "!borrowed", on="first"),
+    Row(_WORDS, "vocab embedding", "borrowed", on="ends"),
     Row(".embeddings.position_embeddings.weight", "positions embedding", "absolute", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types embedding", "typed", on="first"),
     Row(".embeddings.embed_proj.weight", "hidden embedding", "narrow", on="first"),
@@ -96,8 +97,8 @@ _DEBERTA: Final = (
     *_AFTER,
     *_HEADS,
 )
-"""The present head has no matrix for words, but computes with the embedding of
-the first stage: its bias is whole on every rank."""
+"""The present head has no matrix for words, but computes with the embedding, which then is on the last stage, too: its
+bias is whole on every rank."""
 
 
 def _count_distances(config: ModelConfig) -> int:
@@ -150,6 +151,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "normed_distances": "layer_norm" in config.text("norm_rel_ebd", "none").lower().split("|"),
             "conv": window > 0,
             "legacy": legacy,
+            "borrowed": not legacy and config.architecture().endswith("ForMaskedLM"),
         },
     )
 
