@@ -35,16 +35,18 @@ compares what the plan says that a counter sees with what it measured, in GiB. M
 No coefficient is fitted to these runs: each term is from the source of the runtime. But the runs of SimuMax showed
 which terms were missing (the gradients that nobody reads, what a layer of experts holds in its forward pass, the result
 of attention that cp ranks exchange), so they are no independent test of those. The runs of Megatron-LM's CI were looked
-at afterwards.
+at afterwards. The runs of torchtitan showed that reserved memory of FSDP2 lacked what the allocator keeps for other
+streams and the hole that freed logits leave.
 """
 OTHERS = """\
 Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem
 publishes 1.6 % on one GPU and 3.0 % on several (Kim et al. 2024, abstract).
 
 What allocated memory is missed by is mostly workspaces of kernels, which differ by device and version and weigh most in
-runs of 1 GiB. Reserved memory depends on the order of allocations, which is not modelled: the allocator kept
-2 % to 9 % more than what was allocated. The runs of transformers are of 2022: CUDA's context took 1.31 GiB then, where
-the plan has 0.56 GiB. What is missing of bert-large without checkpointing is not explained.
+runs of 1 GiB. Reserved memory depends on the order of allocations, which is modelled for FSDP2's largest blocks only:
+for Megatron-LM, the allocator kept 2 % to 9 % more than what was allocated. Buffers of asynchronous TP are not known.
+The runs of transformers are of 2022: CUDA's context took 1.31 GiB then, where the plan has 0.56 GiB. What is missing of
+bert-large without checkpointing is not explained.
 
 ## Runs of which something is not known, or cannot be said
 

@@ -10,7 +10,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.compiled_layers import COMPILING_HINT, find_uncompiled_part, widen_for_compiler
-from shardctl.estimate.kept_tensors import GROUPS
+from shardctl.estimate.kept_tensors import GROUPS, KeptTensor
 from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
 from shardctl.estimate.profiles import get_runtime
 from shardctl.estimate.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.estimate.holding import RankHolding
-    from shardctl.estimate.kept_tensors import Flag, Group, KeptTensor, RuntimeProfile
+    from shardctl.estimate.kept_tensors import Flag, Group, RuntimeProfile
     from shardctl.estimate.sizes import Size
     from shardctl.estimate.workload import Recompute, TrainingWorkload
     from shardctl.mesh import Mesh
@@ -160,7 +160,7 @@ class RankActivations:
         flights = self.flights if flights is None else flights
         stop = self.numbers.stop
         if self.last and self.anatomy.generates:
-            sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+            sizes = self._compute_head_sizes()
             for moment, with_head in ((self.runtime.loss, True), (self.runtime.norm, False)):
                 amount = self._amount(moment.alive, sizes, self.flags)
                 yield BackwardMoment(moment.name, None, stop, amount, with_head, flights)
@@ -187,6 +187,23 @@ class RankActivations:
     def list_terms(self, moment: BackwardMoment) -> tuple[MemoryTerm, ...]:
         """List the terms of a moment, in the order of the groups."""
         return tuple(self._list_terms(moment))
+
+    def list_holes(self, moment: BackwardMoment) -> Iterator[MemoryTerm]:
+        """List what the allocator cannot use in a moment, though it is free."""
+        if not moment.with_head or self.work.profile != "fsdp2" or "eager loss" not in self.flags:
+            return
+        hole = self._amount((KeptTensor("logits", "logits"),), self._compute_head_sizes(), self.flags)
+        yield MemoryTerm(
+            "hole that the logits leave",
+            "runtime",
+            round(hole.nbytes),
+            hole.format_formula(),
+            hole.collect_inputs(),
+            "torch's caching allocator: logits and their fp32 copy, once freed, have room for one fp32 gradient",
+            interval=(0, round(hole.nbytes)),
+            counter="reserved",
+            spared=True,
+        )
 
     def _list_terms(self, moment: BackwardMoment) -> Iterator[MemoryTerm]:
         whole = moment.alive >= self.numbers.stop
@@ -304,8 +321,11 @@ class RankActivations:
         return less, again[False], again[True]
 
     def _head(self) -> ByteAmount:
-        sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+        sizes = self._compute_head_sizes()
         return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, self.flags | {"wide products"})
+
+    def _compute_head_sizes(self) -> Mapping[Size, float]:
+        return compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
 
     def _embedding(self) -> ByteAmount:
         sizes = compute_head_sizes(

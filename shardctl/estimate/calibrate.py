@@ -131,7 +131,12 @@ class FittedCalibration:
             interval = (self.overhead, self.overhead)
             found.append(MemoryTerm("overhead", "workspace", self.overhead, source=source, interval=interval))
         before, after = (sum_terms(some, counter="allocated").nbytes for some in (terms, found))
-        return tuple(_scale_slack(term, after, before) if term.counter == "reserved" else term for term in found)
+        return tuple(_scale_slack(term, after, before) if _is_slack(term) else term for term in found)
+
+
+def _is_slack(term: MemoryTerm) -> bool:
+    """Return whether it is what the allocator keeps beside whatever is allocated."""
+    return term.counter == "reserved" and not term.spared
 
 
 def _scale_slack(term: MemoryTerm, after: int, before: int) -> MemoryTerm:

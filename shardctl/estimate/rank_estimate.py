@@ -24,8 +24,8 @@ class RankEstimate:
     timeline: StepTimeline | None = None
     """In training, the moments of a step; the terms are those of the worst."""
 
-    def total(self, tier: Tier = "device", counter: Counter = "device") -> MemorySum:
-        """Return bytes of one rank in one tier, as `counter` counts them, with the interval to be expected."""
+    def total(self, tier: Tier = "device", counter: Counter | None = None) -> MemorySum:
+        """Return bytes that one rank needs in one tier, or that `counter` counts, with the interval to be expected."""
         return sum_terms(self.terms, tier, counter=counter)
 
 

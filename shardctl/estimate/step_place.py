@@ -35,5 +35,11 @@ class PassingHold(Protocol):
     def count_gradients(self, place: StepPlace) -> float:
         """Count which part of the gradients, from 0 to 1, is there."""
 
+    def count_idle(self, place: StepPlace, gradients: int) -> float:
+        """Count bytes that the allocator keeps for other streams, and that nobody uses at a place.
+
+        `gradients` are bytes of those that the ranks share, once all are there.
+        """
+
     def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
         """List what is held at a place, which together are the bytes counted."""

@@ -51,6 +51,8 @@ class MemoryTerm:
     tier: Tier = "device"
     counter: Counter = "allocated"
     """The first of `COUNTERS` that counts it."""
+    spared: bool = False
+    """Whether the allocator gives it back when memory runs out, so that counters see it and nobody needs it."""
 
     @property
     def exact(self) -> bool:
@@ -82,16 +84,25 @@ def sum_terms(
     terms: Iterable[MemoryTerm],
     tier: Tier = "device",
     category: Category | None = None,
-    counter: Counter = "device",
+    counter: Counter | None = None,
 ) -> MemorySum:
     """Return the sum of those terms that are in `tier` and that `counter` counts, of one category or of all.
+
+    Without a counter, it is the sum of what is needed.
 
     >>> some = MemoryTerm("weights", "weights", 10), MemoryTerm("context", "runtime", 3, counter="device")
     >>> sum_terms(some, counter="allocated").nbytes, sum_terms(some).nbytes
     (10, 13)
     """
-    counted = COUNTERS[: COUNTERS.index(counter) + 1]
-    some = [t for t in terms if t.tier == tier and category in {None, t.category} and t.counter in counted]
+    counted = COUNTERS if counter is None else COUNTERS[: COUNTERS.index(counter) + 1]
+    some = [
+        t
+        for t in terms
+        if t.tier == tier
+        and category in {None, t.category}
+        and t.counter in counted
+        and not (counter is None and t.spared)
+    ]
     return MemorySum(
         sum(t.nbytes for t in some),
         sum(t.low for t in some),

@@ -27,6 +27,10 @@ _SHARE: Final = 0.03
 """How far the share of gradients that are there by then may be off: it is counted by elements before padding."""
 
 
+_STREAMS: Final = (
+    "torch 2.13, fully_shard/_fsdp_collectives.py: gathered buffers and reduced gradients are made in streams of their "
+    "own, and the caching allocator has a pool for each, which it gives back only when memory runs out"
+)
 _LATER: Final = ", of a later microbatch"
 
 
@@ -114,8 +118,29 @@ class StepTimeline:
         return _MomentCount(place, passes, share, nbytes)
 
     def list_worst_terms(self) -> tuple[MemoryTerm, ...]:
-        """List the terms of the moment in which the device needs most; those on other tiers are always there."""
-        return tuple(self._list_terms(max(self._counts, key=lambda count: count.nbytes)))
+        """List the terms of the moment in which the device needs most; those on other tiers are always there.
+
+        With them is what the allocator keeps for other moments, and cannot use in this one.
+        """
+        worst = max(self._counts, key=lambda count: count.nbytes)
+        return (*self._list_terms(worst), *self._list_idle(worst))
+
+    def _list_idle(self, count: _MomentCount) -> Iterator[MemoryTerm]:
+        idle = round(self._hold.count_idle(count.place, self._gradients))
+        if idle:
+            yield MemoryTerm(
+                "free memory of other streams",
+                "runtime",
+                idle,
+                "free",
+                {"free": idle},
+                _STREAMS,
+                interval=(0, idle),
+                counter="reserved",
+                spared=True,
+            )
+        if self._activations is not None:
+            yield from self._activations.list_holes(count.passes)
 
     def list_moments(self) -> tuple[StepMoment, ...]:
         """List the moments in the order of time."""

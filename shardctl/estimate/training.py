@@ -40,7 +40,7 @@ def list_training_terms(
 def add_runtime_terms(timeline: StepTimeline, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
     """Add what the process holds besides to the terms of a timeline's worst moment."""
     found = timeline.list_worst_terms()
-    allocated = sum_terms(found).nbytes
+    allocated = sum_terms(found, counter="allocated").nbytes
     found = (*found, *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
     return tuple(term for term in found if term.high)
 

@@ -116,6 +116,10 @@ class CastTransients:
         """Count bytes of the casts."""
         return self.plan.compute.nbytes((self._count_elements(place),))
 
+    def count_idle(self, place: StepPlace, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
+        """Count nothing: what there is comes from the stream that computes."""
+        return 0.0
+
     def _count_elements(self, place: StepPlace) -> int:
         if self.plan.compute == self.plan.resident or place.phase in {"end", "step"}:
             return 0
@@ -178,6 +182,10 @@ class PartitionTransients:
         if place.phase == "step" and self.plan.zero != _PARAMETERS:
             return 0
         return self._nbytes[place.phase == "loss"]
+
+    def count_idle(self, place: StepPlace, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
+        """Count nothing: what there is comes from the stream that computes."""
+        return 0.0
 
     def count_gradients(self, place: StepPlace) -> float:
         """Count which part of the gradients is there: those of ZeRO-3 have a buffer that stays, and Megatron's too."""

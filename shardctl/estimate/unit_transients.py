@@ -53,6 +53,23 @@ class UnitTransients:
         """Trained elements of all units."""
         return self.root_trained + self.trained_before[-1]
 
+    def count_idle(self, place: StepPlace, gradients: int) -> float:
+        """Count bytes of gathered buffers and of reduced gradients, which have streams of their own, that are free."""
+        if not self.ahead:
+            return 0.0
+        layer = max(self.gathered, default=0)
+        buffer = self._count_gathered_ahead(place)
+        return max(0, layer + max(self.root, layer) - buffer) + gradients * (1 - self.count_gradients(place))
+
+    def _count_gathered_ahead(self, place: StepPlace) -> int:
+        """Count bytes of the buffer in which the next layer is gathered."""
+        if self.waits or self.stays or place.phase in {"loss", "end", "step"}:
+            return 0
+        if place.phase == "head":
+            return self.gathered[-1] if self.gathered else 0
+        at = self._find(place)
+        return self.gathered[at - 1] if at else 0
+
     def _find(self, place: StepPlace) -> int:
         """Find the number of a layer's unit among those of the stage."""
         return bisect_left(self.numbers, place.layer)

@@ -110,6 +110,7 @@ def _build_term(term: MemoryTerm) -> Document:
         "category": term.category,
         "tier": term.tier,
         "counter": term.counter,
+        "spared": term.spared,
         "exact": term.exact,
         "term_bytes": term.nbytes,
         "low_bytes": term.low,

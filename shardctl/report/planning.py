@@ -150,7 +150,9 @@ def format_plan_verdict(planned: PlanResult) -> str:
 def format_counters(rank: RankEstimate) -> str:
     """Format what of a rank's device three counters see."""
     allocated, reserved, whole = (format_memory_size(rank.total(counter=counter).nbytes) for counter in COUNTERS)
-    return f"rank {rank.holding.rank} as counted: {allocated} allocated, {reserved} reserved, {whole} of the device"
+    counted = f"rank {rank.holding.rank} as counted: {allocated} allocated, {reserved} reserved, {whole} of the device"
+    spared = sum(term.nbytes for term in rank.terms if term.spared)
+    return counted + f", {format_memory_size(spared)} of it free if memory runs out" * bool(spared)
 
 
 def list_offload_lines(seen: WorkloadEstimate) -> list[str]:

@@ -13,6 +13,7 @@ from known_models import stock
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.selective import list_recomputation_remarks
+from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import Mesh
@@ -141,3 +142,24 @@ def test_selective_recomputation_that_changes_nothing_says_so():
     assert "almost nothing with fused attention" in said(profile="megatron", recompute="selective")[0]
     assert said(profile="megatron", recompute="selective", attention="eager") == ()
     assert said(recompute="selective") == said(recompute="full") == list_recomputation_remarks(None) == ()
+
+
+def test_what_the_allocator_keeps_for_other_streams_is_counted_and_not_needed():
+    """Gathered units are made in one stream, reduced gradients in another, and the loss leaves a hole in the third."""
+    line, _ = moments({"layers": 4}, {"recompute": "full"})
+    terms = {term.name: term for term in line.list_worst_terms()}
+    assert line.name_worst() == "backward pass of the loss"
+    layer = 2 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096)
+    root = 2 * (2 * 128256 * 4096 + 4096)
+    trained = (4 * layer + root) // 2
+    assert terms["free memory of other streams"].nbytes == root + layer + 4 * trained // 8
+    assert terms["hole that the logits leave"].nbytes == 2 * 8192 * 128256
+    spared = sum(term.nbytes for term in terms.values() if term.spared)
+    reserved, needed = (sum_terms(terms.values(), counter=counter).nbytes for counter in ("reserved", None))
+    assert reserved - needed == spared > 0
+    assert sum_terms(terms.values(), counter="allocated").nbytes == needed
+
+
+def test_one_rank_has_no_streams_to_keep_memory_for():
+    line, _ = moments({"layers": 4}, {"ranks": 1, "tokens": 2048})
+    assert not [term for term in line.list_worst_terms() if term.name == "free memory of other streams"]
