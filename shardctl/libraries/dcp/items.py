@@ -30,14 +30,6 @@ NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i
 """The types whose values are read, and how `struct` calls them."""
 
 
-class _ItemShape(NamedTuple):
-    """What two items must have in common to be laid out alike."""
-
-    length: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class _ItemLayout(NamedTuple):
     """How an item that was read in full is laid out."""
 
@@ -62,11 +54,18 @@ class ItemReader:
 
     The items of a model are alike. Once one was read in full, another of the same length, type and shape is laid out
     the same if the bytes before its data are the same: they hold the pickle and every header up to that of the data.
+
+    With `later`, these bytes are compared only by `check_heads`, which reads them file by file: a save of 4,096 ranks
+    has a million.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, later: bool = False) -> None:
         self._source = source
-        self._known: dict[_ItemShape, _ItemLayout] = {}
+        self._later = later
+        self._unchecked: dict[str, dict[bytes, list[int]]] = {}
+        """Offsets of items, by their file and what they should begin with."""
+        self._known: dict[tuple[int, str, tuple[int, ...]], _ItemLayout] = {}
+        """By what two items must have in common to be laid out alike: length, type and shape."""
         self._values: dict[bytes, tuple[Setting] | None] = {}
 
     def region(self, item: StoredItem, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
@@ -77,21 +76,39 @@ class ItemReader:
             HostileError: it tries to run code or to exhaust the reader.
             UnsupportedError: its bytes were transformed, or written by another library.
         """
+        kind = (item.length, dtype.name, shape)
+        known = self._known.get(kind) if not item.transforms else None
+        if known is not None and self._begins_with(item, known.head):
+            return Region(item.file, item.offset + len(known.head), known.strides)
         where = f"{item.file}: {key!r}"
         if item.transforms:
             raise UnsupportedError(
                 f"{where} was changed by {', '.join(map(ascii, item.transforms))} after it was saved",
                 hint="parts of such a stream cannot be read alone; load the checkpoint and save it without extensions",
             )
-        kind = _ItemShape(item.length, dtype.name, shape)
-        known = self._known.get(kind)
-        if known is not None and read_bytes(self._source, item.file, item.offset, len(known.head)) == known.head:
-            return Region(item.file, item.offset + len(known.head), known.strides)
         region = self._read(item, key, where, dtype, shape)
         start = region.offset - item.offset
         if 0 < start <= _HEAD:
             self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
         return region
+
+    def _begins_with(self, item: StoredItem, head: bytes) -> bool:
+        """Return whether an item begins so, or take it for granted until `check_heads`."""
+        if not self._later:
+            return read_bytes(self._source, item.file, item.offset, len(head)) == head
+        self._unchecked.setdefault(item.file, {}).setdefault(head, []).append(item.offset)
+        return True
+
+    def check_heads(self) -> None:
+        """Raise SourceError for an item that does not begin as was taken for granted; its place is not known then."""
+        for file, heads in self._unchecked.items():
+            for head, offsets in heads.items():
+                found = bytearray(len(head))
+                for offset in offsets:
+                    self._source.read_at(file, offset, memoryview(found))
+                    if found != head:
+                        raise SourceError(f"{file}: the item at byte {offset:,} is not laid out as others are")
+        self._unchecked.clear()
 
     def _read(self, item: StoredItem, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
         require_saved_item(self._source, item.file, item.offset, item.length, where)
@@ -113,7 +130,9 @@ class ItemReader:
         kind = BY_TORCH.get(dtype)
         if kind is None or kind.name not in NUMBERS:
             return None
+        later, self._later = self._later, False  # the bytes are needed now
         region = self.region(item, key, kind, ())
+        self._later = later
         return decode_number(kind.name, read_bytes(self._source, region.file, region.offset, kind.unit_bytes))
 
     def value(self, item: StoredItem) -> tuple[Setting] | None:

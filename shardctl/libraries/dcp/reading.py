@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.errors import ShardctlError, SourceError
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import is_megatron
 from shardctl.libraries.reader import Format
@@ -60,9 +60,11 @@ def scan_dcp(source: Source) -> Manifest:
     if not model:
         raise _build_unfinished_error(source)
     read = {folder: [read_metadata(source, path) for path in folders[folder]] for folder in (*model, *optimizer)}
-    return DcpCollector(source).manifest(
-        FORMAT.name, read[model[0]], read[optimizer[0]] if optimizer and optimizer != model else ()
-    )
+    saves = read[model[0]], read[optimizer[0]] if optimizer and optimizer != model else []
+    try:
+        return DcpCollector(source, later=True).manifest(FORMAT.name, *saves)
+    except ShardctlError:  # items that differ, or what comes of that; looked at one by one, it is told what is wrong
+        return DcpCollector(source).manifest(FORMAT.name, *saves)
 
 
 def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:

@@ -103,9 +103,10 @@ class DcpSave:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:
+            items = each.items
             for box in each.tensors[key].boxes if key in each.tensors else ():
-                if box.size or (box.shape == declared.shape and (key, box.origin) in each.items):
-                    item = self.item(each, key, box.origin)
+                if 0 not in box.shape or (box.shape == declared.shape and (key, box.origin) in items):
+                    item = items.get((key, box.origin)) or self.item(each, key, box.origin)
                     yield Chunk(box, dtype, self.items.region(item, key, dtype, box.shape), key)
         if not declared.boxes and 0 not in declared.shape:
             raise SourceError(f"{key!r} {list(declared.shape)} is described without a box that holds any of it")
