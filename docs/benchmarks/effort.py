@@ -93,6 +93,14 @@ def make_sources(root):
 
 def run(package, args):
     """Processor seconds and peak bytes of one run of the package in a directory."""
+    seconds, peak, code = run_any(package, args)
+    if code not in {0, 3}:  # 3: it does not fit
+        raise SystemExit(f"{args} of {package} ended with {code}")
+    return seconds, peak
+
+
+def run_any(package, args):
+    """Processor seconds, peak bytes and exit code of one run of the package in a directory."""
     # What wait4 says of memory includes this process before the child became the program.
     program = (
         "import atexit, sys\n"
@@ -111,9 +119,7 @@ def run(package, args):
         child.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         peak = int(said.read().splitlines()[-1]) * 1024
-    if child.returncode not in {0, 3}:  # 3: it does not fit
-        raise SystemExit(f"{args} of {package} ended with {child.returncode}")
-    return used.ru_utime + used.ru_stime, peak
+    return used.ru_utime + used.ru_stime, peak, child.returncode
 
 
 def main():
