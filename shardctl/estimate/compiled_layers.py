@@ -35,6 +35,8 @@ def find_uncompiled_part(
     """Return why nobody knows what torch.compile keeps of a layer; an empty string if it is known."""
     if why := find_unselected_part(layer, parts):
         return why
+    if layer.further:
+        return f"it keeps {layer.further[0].name}"
     if not work.flash:
         return "its attention holds its scores"
     if not style.norm.startswith("rms") or layer.norms != _NORMS:
