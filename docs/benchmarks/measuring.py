@@ -116,7 +116,7 @@ def name_state(package):
     """The version of the package in a directory, and the commit of its checkout."""
     program = "import shardctl; print(shardctl.__version__)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=package)
-    git = ["git", "-C", str(package), "log", "-1", "--format=%h %cs"]
+    git = ["git", "-C", str(package), "log", "-1", "--abbrev=9", "--format=%h %cs"]
     commit, _, day = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
     return {
         "version": said.stdout.strip(),

@@ -36,8 +36,8 @@ def list_groups(quick):
         "loading": lambda run: cases.measure_loading(run, 0.5 if quick else 1),
         "growth": lambda run: cases.measure_growth(run, (1, 2, 4) if quick else (1, 2, 4, 8, 16)),
         "timeline": lambda run: cases.measure_timeline(run, 1 if quick else 2, TIMELINE),
-        "many": lambda run: cases.measure_many(run, SMALL if quick else LARGE),
         "effort": cases.measure_effort,
+        "many": lambda run: cases.measure_many(run, SMALL if quick else LARGE),
     }
 
 
@@ -84,12 +84,13 @@ def merge_entries(kept, new):
     """Put the entries in the place of those of the same state: groups that were measured now replace older ones."""
     for entry in new:
         same = next((old for old in kept if old["commit"] == entry["commit"]), None)
+        groups = {row["group"] for row in entry["rows"]}
+        entry["times"] = dict.fromkeys(sorted(groups), entry["measured"])
         if same is None:
             kept.append(entry)
             continue
-        groups = {row["group"] for row in entry["rows"]}
         rows = [row for row in same["rows"] if row["group"] not in groups]
-        same |= {**entry, "rows": rows + entry["rows"]}
+        same |= {**entry, "rows": rows + entry["rows"], "times": same["times"] | entry["times"]}
 
 
 def main():

@@ -15,6 +15,8 @@ PICTURES = FOLDER.parent / "pictures"
 RESULTS = FOLDER / "speed.json"
 PLACE = re.compile(r"(<!-- run_all\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MIB = 2**20
+_LITTLE = 0.1
+"""GB up to which a run is start-up rather than moving bytes."""
 INTRODUCTION = """
 `python docs/benchmarks/run_all.py` keeps the figures of each state of the program in `speed.json`. Each table compares
 a state with the one measured before it. If both were measured in one run, in turn (they have the same time), the ratio
@@ -46,7 +48,7 @@ class CaseFigures:
     @property
     def gigabytes(self):
         """Of 10^9 bytes."""
-        return self.rows[0]["nbytes"] / 1e9
+        return self.rows[0].get("nbytes", 0) / 1e9
 
     @property
     def peak(self):
@@ -106,7 +108,7 @@ def write_checking(entry):
     """GB/s of a core by type."""
     cases = gather_cases(entry, "checking")
     kernel = gather_cases(entry, "kernel")
-    verbs = list(dict.fromkeys(case.rpartition(", ")[0] for case, _ in cases))
+    verbs = list(dict.fromkeys(case.rpartition(", ")[0] for (case, _), found in cases.items() if not found.why))
     kinds = list(dict.fromkeys(case for case, _ in kernel))
     start = {verb: cases.get((f"{verb}, start-up", 0)) for verb in verbs}
     lines = [
@@ -231,14 +233,15 @@ def write_versions(entries):
     ]
     for before, now in reversed(list(itertools.pairwise(entries))):
         lines = []
-        groups = dict.fromkeys(row["group"] for row in now["rows"])
+        groups = dict.fromkeys(row["group"] for row in now["rows"] if row["group"] != "kernel")
         for group in groups:
             old, new = gather_cases(before, group), gather_cases(now, group)
             for key, found in new.items():
                 if key not in old or found.why or old[key].why or "user" not in found.rows[0]:
                     continue
                 name = f"{key[0]}{f', {key[1]:,} tensors' if key[1] else ''}"
-                then, this = (each.processor / (each.rows[0].get("nbytes") or 1e9) * 1e9 for each in (old[key], found))
+                sizes = [found.gigabytes if found.gigabytes > _LITTLE else 1 for found in (old[key], found)]
+                then, this = (each.processor / size for each, size in zip((old[key], found), sizes, strict=True))
                 cells = [f"{then:.2f}", f"{this:.2f}", f"{this / then:.2f}"]
                 for each in (old[key], found):
                     disk = "disk" in each.rows[0]
@@ -256,9 +259,23 @@ def write_versions(entries):
     return "\n".join(parts) + "\n"
 
 
+def write_section(name, entries):
+    """The tables of the last state that has figures of a group; another state than the last is named."""
+    groups = {"machine": entries[-1]["rows"][0]["group"]}
+    group = groups.get(name, name)
+    entry = next((each for each in reversed(entries) if group in each["times"]), None)
+    if entry is None:
+        return "Not measured."
+    text = SECTIONS[name](entry)
+    measured = entry["times"][group]
+    if name == "machine" or (entry is entries[-1] and measured == entry["measured"]):
+        return text
+    return f"{text}\n\nThese figures are of {entry['commit']}, {measured}."
+
+
 def write_pages(entries):
     """Put the tables of the last entry into `speed.md`, and all entries into `versions.md`."""
     page = FOLDER / "speed.md"
-    sections = {name: write(entries[-1]) for name, write in SECTIONS.items()}
+    sections = {name: write_section(name, entries) for name in SECTIONS}
     page.write_text(PLACE.sub(lambda found: f"{found[1]}\n{sections[found[2]]}\n\n{found[3]}", page.read_text()))
     (FOLDER / "versions.md").write_text(write_versions(entries))

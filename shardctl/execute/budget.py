@@ -21,8 +21,8 @@ whose names have 40 characters)."""
 PER_CHUNK: Final = 1_500
 """Bytes of bookkeeping for a stored or wanted box of a tensor (1,100 to 1,500)."""
 PER_THREAD: Final = 8 * MIB
-"""What a thread needs besides its blocks (6 to 7 MiB): 4 MiB of aligned memory for direct I/O, 2 MiB for the digest, a
-stack, and what the allocator keeps."""
+"""What a thread needs besides its blocks (6 to 7 MiB): 4 MiB of aligned memory for direct I/O, 2.5 MiB for the digest,
+a stack, and what the allocator keeps."""
 USUAL_BLOCK: Final = 8 * MIB
 """Larger blocks were not faster; smaller ones cost more calls."""
 SMALLEST_BLOCK: Final = 256 << 10
