@@ -14,6 +14,7 @@ from shardctl.estimate.workload import (
     Float8Recipe,
     Offload,
     Recompute,
+    RecomputedModule,
     Schedule,
     TrainingWorkload,
 )
@@ -48,6 +49,8 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "float8": get_args(Float8Recipe),
     "zero": (0, 1, 2, 3),
 }
+_MODULES: Final = get_args(RecomputedModule)
+"""What `recompute_modules`, a list, may name."""
 _TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
 
 
@@ -192,6 +195,8 @@ def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mes
             raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
     for key, value in values.items():
         _check_field(key, value, where)
+    if "recompute_modules" in values:
+        values["recompute_modules"] = tuple(cast("list[str]", values["recompute_modules"]))
     if values.get("virtual_stages", 1) > 1:  # as --vp does
         values.setdefault("schedule", "interleaved")
     return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number, cast("Counter", counter))
@@ -219,8 +224,11 @@ def _check_field(key: str, value: object, where: str) -> None:
         expected = f"one of {', '.join(map(str, _CHOICES[key]))}"
     elif key in _TEXTS:
         good, expected = isinstance(value, str), "a string"
+    elif key == "recompute_modules":
+        good = isinstance(value, list) and bool(value) and all(name in _MODULES for name in value)
+        expected = f"a list of {', '.join(_MODULES)}"
     else:
-        known = sorted({"mesh", "peak", "counter", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
+        known = sorted({"mesh", "peak", "counter", "recompute_modules", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
         raise SourceError(f"{where} has an unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
     if not good:
         raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")

@@ -270,6 +270,17 @@ def build_plain_optimizer(known: OptimizerSpec) -> OptimizerSpec:
     return replace(known, master=False, slots=tuple(replace(slot, dtype=None) for slot in known.slots))
 
 
+def narrow_moments(known: OptimizerSpec, dtypes: tuple[str, str]) -> OptimizerSpec:
+    """Return AdamW with its two moments in `dtypes`, as Transformer Engine's FusedAdam keeps them.
+
+    >>> [slot.dtype for slot in narrow_moments(get_optimizer("adamw"), ("BF16", "F32")).slots]
+    ['BF16', 'F32']
+    """
+    slots = tuple(replace(slot, dtype=dtype) for slot, dtype in zip(known.slots, dtypes, strict=True))
+    source = "Transformer Engine 2.11, optimizers/fused_adam.py; megatron-core 0.16, optimizer/optimizer_config.py"
+    return replace(known, slots=slots, source=source)
+
+
 def get_optimizer(name: str) -> OptimizerSpec:
     """Return the optimizer of that name.
 

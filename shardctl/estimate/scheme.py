@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.dtype import BY_NAME, DType
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
-from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer
+from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer, narrow_moments
 from shardctl.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class TrainingScheme:
     optimizer: OptimizerSpec
     master: bool
     """Whether the optimizer updates fp32 copies that are kept beside the parameters."""
+    decoupled: bool
+    """Whether the optimizer is Megatron-LM's precision-aware one, which reads gradients as they are kept, and keeps of
+    fp32 copies of bf16 parameters only the 16 bits that these lack."""
     zero: int
     """What the ranks of dp and cp share: 1 optimizer states, 2 and gradients, 3 and parameters."""
     sharers: int
@@ -91,6 +94,8 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
     known = get_optimizer(work.optimizer)
     if work.precision == "bf16":
         known = build_plain_optimizer(known)
+    if work.moment_dtypes is not None:
+        known = _choose_narrow_moments(known, work)
     compute = _get_float_dtype(work.dtype)
     runtime = _choose_runtime(mesh, work)
     wide = F32 if known.master else compute
@@ -115,6 +120,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         gradient=_get_float_dtype(work.gradient_dtype) if work.gradient_dtype else usual,
         optimizer=known,
         master=known.master and resident != F32,
+        decoupled=work.moment_dtypes is not None,
         zero=work.zero,
         sharers=mesh.degree("dp") * mesh.degree("cp"),
         expert_sharers=replicas // mesh.degree(EXPERT_FSDP),
@@ -122,6 +128,25 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         gradients=gradients,
         states=states,
     )
+
+
+def _choose_narrow_moments(known: OptimizerSpec, work: TrainingWorkload) -> OptimizerSpec:
+    """Return the optimizer with narrower moments; raises UsageError where Megatron-LM has none."""
+    assert work.moment_dtypes is not None  # noqa: S101 - asked before
+    why = {
+        "--profile megatron": work.profile != "megatron",
+        "--zero 1": not work.zero,
+        "--optimizer adamw": work.optimizer != "adamw",
+        "--precision mixed": work.precision != "mixed",
+        "no --offload": work.offload != "none",
+    }
+    lacking = [need for need, lacks in why.items() if lacks]
+    if lacking:
+        raise UsageError(
+            f"moments in types of their own, which Megatron-LM's precision-aware optimizer has, need {lacking[0]}",
+            hint="leave out --exp-avg-dtype and --exp-avg-sq-dtype, or change that",
+        )
+    return narrow_moments(known, work.moment_dtypes)
 
 
 def _get_float_dtype(name: str) -> DType:

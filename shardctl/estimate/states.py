@@ -223,8 +223,14 @@ def _list_optimizer_terms(
     trained: Sequence[TrainedPart], groups: Sequence[StateGroup], plan: TrainingScheme
 ) -> Iterator[MemoryTerm]:
     if plan.master:
-        yield _build_state_term("F32 copies of the weights", "optimizer", F32, groups, plan, plan.states, shared_from=1)
-    copied = plan.runtime == "buffers" and (plan.offloaded or plan.gradient != F32)
+        name = "F32 copies of the weights"
+        term = _build_state_term(name, "optimizer", F32, groups, plan, plan.states, shared_from=1)
+        if plan.decoupled and plan.resident.name == "BF16":
+            name, dtype = "16 bits that F32 copies of the weights have more", plan.resident
+            less = _build_state_term(name, "optimizer", dtype, groups, plan, plan.states, shared_from=1)
+            term = replace(less, interval=(less.low, term.high))  # whole without `store_param_remainders`
+        yield term
+    copied = plan.runtime == "buffers" and (plan.offloaded or plan.gradient != F32) and not plan.decoupled
     if copied or (plan.runtime == "partitions" and plan.offloaded and plan.gradients == "device"):
         yield _build_state_term(
             "F32 copies of the gradients", "optimizer", F32, groups, plan, plan.states, shared_from=1

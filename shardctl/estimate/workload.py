@@ -81,6 +81,9 @@ class TrainingWorkload:
     """Of the parameters that compute; safetensors' name."""
     gradient_dtype: str | None = None
     """Of gradients that are kept; by default the profile's."""
+    moment_dtypes: tuple[str, str] | None = None
+    """Of the first and the second moment of Megatron-LM's precision-aware optimizer, safetensors' names; None for
+    optimizers that keep both in fp32, with whole fp32 copies of the parameters."""
     precision: Precision = "mixed"
     """Whether fp32 copies of the parameters are updated, or all is kept in `dtype`."""
     recompute: Recompute = "none"

@@ -294,6 +294,20 @@ class PlanOptions:
         Literal["bf16", "fp16", "fp32"] | None,
         CommandOption(HelpPanel.TRAINING, "Type of gradients. Default: the type that the profile uses."),
     ] = None
+    exp_avg_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "fp8"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: type of the first moment, in the precision-aware optimizer. Default: fp32, in another.",
+        ),
+    ] = None
+    exp_avg_sq_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "fp8"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: type of the second moment, in the precision-aware optimizer. Default: fp32, in another.",
+        ),
+    ] = None
     no_sequence_parallel: Annotated[
         bool, CommandOption(HelpPanel.TRAINING, "Compute norms and dropouts on whole sequences on every tp rank.")
     ] = False

@@ -198,10 +198,20 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         fused_gradients=not options.no_gradient_fusion,
         fused_loss=options.fused_loss,
         exchanged_heads=options.exchanged_heads,
+        moment_dtypes=_choose_moment_dtypes(options),
         compiled=_choose_value(options.compiled, usual.compiled),
         float8=_choose_value(options.float8, usual.float8),
         float8_gathered=options.float8_gathered,
     )
+
+
+def _choose_moment_dtypes(options: PlanOptions) -> tuple[str, str] | None:
+    """Choose the types of both moments if somebody says that of one; the other is then fp32, as Megatron-LM has it."""
+    asked = options.exp_avg_dtype, options.exp_avg_sq_dtype
+    if asked == (None, None):
+        return None
+    first, second = (_DTYPES[name or "fp32"] for name in asked)
+    return first, second
 
 
 def _check_compiling(options: PlanOptions, profile: Profile) -> None:

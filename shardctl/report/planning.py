@@ -322,6 +322,7 @@ def format_workload(planned: PlanResult) -> str:
     ]
     more = [
         *([f"all in {work.precision}"] if work.precision != "mixed" else []),
+        *([f"moments in {' and '.join(work.moment_dtypes)}"] if work.moment_dtypes else []),
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
         *([f"{work.attention} attention"] if work.attention != "flash" else []),

@@ -172,6 +172,8 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--recompute-every",
         "--recompute-modules",
         "--compile",
+        "--exp-avg-dtype",
+        "--exp-avg-sq-dtype",
         "--float8",
         "--float8-gather",
     }

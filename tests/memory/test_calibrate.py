@@ -189,3 +189,12 @@ def test_a_line_that_is_not_as_it_should_be_is_named(values, message):
 def test_what_is_no_object_is_named(text):
     with pytest.raises(SourceError, match="line 1"):
         parse_measurements(text, TrainingWorkload(1024))
+
+
+def test_a_log_may_say_which_modules_are_recomputed():
+    line = {"recompute": "selective", "recompute_modules": ["moe_act", "layernorm"], "peak": GB}
+    (parsed,) = parse_measurements(json.dumps(line), TrainingWorkload(8, profile="megatron"))
+    assert parsed.work.recompute_modules == ("moe_act", "layernorm")
+    for wrong in ("moe_act", [], ["attention"], [1]):
+        with pytest.raises(SourceError, match="a list of core_attn"):
+            parse_measurements(json.dumps(line | {"recompute_modules": wrong}), TrainingWorkload(8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 from pathlib import Path
@@ -394,3 +395,21 @@ def test_fsdp2_units_as_torch_tracks_them(tmp_path):
     assert found["gathered units"].nbytes == peak["UNSHARDED_PARAM"] + peak["ALL_GATHER"]
     waiting = peak["UNSHARDED_GRAD"] + peak["TEMP"] + peak["REDUCE_SCATTER"]
     assert found["gradients before they are shared"].nbytes == pytest.approx(waiting, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "gradients", "ours"),
+    # megatron-core 0.16, optimizer_config.py: bf16 weights, main gradients, 16-bit remainders, both moments.
+    [(("BF16", "BF16"), "BF16", 2 + 2 + 2 + 2 + 2), (("F8_E4M3", "F32"), None, 2 + 4 + 2 + 1 + 4)],
+)
+def test_megatrons_precision_aware_optimizer(dtypes, gradients, ours):
+    work = TrainingWorkload(8, profile="megatron", zero=1, moment_dtypes=dtypes, gradient_dtype=gradients)
+    count = 8 * 1000
+    (holding,) = list_holdings(one_tensor(count), Mesh.of(), [1])
+    terms = list_state_terms(holding, Mesh.of(), work)
+    assert lasting(terms) == ours * count
+    (copies,) = (term for term in terms if "F32 copies" in term.name)
+    assert copies.high >= 2 * copies.nbytes
+    for wrong in ({"zero": 0}, {"optimizer": "sgd"}, {"profile": "deepspeed"}, {"precision": "bf16"}):
+        with pytest.raises(UsageError, match="precision-aware"):
+            list_state_terms(holding, Mesh.of(), replace(work, **wrong))
