@@ -72,6 +72,15 @@ def test_every_optimizer_state_is_what_torch_makes_of_it(name):
         assert found.settings == {key: value for key, value in group.items() if key != "params"}
 
 
+def test_items_of_one_length_that_are_laid_out_differently_are_each_read_as_they_are(tmp_path):
+    plain = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    state = {"a": plain, "b": plain.t(), "c": plain + 1, "d": (plain + 2).t()}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    manifest = scan(tmp_path / "saved")
+    assert {t.chunks[0].where.strides for t in manifest.tensors.values()} == {(32, 4), (4, 32)}
+    check(tmp_path / "saved", manifest.tensors, state)
+
+
 # What is wrong has a verdict
 
 
