@@ -33,10 +33,11 @@ UNLIKE = {
     "llama-tp1": {"dtype"},
     "mistral-tp2": {"architectures", "model_type"},  # no arg tells a Mistral from a Llama
     "gpt2-tp2": {"activation_function", "n_inner"},
+    "glm4-moe-tp2": {"num_nextn_predict_layers"},
     "deepseek-v3-tp2": {"num_nextn_predict_layers"},  # the files have no such layer
 }
 """What args do not say as the config did."""
-LAYERS = {"llama-uneven": 4, "deepseek-v3-predicting-pp2": 3}
+LAYERS = {"llama-uneven": 4, "deepseek-v3-predicting-pp2": 3, "glm4-moe-predicting-pp2": 3}
 FILE = "model_optim_rng.pt"
 
 
@@ -368,6 +369,21 @@ class TestRefusals:
         shutil.copytree(written / "release" / "mp_rank_01_001", written / "release" / "mp_rank_02_000")
         with pytest.raises(SourceError, match="mp_rank_02_000 is there, but the args say"):
             scan_checkpoint(LocalSource(written))
+
+    def test_what_glm_rotates_if_its_config_says_nothing(self, tmp_path):
+        shutil.copytree(FIXTURES / "hf" / "glm4-moe", tmp_path / "hf")
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        del config["rope_parameters"]["partial_rotary_factor"]
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+        reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="megatron"))
+        assert load(next((tmp_path / "out").rglob(FILE)))["args"].rotary_percent == 0.5
+
+    def test_sigmoids_that_are_not_divided_by_their_sum(self, tmp_path):
+        shutil.copytree(FIXTURES / "hf" / "glm4-moe", tmp_path / "hf")
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "norm_topk_prob": False}))
+        with pytest.raises(UnsupportedError, match="divides the sigmoids of chosen experts by their sum"):
+            reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="megatron"))
 
     @pytest.mark.parametrize("version", [1.5, 4.0, "new"])
     def test_an_unknown_version(self, written, version):

@@ -70,11 +70,24 @@ CASES = {
     "gpt2": Mesh.of(tp=2),
     "qwen2-moe": Mesh.of(tp=2),
     "deepseek-v3": Mesh.of(tp=2, ep=2, etp=1),
+    "glm4-moe": Mesh.of(tp=2, ep=2, etp=1),
     "deepseek-v3-predicting": Mesh.of(tp=2, pp=2),
 }
 MODELS = json.loads((HERE / "models.json").read_text())
 """The directory of each case's model, below `fixtures`."""
-WRITTEN_ALIKE = ("stacked", "qwen2_tied", "qwen3", "moe", "gpt2", "qwen2-moe", "deepseek-v3", "deepseek-v3-predicting")
+WRITTEN_ALIKE = (
+    *(
+        "stacked",
+        "qwen2_tied",
+        "qwen3",
+        "moe",
+        "gpt2",
+        "qwen2-moe",
+        "glm4-moe",
+        "deepseek-v3",
+        "deepseek-v3-predicting",
+    ),
+)
 """Cases in the keying that shardctl writes, for the mesh that wrote them."""
 BUCKETS = ("trained_buckets", *(name for name in CASES if name.startswith("buckets_")))
 TRAINED = ("trained", "core_0_15", "trained_plain", *BUCKETS)

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 LAST_ROW: Final = "vocabulary_padded_with_last_row"
 """An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""
+_PART: Final = "rotary_percent"
+_USUAL_PART: Final = 0.5
+"""The part of each head that GLM's MoE rotates if its config says nothing."""
 _USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
-    "rotary_percent": 1.0,
+    _PART: 1.0,
     "rotary_seq_len_interpolation_factor": None,
     "attention_output_gate": False,
     "squared_relu": False,
@@ -42,6 +45,8 @@ _YARN: Final = {
     "beta_slow": "beta_slow",
 }
 """What transformers and the args of latent attention call the numbers of YaRN."""
+_BALANCED: Final = frozenset({"deepseek_v3", "glm4_moe"})
+"""Those whose routers have a bias, sigmoids and groups."""
 _LATENT: Final = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -59,9 +64,10 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
     """
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= arguments.keys():
         return None
-    if any(arguments.get(name, usual) != usual for name, usual in _USUAL.items()):
-        return None
     family = _find_model_type(arguments)
+    usual = {name: value for name, value in _USUAL.items() if name != _PART or family != "glm4_moe"}
+    if any(arguments.get(name, value) != value for name, value in usual.items()):
+        return None
     window = arguments.get("window_size")
     if window is not None:  # the only ones of these whose every layer has one
         family = {"llama": "mistral", "mixtral": "mixtral"}.get(family or "")
@@ -109,6 +115,9 @@ def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:  # noqa: P
     if latent:
         balanced = said.switch("moe_router_enable_expert_bias", default=False)
         return "deepseek_v3" if routed and balanced and not biased else None
+    if said.switch("moe_router_enable_expert_bias", default=False):
+        sigmoid = said.text("moe_router_score_function", "softmax") == "sigmoid"
+        return "glm4_moe" if routed and sigmoid and not biased else None
     if _count_dense_layers(said) != 0 or (biased and (routed or normed)):
         return None
     if not routed:
@@ -170,7 +179,13 @@ def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
         values |= {"attention_bias": biased, "mlp_bias": biased}
     elif family.startswith("qwen3"):
         values["attention_bias"] = False
-    if family in {"qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"}:
+    elif family == "glm4_moe":
+        values |= {
+            "attention_bias": said.switch("add_qkv_bias", default=biased),
+            "use_qk_norm": said.switch("qk_layernorm", default=False),
+            "partial_rotary_factor": _as_number(said.values.get(_PART, 1.0)),
+        }
+    if family in {"qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}:
         values |= _build_expert_config(said, family, ffn)
     return values
 
@@ -185,9 +200,10 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
         yarn = {other: said.values[name] for other, name in _YARN.items() if said.values.get(name) is not None}
         if said.text("rope_type", "rope") == "yarn" and said.values.get("rotary_scaling_factor", 1.0) != 1.0:
             values["rope_scaling"] = {"rope_type": "yarn", **yarn}
+        values |= {other: said.values.get(name) for name, other in _LATENT.items()}
+    if family in _BALANCED:
         return {
             **values,
-            **{other: said.values.get(name) for name, other in _LATENT.items()},
             "n_routed_experts": count,
             "n_shared_experts": said.count("moe_shared_expert_intermediate_size", 0) // inner,
             "n_group": said.values.get("moe_router_num_groups") or 1,
@@ -243,7 +259,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         "multi_latent_attention": latent,
         "untie_embeddings_and_output_weights": not is_tied(model),
         "window_size": _find_window(config, model),
-        **_build_rope_arguments(config, latent=latent),
+        **_build_rope_arguments(config, latent=latent, partial=model.family == "glm4_moe"),
     }
     if latent:
         found |= {name: _as_integer(config.get(other)) for name, other in _LATENT.items()}
@@ -274,8 +290,12 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
         "moe_router_pre_softmax": model.family != "mixtral" and not said.switch("norm_topk_prob", default=False),
         "moe_router_load_balancing_type": "none",
     }
-    if model.family != "deepseek_v3":
+    if model.family not in _BALANCED:
         return found
+    if not said.switch("norm_topk_prob", default=True):
+        raise UnsupportedError(
+            f"{TITLE} divides the sigmoids of chosen experts by their sum, which this config does not"
+        )
     return {
         **found,
         "moe_router_score_function": "sigmoid",
@@ -319,13 +339,17 @@ def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[st
     }
 
 
-def _build_rope_arguments(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
-    """Build theta and scaling; raises UnsupportedError for what the args cannot say.
+def _build_rope_arguments(config: Mapping[str, object], *, latent: bool, partial: bool) -> dict[str, Setting]:
+    """Build theta, scaling and, if it may be `partial`, the part of each head; raises UnsupportedError for the rest.
 
     Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).
     """
+    if partial:
+        config = {**config, "partial_rotary_factor": config.get("partial_rotary_factor") or _USUAL_PART}
     said = parse_rope(config)
     found: dict[str, Setting] = {"rotary_base": int(said.theta), "use_rope_scaling": False}
+    if partial and said.kind == "default" and said.theta == int(said.theta):
+        return {**found, _PART: said.part}
     if said.theta == int(said.theta) and said.part == 1.0:
         if said.kind == "default":
             return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else found

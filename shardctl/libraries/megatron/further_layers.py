@@ -52,7 +52,8 @@ def count_complete_layers(order: PackRequest) -> int:
     Megatron-LM builds them as the last layer is: one with experts behind a dense layer has no place.
     """
     model, names, count = order.model, order.have.tensors.keys(), 0
-    last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in model.tensors}
+    needed = (name for name, tensor in model.tensors.items() if not tensor.optional)
+    last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in needed}
     while wanted := _list_layer_names(model, count):
         prefix = f"model.layers.{model.layers + count}."
         inner = {name.removeprefix(prefix) for name in wanted} - _ENDS

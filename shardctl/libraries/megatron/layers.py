@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TITLE: Final = "Megatron-LM"
 FAMILIES: Final = frozenset(
-    {"deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+    {"deepseek_v3", "glm4_moe", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
 """Those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
 BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
