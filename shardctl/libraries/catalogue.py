@@ -85,6 +85,10 @@ _OTHER_NAMES: Final = {
         ("mcore", "megatron-core", "nemo"), "write --to torch_dist, or --to megatron for mp_rank directories"
     ),
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt"), "write --to trtllm, or --to hf from version 1.3 on"),
+    **dict.fromkeys(
+        ("jax", "flax", "maxtext"), "write --to orbax, which Orbax restores; its names are those of the source"
+    ),
+    "diffusers": "write --to hf: parts of a pipeline have the names of files that diffusers looks for",
     **dict.fromkeys(("llama", "consolidated"), "write --to meta for consolidated.NN.pth files"),
     **dict.fromkeys(("bin", "pt", "pth", "pytorch", "torch"), "shardctl writes safetensors: write --to hf"),
     **dict.fromkeys(
