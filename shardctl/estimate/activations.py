@@ -395,11 +395,13 @@ def list_kept_layers(holding: RankHolding) -> range:
 
 def _find_unknown_part(layer: ModelLayer, work: TrainingWorkload) -> str:
     """What a layer has of which nobody measured what training keeps; an empty string if there is nothing."""
-    if layer.further and work.profile == "megatron":
-        return f"only what transformers keeps of such layers is, such as {layer.further[0].name}"
-    if layer.attention is not None and layer.attention.chosen is not None:
+    listed = bool(layer.further) and work.profile != "megatron"
+    if layer.attention is not None and layer.attention.chosen is not None and not listed:
         return "it attends to tokens that an indexer chooses"
     if layer.attention is not None and layer.attention.compressed:
         return "it attends to compressed tokens"
-    mixes = layer.streams > 1 and not layer.further
-    return "it mixes several states of each token" if mixes else ""
+    if layer.streams > 1 and not listed:
+        return "it mixes several states of each token"
+    if layer.further and not listed:
+        return f"only what transformers keeps of such layers is, such as {layer.further[0].name}"
+    return ""

@@ -129,7 +129,7 @@ def test_what_configs_call_layers_of_sparse_attention_is_known():
     assert list_windows(None, ModelConfig({"layer_types": kinds}), 2) == (None, None)
 
 
-def test_what_training_keeps_of_sparse_attention_is_said_to_be_unknown():
+def test_what_megatron_keeps_of_sparse_attention_is_said_to_be_unknown():
     from shardctl.estimate.activations import estimate_activations
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.workload import TrainingWorkload
@@ -137,4 +137,5 @@ def test_what_training_keeps_of_sparse_attention_is_said_to_be_unknown():
     shape = build_anatomy(fixture("deepseek_v32"))
     holding = RankHolding(0, "only", {}, 1, 0, range(len(shape.layers)), ())
     with pytest.raises(UnsupportedError, match="layer 0 is not known: it attends to tokens that an indexer chooses"):
-        estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8), stages=(2,))
+        estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="megatron"), stages=(2,))
+    assert estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="hf"), stages=(2,))

@@ -15,7 +15,7 @@ from shardctl.models.experts import build_fused_experts, list_sparse_layers
 from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts, build_balanced_rows
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -86,7 +86,13 @@ _NAMES: Final = {
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 _EXPERTS: Final = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8)
+_TRAITS: Final = LayerTraits(
+    activation=("hidden_act", "silu"),
+    norm="rms",
+    experts_per_token=8,
+    wide_router=True,
+    further=(FurtherTensor("the mask of tokens that an indexer chose", "pairs", width=1, given=("fused",)),),
+)
 DEEPSEEK_V32: Final = Family(
     name="deepseek_v32",
     rows=_ROWS,
