@@ -33,6 +33,7 @@ COLUMNS = """[rules]
 MEMORY = ["--memory", "256MiB"]
 TP4 = ["--tp", "4", *MEMORY]
 SMALL_SHARDS = ["--to", "hf", "--max-shard-size", "1GB", *MEMORY]
+SPLIT_EXPERTS = ["--dp", "2", "--ep", "2", "--experts", "split", "--memory", "3GiB", "--overwrite"]
 KINDS = ("BF16", "F32", "F8_E4M3", "F4", "F6_E2M3")
 
 
@@ -219,7 +220,7 @@ def measure_many(run, counts):
             ("digest", ["digest", source]),
             (
                 "reshard",
-                ["reshard", source, target, "--dp", "2", "--ep", "2", "--experts", "split", "--memory", "3GiB"],
+                ["reshard", source, target, *SPLIT_EXPERTS],
             ),
         ):
             run.check("many", verb, args, 0, (0, 3), tensors=tensors)
