@@ -19,6 +19,7 @@ WRITTEN_ALIKE = (
     "deepspeed/universal-z*/latest_universal",
     "deepspeed/*/*_model_states.pt",  # DeepSpeed's converter copies them
     "deepspeed/universal-z1/universal/zero/*/step.pt",
+    "fsdp_dtensor/*/latest_checkpointed_iteration.txt",
     "megatron/*/latest_checkpointed_iteration.txt",
     "orbax/*",  # the same arrays in three ways of storing
     "torch_dist/*/iter/metadata.json",  # the name and version of the format

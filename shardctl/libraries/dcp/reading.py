@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ShardctlError, SourceError
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
-from shardctl.libraries.files.sharded_backend import is_megatron
+from shardctl.libraries.files.sharded_backend import find_fsdp_folder, is_megatron
 from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def detect_dcp(source: Source) -> bool:
 
     Megatron-LM's are such saves, too, and have a reader of their own.
     """
-    return not is_megatron(source) and any(_is_mark(path) for path in source.files())
+    return any(_is_mark(path) for path in source.files()) and not (
+        is_megatron(source) or find_fsdp_folder(source) is not None
+    )
 
 
 def _is_mark(path: str) -> bool:

@@ -30,6 +30,8 @@ _FOLDERS: Final = ("weights", "model_weights")
 """Where NeMo 2 and NeMo 1 have one, beside the model's description."""
 _LARGEST: Final = 1 << 16
 _KEY: Final = "sharded_backend"
+_HEAD: Final = 1 << 20
+_FSDP: Final = re.compile(rb"model[0-9]*\.(?:module\.)*decoder\.layers\.[0-9]+\.(?:self_attention|mlp)\.linear_")
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 
@@ -76,6 +78,21 @@ def is_megatron(source: Source) -> bool:
     return read_sharded_backend(source) is not None or any(
         f"{folder}{COMMON}" in files and f"{folder}{DCP_METADATA}" in files for folder in _list_folders(source)
     )
+
+
+def find_fsdp_folder(source: Source) -> str | None:
+    """Find the folder with what Megatron-FSDP saved: torch's metadata, with Megatron-LM's names.
+
+    None if there is none. Only the beginning of the metadata is looked at, where the names of weights are.
+    """
+    files = source.files()
+    for folder in _list_folders(source):
+        path = f"{folder}{DCP_METADATA}"
+        if path in files and not {f"{folder}{MARK}", f"{folder}{COMMON}"} & set(files):
+            check_link(source, path)
+            if _FSDP.search(read_bytes(source, path, 0, min(files[path].size, _HEAD))):
+                return folder
+    return None
 
 
 def _list_folders(source: Source) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from shardctl.libraries.megatron.dist_groups import assign_parameters, read_clip
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
+from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
 from shardctl.training import format_state_name
 
@@ -42,15 +43,17 @@ _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
 
-def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> Manifest:
+def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, fsdp: bool = False) -> Manifest:
     """Build the manifest of a save in `folder`; `weights` says which copy of them is meant where there are two.
+
+    `fsdp` says that it is one of Megatron-FSDP, whose weights are the optimizer's.
 
     Raises as `scan` of the format says.
     """
-    common = read_common(save, folder)
+    common = read_fsdp_common(save) if fsdp else read_common(save, folder)
     if common is not None and common.version not in _VERSIONS:
         raise UnsupportedError(f"{common.file or 'the common state'} has checkpoint_version {common.version:g}")
-    keys = sort_keys(save.tensors)
+    keys = sort_fsdp_keys(save.tensors) if fsdp else sort_keys(save.tensors)
     if not keys.weights:
         raise SourceError(f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_SHOWN])}")
     tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
@@ -61,7 +64,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> M
     warnings += left
     step, groups = _find_settings(save, keys, common)
     masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := format_state_name(s, p)) in states}
-    if weights == "master" and not masters:
+    if weights == "master" and not masters and not fsdp:
         raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
     if weights != "module":
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
@@ -80,7 +83,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> M
             groups=assign_parameters(groups, tensors) if states else (),
             progress=common.progress if common is not None else {},
             clipping=read_clipping(common.arguments) if common is not None else None,
-            notes=(*_list_notes(keys, common, masters, weights), *notes),
+            notes=(*((SAVED,) if fsdp else ()), *_list_notes(keys, common, masters, weights), *notes),
         ),
         dialect=build_dialect(
             {each.name: each.shape for each in tensors.values()},
@@ -156,7 +159,7 @@ def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], 
 
 def _list_objects(save: DcpSave, buckets: Iterable[str], common: CommonState | None) -> Iterator[OpaqueObject]:
     objects = save.metadata[0].objects
-    for key in (*(key for key in objects if _EXTRA not in key), *buckets):
+    for key in (*(key for key in objects if _EXTRA not in key and not is_read(key)), *buckets):
         yield OpaqueObject(key, "drop")
     extra = sum(_EXTRA in key for key in objects)
     if extra:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.file_names import DCP_METADATA
-from shardctl.libraries.files.sharded_backend import MARK, ShardedBackend, is_megatron, read_sharded_backend
+from shardctl.libraries.files.sharded_backend import (
+    MARK,
+    ShardedBackend,
+    find_fsdp_folder,
+    is_megatron,
+    read_sharded_backend,
+)
 from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ _VERSION: Final = 1
 
 def detect_torch_dist(source: Source) -> bool:
     """Detect whether Megatron-LM's files are there, or in a folder: that of the last iteration, or NeMo's."""
-    return is_megatron(source)
+    return is_megatron(source) or find_fsdp_folder(source) is not None
 
 
 def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
@@ -39,6 +45,10 @@ def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
     from shardctl.libraries.megatron.dist_checkpoint import build_manifest
 
     backend = read_sharded_backend(source)
+    flat = find_fsdp_folder(source) if backend is None else None
+    if flat is not None:
+        save = DcpSave(source, [read_metadata(source, f"{flat}{DCP_METADATA}")])
+        return build_manifest(_NAME, save, flat, weights, fsdp=True)
     if backend is None:
         raise SourceError(
             f"{source.name} has no {MARK} of Megatron-LM that can be read; it is written last",

@@ -1,0 +1,128 @@
+"""Sorts the keys of what Megatron-FSDP saves (`--ckpt-format fsdp_dtensor`), which are the way through the dicts.
+
+The names of a module's parameters follow `model.`, those of optimizer states `optimizer.state.`, and the settings of
+every parameter `optimizer.param_to_group_meta.`; gate and up projection are two arrays, and experts have the number
+that they have in the model. See `transformer/fsdp_dtensor_checkpoint.py` and `optimizer/distrib_optimizer.py` of
+megatron-core.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.libraries.megatron.dist_common import CommonState
+from shardctl.libraries.megatron.dist_groups import is_vector
+from shardctl.libraries.megatron.dist_keys import MegatronKeys
+from shardctl.libraries.megatron.namespace import parse_namespace
+from shardctl.libraries.torch_save.zip_file import read_torch_zip
+from shardctl.settings import as_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardctl.libraries.dcp.save import DcpSave
+    from shardctl.settings import Setting
+
+_WEIGHT: Final = re.compile(r"model[0-9]*\.(?:module\.)*(.+)")
+_STATE: Final = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
+_SETTING: Final = re.compile(r"(optimizer\.param_to_group_meta\.(?:module\.)*(.+))\.([^.]+)")
+_PROGRESS: Final = re.compile(r"opt_param_scheduler\.[^.]+")
+_GROUPED: Final = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
+_SEQUENTIAL: Final = re.compile(r"(.+\.mlp\.experts)\.local_experts\.([0-9]+)\.(.+)")
+_FURTHER: Final = re.compile(r"(mtp\.layers\.[0-9]+\.)mtp_model_layer\.(.+)")
+_STEP: Final = "step"
+_STAGES: Final = "pipeline_model_parallel_size"
+
+
+SAVED: Final = "saved by Megatron-FSDP (fsdp_dtensor); its weights are the optimizer's"
+
+
+def is_read(key: str) -> bool:
+    """Return whether an object has settings of the optimizer or its schedule, which are read."""
+    return _SETTING.fullmatch(key) is not None or _PROGRESS.fullmatch(key) is not None
+
+
+def find_global_name(name: str) -> str:
+    """Find the name that `torch_dist` has for an array if layers and experts have numbers.
+
+    >>> find_global_name("decoder.layers.1.mlp.experts.linear_fc1.weight3_w")
+    'decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_w'
+    >>> find_global_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight")
+    'decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight'
+    """
+    name = _FURTHER.sub(r"\1transformer_layer.\2", name)
+    name = _GROUPED.sub(lambda found: f"{found[1]}.experts.{found[3]}.{found[2]}{found[4] or ''}", name)
+    return _SEQUENTIAL.sub(r"\1.experts.\2.\3", name)
+
+
+def sort_fsdp_keys(tensors: Iterable[str]) -> MegatronKeys:
+    """Return what each key is, from its name alone."""
+    found = MegatronKeys()
+    for key in tensors:
+        weight, state = _WEIGHT.fullmatch(key), _STATE.fullmatch(key)
+        if weight is not None:
+            found.weights[key] = find_global_name(weight[1])
+        elif state is not None and state[2] != _STEP:
+            found.states[key] = state[2], find_global_name(state[1])
+    return found
+
+
+def read_fsdp_common(save: DcpSave) -> CommonState:
+    """Read what is common to all ranks from the objects among the tensors.
+
+    Raises UnsupportedError if the model was divided into stages.
+    """
+    items = save.metadata[0].items
+    item = items.get(("args", None))
+    tree = (
+        read_torch_zip(save.source, item.file, start=item.offset, size=item.length).tree if item is not None else None
+    )
+    arguments = parse_namespace(tree)
+    stages = arguments.get(_STAGES)
+    if isinstance(stages, int) and stages > 1:
+        raise UnsupportedError(
+            f"the layers of {stages} stages are in one fsdp_dtensor checkpoint, and how Megatron-FSDP numbers them is "
+            "not known",
+            hint=f"load it with Megatron-LM and save it with {_STAGES} 1, or as torch_dist",
+        )
+    groups = _read_groups(save, (key for key, _ in items))
+    steps = {as_steps(save.value(key)) for key in save.tensors if _STATE.fullmatch(key) and key.endswith(f".{_STEP}")}
+    steps |= {as_steps(group[_STEP]) for group in groups if _STEP in group}
+    if len(steps) > 1:
+        raise UnsupportedError(
+            f"the parameters of {save.source.name} were trained for different numbers of steps, and torch_dist has one",
+            hint="load it with Megatron-LM, and save the weights alone with --no-save-optim",
+        )
+    version, iteration = save.value("checkpoint_version"), save.value("iteration")
+    return CommonState(
+        arguments=arguments,
+        version=float(version) if isinstance(version, int | float) else None,
+        iteration=iteration if type(iteration) is int else None,
+        step=next(iter(steps), None),
+        groups=tuple(groups),
+        progress={
+            **{k: arguments[k] for k in ("consumed_train_samples", "consumed_valid_samples") if k in arguments},
+            **({"iteration": iteration} if type(iteration) is int else {}),
+            **{key.replace(".", "/"): save.value(key) for key, _ in items if _PROGRESS.fullmatch(key)},
+        },
+    )
+
+
+def _read_groups(save: DcpSave, keys: Iterable[str]) -> list[dict[str, Setting]]:
+    """Read the settings of the first parameter of each kind: matrices and vectors, in experts and outside."""
+    chosen: dict[tuple[bool, bool], str] = {}
+    found: dict[str, dict[str, Setting]] = {}
+    for key in keys:
+        setting = _SETTING.fullmatch(key)
+        if setting is None:
+            continue
+        kind = ".mlp.experts." in setting[2], is_vector(find_global_name(setting[2]))
+        if chosen.setdefault(kind, setting[1]) == setting[1]:
+            found.setdefault(setting[1], {})[setting[3]] = save.value(key)
+    unique: list[dict[str, Setting]] = []
+    for values in found.values():
+        if values not in unique:
+            unique.append(values)
+    return unique
