@@ -222,7 +222,12 @@ def test_experts_under_the_names_of_a_class_have_its_order():
 
 @pytest.mark.parametrize(
     ("kind", "beside", "whole"),
-    [("muse_glimmer_text", "", True), ("llama", "", False), ("llama", "embed_tokens.embed_norm.weight", True)],
+    [
+        ("muse_glimmer_text", "", True),
+        ("llama", "", False),
+        ("llama", "embed_tokens.embed_norm.weight", True),
+        ("llama", "embed_tokens.eoi_embedding", False),
+    ],
 )
 def test_an_embedding_with_a_norm_inside_stays_whole(kind, beside, whole):
     config = {"architectures": ["NobodyForCausalLM"], "model_type": kind, "vocab_size": 96}

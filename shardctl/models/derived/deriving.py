@@ -85,7 +85,8 @@ def _cut_vocabularies(cutter: CircuitCutter, normed: Collection[str]) -> None:
         if not module.is_matrix or module.weight.name in cutter.rules:
             continue
         embeds = last in _EMBEDDINGS or last.startswith(_EMBEDDING_STARTS)
-        if embeds and (last in normed or any(cutter.tree.within(module.path))):
+        inside = (part.path.rpartition(".")[2] for part in cutter.tree.within(module.path))
+        if embeds and (last in normed or any("norm" in part for part in inside)):
             cutter.reasons[module.weight.name] = "its module ends with a norm, which needs the rows of all ranks"
         elif (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
             note = "embeddings by tokens" if embeds else "scores by tokens"
