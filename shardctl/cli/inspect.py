@@ -4,7 +4,6 @@ from typing import Annotated
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
-from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
@@ -18,7 +17,6 @@ Examples:
 """
 
 
-@pause_garbage_collection()  # up to the end: to begin again looks at all objects of the manifest once
 def inspect(
     src: arguments.Source,
     *,

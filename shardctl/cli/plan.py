@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
-from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
@@ -21,7 +20,6 @@ Examples:
 """
 
 
-@pause_garbage_collection()  # up to the end: to begin again looks at all objects of the plan once
 def plan(
     src: arguments.Source,
     *,
