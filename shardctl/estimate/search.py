@@ -14,7 +14,7 @@ from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.pieces import balance_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardctl.estimate.allowed_degrees import AllowedDegrees
     from shardctl.estimate.cost import MeshCost
@@ -137,12 +137,14 @@ def search_meshes(
     space: SearchSpace,
     budget: int | None = None,
     quick: QuickChecks | None = None,
+    closest: bool = True,
 ) -> SearchResult:
     """Return all meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
 
     `estimate` says what a mesh with some stages needs; where it raises UsageError, its words are the reason why that
     mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest. What `quick`
-    rules out is not estimated in full; its rejections say what is known.
+    rules out is not estimated in full; its rejections say what is known. Where nothing fits, the first is the one that
+    comes `closest`, or without, the one of which least is known to be needed.
     """
     quick = quick or QuickChecks()
     ranked: list[MeshCandidate] = []
@@ -173,7 +175,32 @@ def search_meshes(
             ranked.append(MeshCandidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
     ranked.sort(key=lambda one: (one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)))
     tight.sort(key=lambda one: one.over)
+    if budget is not None and closest and not ranked:
+        tight = _put_closest_first(tight, estimate, budget)
     return SearchResult(devices, tuple(ranked), (*impossible, *tight), estimated)
+
+
+def _put_closest_first(tight: Sequence[MeshRejection], estimate: Estimator, budget: int) -> list[MeshRejection]:
+    """Put the mesh first that comes closest, with all that it needs; the others stay in the order of their bounds.
+
+    What is known of a rejected mesh may be the least that it needs, so those with lower bounds than the best one's
+    needs are estimated in full.
+    """
+    best: MeshRejection | None = None
+    for one in tight:
+        if best is not None and one.over >= best.over:
+            break
+        if one.mesh is None:
+            continue
+        try:
+            found = _build_memory_rejection(one.mesh, one.stages, estimate(one.mesh, one.stages).within(budget))
+        except UsageError:
+            continue
+        if best is None or found.over < best.over:
+            best = found
+    if best is None:
+        return list(tight)
+    return [best, *(one for one in tight if one.what != best.what)]
 
 
 def find_fewest_devices(

@@ -233,11 +233,14 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         fewest, quick = _find_fewest(explorer, budget)
     devices = plan_options.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
 
-    def search(one: MeshExplorer, quick: QuickChecks | None) -> SearchResult:
+    def search(one: MeshExplorer, quick: QuickChecks | None, *, closest: bool = True) -> SearchResult:
         pricer = one.price if one.work is not None else None
         # In serving the heaviest stage, which rejections name, may be any, and is found soon.
         checks = None if space.stored else quick
-        return search_meshes(devices, one.law(), one.estimate, pricer, space=one.space(), budget=budget, quick=checks)
+        law, within = one.law(), one.space()
+        return search_meshes(
+            devices, law, one.estimate, pricer, space=within, budget=budget, quick=checks, closest=closest
+        )
 
     found = search(explorer, quick)
     step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
@@ -247,7 +250,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
 
     def search_with(model: EstimatedModel, changed: ServingWorkload | TrainingWorkload) -> SearchResult:
         other = explorer.with_settings(model, changed)
-        return search(other, other.build_checks())
+        return search(other, other.build_checks(), closest=False)
 
     settings = search_settings(about, work, search_with)
     if settings or not isinstance(work, TrainingWorkload) or (work.recompute == "full" and work.recompute_every == 1):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 from known_models import (
@@ -29,6 +32,7 @@ from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.search import (
     SERVING,
     TRAINING,
+    QuickChecks,
     SearchSpace,
     WeightTotals,
     find_fewest_devices,
@@ -38,6 +42,7 @@ from shardctl.estimate.search import (
     set_equal_tokens,
 )
 from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.training import list_training_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
@@ -126,7 +131,9 @@ def test_what_does_not_fit_says_by_how_much():
     heaviest = max(one.nbytes for one in HeaviestRanks(inventory).hold(Mesh.of(tp=2), (80,)))
     assert by_name["tp2"].over == 2 * heaviest - H100.usable_bytes
     assert by_name["tp2"].reason == "rank tp0 needs 131.4 GiB, 52.2 GiB more than there are"
-    assert [one.over for one in tight.rejected] == sorted(one.over for one in tight.rejected)
+    closest, *others = tight.rejected  # of dp2 only the least that it needs is known, which is less
+    assert closest.what == "tp2"
+    assert [one.over for one in others] == sorted(one.over for one in others)
 
 
 def test_what_is_not_possible_says_why():
@@ -280,3 +287,27 @@ def test_a_search_over_experts_stays_bounded():
     assert len(list(list_meshes(2048, law, TRAIN))) < 1000
     found = search_meshes(64, law, estimator(deepseek_v3(), 1), space=SERVE, budget=H100.usable_bytes)
     assert 0 < found.estimated < len(list(list_meshes(64, law, SERVE)))
+
+
+def test_where_nothing_fits_the_mesh_that_is_named_is_the_closest():
+    """What rules most meshes out is the least that they need, which is alike for many; the best has them compared."""
+    config = json.loads((Path(__file__).parents[2] / "fixtures" / "configs_public" / "llama-3.1-405b.json").read_text())
+    inventory, anatomy = stock(config), build_anatomy(config)
+    work = TrainingWorkload(8192, recompute="full")
+    heaviest = HeaviestRanks(inventory)
+
+    def estimate(mesh, stages):
+        held = heaviest.hold(mesh, stages)
+        return build_estimate(held, [list_training_terms(anatomy, one, mesh, work, stages=stages) for one in held])
+
+    space = SearchSpace(("pp", "tp", "fsdp"), 8)
+    law = AllowedDegrees(inventory, 8192)
+    found = search_meshes(8, law, estimate, space=space, budget=1 << 30, quick=QuickChecks(floor=lambda _: 700 << 30))
+    assert not found.ranked
+    peaks = {}
+    for mesh in list_meshes(8, law, space):
+        with suppress(UsageError):
+            peaks[mesh] = estimate(mesh, WeightTotals(inventory).stages(mesh)).binding.total().nbytes
+    assert len(peaks) > 5
+    assert peaks[found.best.mesh] == min(peaks.values())
+    assert found.best.over == min(peaks.values()) - (1 << 30)
