@@ -132,7 +132,7 @@ def test_what_does_not_fit_says_by_how_much():
     assert by_name["tp2"].over == 2 * heaviest - H100.usable_bytes
     assert by_name["tp2"].reason == "rank tp0 needs 131.4 GiB, 52.2 GiB more than there are"
     closest, *others = tight.rejected  # of dp2 only the least that it needs is known, which is less
-    assert closest.what == "tp2"
+    assert closest.what == "pp2"
     assert [one.over for one in others] == sorted(one.over for one in others)
 
 
