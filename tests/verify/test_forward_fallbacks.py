@@ -107,6 +107,16 @@ def test_a_part_that_ranks_cannot_run_is_joined_and_that_is_said(made, monkeypat
     assert "model.layers.0.mlp.up_proj.weight" in joined.names
 
 
+def test_a_model_that_asserts_what_it_was_not_given_is_skipped(made, monkeypatch):
+    def assert_input(*_args, **_kwargs):
+        raise AssertionError("Make sure that `context_input_ids` are passed")  # as RAG does
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", assert_input)
+    result = run(*made("llama"))
+    assert result.status == "skipped"
+    assert "`context_input_ids` are passed" in result.reason
+
+
 def test_a_fault_is_found_in_weights_that_code_reaches_for(made, tmp_path):
     whole, shards = made("mamba")
     sound = run(whole, shards)

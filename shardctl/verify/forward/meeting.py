@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Torch = Any
-FAILURES: Final = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError)
-"""What code raises that finds a tensor without memory, or a stand-in, where it wants values."""
+FAILURES: Final = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError, AssertionError)
+"""What code raises that finds a tensor without memory, or a stand-in, where it wants values, or lacks an input."""
 
 
 class CutConflictError(ValueError):
