@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
-from shardctl.models.derived.library_names import build_renamer
 from shardctl.models.describe import find_family
 from shardctl.models.inner_kinds import (
     ROPES,
@@ -122,6 +121,8 @@ def group_left_tensors(tensors: Iterable[Tensor], kept: Iterable[str]) -> list[t
 
 def _describe_renamed_tensors(config: Mapping[str, Any], inner: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """Say which names an installed transformers has for tensors of a half inside the whole, other than those alone."""
+    from shardctl.models.derived.library_names import build_renamer  # only a half needs what derives
+
     kinds = (
         ModelConfig(config).architecture(),
         *(ModelConfig(each).text("model_type", "") for each in (config, inner)),

@@ -67,9 +67,9 @@ def test_few_modules_are_loaded(source):
     """Each is about half a millisecond of every run; who adds one to these counts has a reason."""
     for args, most, rare in (
         (["--help"], 46, []),
-        (["plan", "--help"], 205, []),
-        (["inspect", source], 246, ["rich.console"]),
-        (["plan", source, "--tp", 2], 337, ["rich.console"]),
+        (["plan", "--help"], 211, []),
+        (["inspect", source], 253, ["rich.console"]),
+        (["plan", source, "--tp", 2], 346, ["rich.console"]),
     ):
         number, found = own_modules(*args)
         assert number <= most, f"{args[0]} loads {number}"

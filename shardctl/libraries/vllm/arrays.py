@@ -158,7 +158,8 @@ def check_model(model: Model) -> None:
     decay = next((name for name in model.tensors if name.endswith(_DECAY)), None)
     if decay is not None and model.family not in FAMILIES:
         raise UnsupportedError(
-            f"vLLM stores -exp(A_log) of layers of Mamba, from which {decay} does not come back bit for bit",
+            f"vLLM stores -exp(A_log) of {model.architecture or 'this model'}, from which {decay} does not come back "
+            "bit for bit",
             hint="use --to hf, which vLLM loads and cuts by itself",
         )
     if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
