@@ -140,8 +140,8 @@ def test_a_compiled_loss_keeps_the_logits():
     assert eager - compiled == 2 * rows * VOCABULARY
 
 
-def test_a_loss_that_tp_ranks_share_holds_four_copies_of_its_logits():
-    mesh, rows = init_fake_mesh(), BATCH * TOKENS
+def test_a_loss_that_tp_ranks_share_holds_four_copies_of_its_logits(fake_mesh):
+    mesh, rows = fake_mesh, BATCH * TOKENS
     tracker = fsdp2_moments.Tracker()
     tracker.armed = True
     with tracker:
@@ -155,10 +155,11 @@ def test_a_loss_that_tp_ranks_share_holds_four_copies_of_its_logits():
     assert moment.besides.nbytes == 3 * logarithms.nbytes
 
 
-def init_fake_mesh():
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    return init_device_mesh("cpu", (2,))
+@pytest.fixture
+def fake_mesh():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
 
 
 def test_what_is_not_known_of_compiled_layers_is_said():

@@ -55,15 +55,3 @@ def test_sizes_by_layer_mean_what_those_of_the_hub_do():
 def test_sizes_by_layer_that_are_not_understood_are_refused(given, error):
     with pytest.raises(error, match="per_layer_config"):
         describe_model(fixture("gemma4_text", per_layer_config=given))
-
-
-def test_what_training_keeps_is_said_to_be_unknown():
-    from shardctl.estimate.activations import estimate_activations
-    from shardctl.estimate.holding import RankHolding
-    from shardctl.estimate.workload import TrainingWorkload
-    from shardctl.mesh import Mesh
-
-    shape = build_anatomy(fixture("gemma4_text"))
-    holding = RankHolding(0, "only", {}, 1, 0, range(len(shape.layers)), ())
-    with pytest.raises(UnsupportedError, match="is not known: it has norms of values"):
-        estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8), stages=(4,))
