@@ -1,8 +1,9 @@
-"""Describes the arrays that DeepSeek's inference code holds on each rank, for DeepSeek-V2 and V3.
+"""Describes the arrays that DeepSeek's inference code holds on each rank, for DeepSeek-V2, V3 and V3.2.
 
-Names and cuts are those of deepseek-ai/DeepSeek-V3 `inference/convert.py`: layers with many outputs are cut along them,
-those with many inputs along those, routed experts are divided whole, and the rest is on every rank. The scales of fp8
-weights, one for each block of 128 x 128, are cut with their weights. Layers that predict further tokens have no place.
+Names and cuts are those of `inference/convert.py` of deepseek-ai/DeepSeek-V3 and deepseek-ai/DeepSeek-V3.2-Exp: layers
+with many outputs are cut along them, those with many inputs along those, routed experts are divided whole, and the
+rest, V3.2's indexer too, is on every rank. The scales of fp8 weights, one for each block of 128 x 128, are cut with
+their weights. Layers that predict further tokens have no place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "deepseek"
 TITLE: Final = "DeepSeek's inference code"
-FAMILIES: Final = frozenset({"deepseek_v2", "deepseek_v3"})
+FAMILIES: Final = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32"})
 BLOCK: Final = 128
 """Rows and columns that share a scale, as `inference/model.py` has it."""
 _ENDS: Final[dict[str, tuple[str, int | None]]] = {
@@ -31,6 +32,7 @@ _ENDS: Final[dict[str, tuple[str, int | None]]] = {
     "model.norm": ("norm", None),
     "lm_head": ("head", 0),
 }
+_INDEXER: Final = tuple(f"indexer.{part}" for part in ("wq_b", "wk", "k_norm", "weights_proj"))
 _PARTS: Final[dict[str, tuple[str, int | None]]] = {
     "input_layernorm": ("attn_norm", None),
     "post_attention_layernorm": ("ffn_norm", None),
@@ -42,6 +44,7 @@ _PARTS: Final[dict[str, tuple[str, int | None]]] = {
     "self_attn.kv_a_layernorm": ("attn.kv_norm", None),
     "self_attn.kv_b_proj": ("attn.wkv_b", 0),
     "self_attn.o_proj": ("attn.wo", 1),
+    **{f"self_attn.{part}": (f"attn.{part}", None) for part in _INDEXER},
     "mlp.gate_proj": ("ffn.w1", 0),
     "mlp.up_proj": ("ffn.w3", 0),
     "mlp.down_proj": ("ffn.w2", 1),
@@ -53,6 +56,8 @@ _PARTS: Final[dict[str, tuple[str, int | None]]] = {
 """For each module its name here, and the dim along which ranks cut it; None for one that is whole on every rank."""
 _EXPERTS: Final = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _KINDS: Final = {"weight": "weight", "weight_scale_inv": "scale", "e_score_correction_bias": "bias"}
+_BIASED: Final = ".k_norm"
+"""What the module whose bias its code has ends with; it has no place for another."""
 _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
@@ -83,6 +88,7 @@ def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
     Raises UnsupportedError for a tensor that DeepSeek's code has not.
     """
     module, _, kind = name.rpartition(".")
+    kinds = {**_KINDS, "bias": "bias"} if module.endswith(_BIASED) else _KINDS
     layer = _LAYER.fullmatch(module)
     if layer is None:
         found, prefix = _ENDS.get(module), ""
@@ -91,9 +97,9 @@ def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
         expert = _EXPERT.fullmatch(layer[2])
         if expert is not None and expert[2] in _EXPERTS:
             found = f"ffn.experts.{expert[1]}.{_EXPERTS[expert[2]]}", None
-    if found is None or kind not in _KINDS:
+    if found is None or kind not in kinds:
         raise UnsupportedError(f"{TITLE} has no place for {name} of {model.architecture}")
-    return f"{prefix}{found[0]}.{_KINDS[kind]}", found[1]
+    return f"{prefix}{found[0]}.{kinds[kind]}", found[1]
 
 
 def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
@@ -121,7 +127,7 @@ def _count_experts(model: Model) -> int:
 def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that DeepSeek's code is not for."""
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
-        raise UnsupportedError(f"{TITLE} is for DeepSeek-V2 and V3, not for {model.architecture or 'this model'}")
+        raise UnsupportedError(f"{TITLE} is for DeepSeek-V2, V3 and V3.2, not for {model.architecture or 'this model'}")
     for tensor in model.tensors.values():
         weight = model.tensors.get(tensor.name.removesuffix("_scale_inv")) if "_scale_inv" in tensor.name else None
         if weight is not None and tensor.shape != tuple(-(-extent // BLOCK) for extent in weight.shape):
