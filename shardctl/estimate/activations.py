@@ -168,6 +168,13 @@ class RankActivations:
             name, amount = self.kind_of[number].worst
             yield BackwardMoment(name, number, number + 1, amount, with_head=False, flights=flights)
 
+    def build_forward_end(self, flights: float) -> BackwardMoment:
+        """Build the moment in which the loss is computed; an encoder alone has no logits."""
+        moment, alive = self.runtime.forward_end, ByteAmount()
+        if self.last and self.anatomy.generates:
+            alive = self._amount(moment.alive, self._compute_head_sizes(), self.flags)
+        return BackwardMoment(moment.name, None, self.numbers.stop, alive, with_head=True, flights=flights)
+
     def count_kept(self, moment: BackwardMoment) -> float:
         """Count bytes that the forward passes in flight keep in a moment."""
         kept = self.embedding.nbytes * moment.flights

@@ -162,3 +162,5 @@ class RuntimeProfile:
     """Where the truth is to be expected, as factors of the estimate."""
     source: str
     recurrence: RecurrenceSupport
+    forward_end: PeakMoment = PeakMoment("end of the forward pass", ())
+    """While the loss is computed, besides what it keeps."""

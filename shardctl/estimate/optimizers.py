@@ -77,6 +77,8 @@ class OptimizerSpec:
 
     temporary: bool = False
     """Whether a step makes a temporary as large as the parameters (torch's foreach kernels)."""
+    trainer_copies: int = 0
+    """How many temporaries of the tensor that it updates a step makes in transformers' Trainer."""
 
 
 SMALL: Final = 4096
@@ -218,6 +220,7 @@ OPTIMIZERS: Final = (
         ),
         "Shazeer and Stern 2018, sec. 3; transformers 5.23, optimization.Adafactor; torch 2.13, torch.optim.Adafactor",
         temporary=True,
+        trainer_copies=2,
     ),
     OptimizerSpec(
         "muon",

@@ -240,6 +240,14 @@ _HF: Final = RuntimeProfile(
     layer=(*_HF_LAYER, *RECURRENT_MOMENTS),
     head=_HF_LOSS,
     loss=_HF_LOSS_MOMENT,
+    forward_end=PeakMoment(
+        "end of the forward pass",
+        (
+            KeptTensor("logits", "gathered_logits"),
+            KeptTensor("fp32 copies of the logits", "gathered_logits", 4),
+            KeptTensor("result of the last norm", "hidden", 4, ("autocast",)),
+        ),
+    ),
     norm=_HF_NORM_MOMENT,
     embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",)),),
     sequence_parallel=False,

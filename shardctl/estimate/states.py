@@ -94,7 +94,7 @@ def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -
         *_list_optimizer_terms(trained, groups, plan),
     )
     passing = (
-        *list_step_terms(shared, plan),
+        *list_step_terms(shared, max((t.stored for t in trained), default=0), plan),
         *list_buffer_terms(sum_terms(lasting, "host").nbytes, shared, plan),
     )
     return tuple(term for term in (*lasting, *passing) if term.high)

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.term import MemoryTerm
 
-StepPhase = Literal["loss", "head", "layer", "reduce", "end", "step"]
-"""The backward pass of the loss; of the head and the last norm; of a layer; the reduction of a layer's gradients; that
-of what is outside of layers; the optimizer's step."""
+StepPhase = Literal["forward", "loss", "head", "layer", "reduce", "end", "step"]
+"""The end of the forward pass, in the loss; the backward pass of the loss; of the head and the last norm; of a layer;
+the reduction of a layer's gradients; that of what is outside of layers; the optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class StepPlace:
 
 class PassingHold(Protocol):
     """What a runtime holds for moments of a step: gathered weights, gradients on their way, copies for the step."""
+
+    holds_forward: bool
+    """Whether it holds more at the end of the forward pass than in the loss's backward pass."""
 
     def count_bytes(self, place: StepPlace) -> int:
         """Count bytes held at a place."""

@@ -2,8 +2,9 @@
 
 The moments are the backward passes of the loss, of the head and of each layer, the reduction of each layer's gradients
 and of those outside of layers, and the optimizer's step. A forward pass needs less than the backward pass of the same
-layer: its gathered weights are as many, what it makes is kept or freed, and there are no gradients. Of several
-microbatches, one is counted whose backward pass runs while as many as can be are in flight.
+layer: its gathered weights are as many, what it makes is kept or freed, and there are no gradients. Its end is a moment
+only where layers are computed again under autocast, which has cast all weights by then. Of several microbatches, one is
+counted whose backward pass runs while as many as can be are in flight.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class StepTimeline:
 
     def _count_pass(self, flights: float, *, later: bool) -> Iterator[_MomentCount]:
         """Count the moments of one microbatch's backward pass; `later` if others had theirs before."""
+        if self._hold.holds_forward and self._activations is not None:
+            yield self._count(StepPlace("forward", later=later), self._activations.build_forward_end(flights))
         for moment in self._list_backward(flights):
             if moment.layer is None:
                 yield self._count(StepPlace("loss" if moment.with_head else "head", later=later), moment)
@@ -193,6 +196,7 @@ def _is_in_pass(place: StepPlace) -> bool:
 
 def _name_moment(place: StepPlace) -> str:
     return {
+        "forward": "end of the forward pass",
         "loss": "backward pass of the loss",
         "head": "backward pass of the head",
         "layer": f"backward pass of layer {place.layer}",

@@ -34,6 +34,11 @@ _PERSISTENT: Final = 100_000
 _SUB_GROUP: Final = 1_000_000_000
 """Elements that one step of the optimizer takes at once (DeepSpeed, `sub_group_size`)."""
 _DEEPSPEED: Final = "DeepSpeed 0.19.8, docs/code-docs/source/memory.rst and runtime/zero"
+_FOREACH: Final = "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`"
+_TRAINER: Final = (
+    "transformers 5.23, training_args.py: `adamw_torch_fused` from torch 2.8 on, and optimization.Adafactor; about the "
+    "size of the parameters with torch's `foreach`"
+)
 _PARAMETERS: Final = 3
 """The stage of ZeRO that shares parameters."""
 
@@ -54,10 +59,12 @@ def build_passing_hold(holding: RankHolding, mesh: Mesh, work: TrainingWorkload,
     return PartitionTransients(holding, plan, bucket=_REDUCE if work.profile == "deepspeed" else None)
 
 
-def list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
+def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """List what the optimizer's step copies; `shared` are the trained elements whose states this rank updates.
 
-    DeepSpeed makes fp32 copies of gradients, torch's foreach kernels one temporary as large as the parameters.
+    DeepSpeed makes fp32 copies of gradients, and torch's foreach kernels one temporary as large as the parameters.
+    transformers' Trainer takes AdamW with a fused kernel, which makes none, and its own Adafactor, which has two of the
+    tensor that it updates; `largest` are the elements of the largest.
     """
     if plan.offloaded:
         return
@@ -74,26 +81,29 @@ def list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
             interval=(wide * some, (flat + wide) * some),
         )
     elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
-        nbytes = plan.resident.nbytes((shared,))
+        whole = plan.resident.nbytes((shared,))
+        some = shared if plan.runtime == "units" else plan.optimizer.trainer_copies * largest
         yield MemoryTerm(
             STEP,
             "workspace",
-            nbytes,
+            plan.resident.nbytes((some,)),
             f"{plan.resident.unit_bytes} * elements",
-            {"elements": shared},
-            "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`",
-            interval=(0, nbytes),
+            {"elements": some},
+            _FOREACH if plan.runtime == "units" else _TRAINER,
+            interval=(0, max(whole, plan.resident.nbytes((some,)))),
         )
 
 
 class CastTransients:
     """What autocast keeps: each matrix that it has cast, until the backward pass has used it.
 
-    A layer that is computed `again` casts its own again, and keeps none before.
+    A layer that is computed `again` casts its own again, and keeps none before; but autocast itself forgets what it has
+    cast at the end of the forward pass only.
     """
 
     def __init__(self, holding: RankHolding, plan: TrainingScheme, *, again: bool) -> None:
         self.plan, self.again = plan, again
+        self.holds_forward = again and plan.compute != plan.resident
         layers: dict[int, int] = {}
         trained: dict[int, int] = {}
         self.head = self.rest = 0
@@ -123,8 +133,8 @@ class CastTransients:
     def _count_elements(self, place: StepPlace) -> int:
         if self.plan.compute == self.plan.resident or place.phase in {"end", "step"}:
             return 0
-        if place.phase in {"loss", "head"}:
-            return self.head + (0 if self.again else self.layers_before[-1])
+        if place.phase in {"forward", "loss", "head"}:
+            return self.head + (0 if self.again and place.phase != "forward" else self.layers_before[-1])
         until = self._count_layers(place)
         if self.again:
             before = bisect_left(self.numbers, place.layer)
@@ -140,7 +150,7 @@ class CastTransients:
         whole = self.rest + self.trained_before[-1]
         if place.later or place.phase in {"end", "step"} or not whole:
             return 1.0
-        if place.phase in {"loss", "head"}:
+        if place.phase in {"forward", "loss", "head"}:
             return 0.0
         return (self.head + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
 
@@ -163,7 +173,7 @@ class PartitionTransients:
 
     def __init__(self, holding: RankHolding, plan: TrainingScheme, *, bucket: int | None) -> None:
         """Count what is held; without a `bucket`, in elements, there are no more than all that is trained."""
-        self.plan = plan
+        self.plan, self.holds_forward = plan, False
         parts = [part for part in holding.parts if part.kind.trainable]
         self.whole, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
         self.bucket = bucket or min(self.whole, _REDUCE)

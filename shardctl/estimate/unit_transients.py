@@ -47,6 +47,7 @@ class UnitTransients:
         self.stays = plan.zero in {1, 2} or waits
         self.waits = waits
         self.ahead = ranks > 1
+        self.holds_forward = False
 
     @property
     def whole(self) -> int:
