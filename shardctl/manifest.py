@@ -201,6 +201,8 @@ class TrainingState:
     """The norm to which the writer clipped gradients, 0 if it did not; None if the files do not tell."""
     notes: tuple[str, ...] = ()
     """What `inspect` tells of how the files were understood."""
+    unreadable: str = ""
+    """Why optimizer states that are there are not among `states`."""
 
 
 @dataclass(frozen=True, slots=True)

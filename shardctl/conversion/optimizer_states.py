@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.amounts import format_file_size, format_plural
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.catalogue import LAYOUTS, format_choice
 from shardctl.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
 from shardctl.models.fusion import TensorFusion
@@ -34,8 +34,12 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
 
     States that are left behind though nobody said so are in its warnings.
 
-    Raises UsageError if they are asked for and there are none, or the layout has no place for them.
+    Raises UsageError if they are asked for and there are none, or the layout has no place for them; SourceError if
+    they would travel along and cannot be read.
     """
+    unreadable = have.training.unreadable if have.training is not None else ""
+    if unreadable and (wished == "keep" or (wished is None and layout.states == "by default")):
+        raise SourceError(unreadable, hint="add --optimizer-states drop to convert the weights without them")
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
         raise UsageError(

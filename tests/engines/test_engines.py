@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 from math import inf, nan
 from pathlib import Path
 
@@ -326,6 +331,43 @@ class TestTorch:
             asked(made("bloom"), made("bloom"), "transformers")
 
 
+RANK_FILES = """
+import glob, json, os, sys
+from types import SimpleNamespace
+
+from vllm import distributed
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+from vllm.transformers_utils.s3_utils import glob as s3_glob
+
+folder, (stages, ranks) = sys.argv[1], map(int, sys.argv[2:])
+listed = {"Contents": [{"Key": f"models/llama/{name}"} for name in sorted(os.listdir(folder))]}
+bucket = SimpleNamespace(list_objects_v2=lambda **_: listed)
+found = []
+for stage in range(stages):
+    for rank in range(ranks):
+        for axis, at, world in (("pp", stage, stages), ("tp", rank, ranks)):
+            long = {"pp": "pipeline", "tp": "tensor"}[axis]
+            setattr(distributed, f"get_{axis}_group", lambda world=world: SimpleNamespace(world_size=world))
+            setattr(distributed, f"get_{long}_model_parallel_rank", lambda at=at: at)
+        pattern = ShardedStateLoader._render_default_pattern(part="*")
+        local = glob.glob(os.path.join(folder, pattern))
+        remote = s3_glob(bucket, "s3://models/llama", ["*" + pattern])
+        found.append([sorted(map(os.path.basename, each)) for each in (local, remote)])
+print(json.dumps(found))
+"""
+"""Prints what vLLM's loader of sharded state finds for each rank, in a directory and among the keys of a bucket."""
+
+
+def wait_for_server(server: subprocess.Popen, address: str) -> None:
+    """Wait until a server is ready."""
+    for _ in range(300):
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10):  # noqa: S310
+            return
+        assert server.poll() is None
+        time.sleep(1)
+    raise AssertionError(f"{address} is not ready")
+
+
 @engine
 @pytest.mark.slow
 @with_vllm
@@ -357,3 +399,41 @@ class TestVllm:
         level = asked(shards, made("llama"), "vllm", engine_python=Path(VLLM))
         assert "vllm 0.32.0 refuses the files" in level.errors[0].message
         assert "Missing keys" in level.errors[0].message
+
+    @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(pp=2, tp=2)])
+    def test_its_loader_finds_the_files_of_each_rank_in_a_directory_and_on_s3(self, mesh, made, tmp_path):
+        shards = converted(made("llama"), tmp_path / "out", to="vllm", mesh=mesh, max_shard_size=20_000)
+        names = sorted(path.name for path in shards.glob("model-*.safetensors"))
+        said = subprocess.run(
+            [VLLM, "-c", RANK_FILES, str(shards), str(mesh.degree("pp")), str(mesh.degree("tp"))],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        found = json.loads(said.stdout.splitlines()[-1])
+        assert len(found) == mesh.world
+        for number, (local, remote) in enumerate(found):
+            place = mesh.coordinate(number)
+            prefix = f"pp-{place['pp']}-tp-{place['tp']}" if "pp" in place else f"rank-{number}"
+            assert local == remote == [name for name in names if name.startswith(f"model-{prefix}-part-")]
+            assert len(local) > 1
+
+    def test_a_server_says_which_weights_it_holds(self, made, tmp_path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(made("llama")), "--port", port]
+        command += ["--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128"]
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        address = f"http://127.0.0.1:{port}"
+        with (tmp_path / "log").open("w") as log:
+            server = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
+            try:
+                wait_for_server(server, f"{address}/health")
+                level = verify(made("llama"), VerifyOptions(engine=address)).levels[-1]
+            finally:
+                server.terminate()
+                server.wait(60)
+        assert (level.name, level.status) == ("engine", "passed")
+        assert any("are the checkpoint's, by SHA-256" in note for note in level.notes)

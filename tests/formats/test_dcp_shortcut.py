@@ -117,3 +117,36 @@ def test_names_that_run_code_are_refused_behind_folded_objects(tmp_path: Path) -
     (tmp_path / ".metadata").write_bytes(data[:end] + b"cposix\nsystem\n0" + data[end:])
     with closing(open_source(tmp_path)) as source, pytest.raises(ShardctlError, match="runs code"):
         read_metadata(source, ".metadata")
+
+
+def choose_places(count: int) -> list[tuple[int, int]]:
+    """Choose as many different pairs of numbers that Python hashes alike; the hash of a pair is xxHash's, unkeyed."""
+    word, first, second, last = (1 << 64) - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    back = pow(second, -1, 1 << 64)
+
+    def mix(total: int, number: int) -> int:
+        total = (total + number * second) & word
+        return ((total << 31 | total >> 33) & word) * first & word
+
+    end = mix(last, 1) + 5 * second
+    found = []
+    for number in range(1, 40 * count):
+        other = (end - mix(last, number)) * back & word
+        if other < 1 << 60:
+            found.append((number, other))
+    return found[:count]
+
+
+def test_places_chosen_to_have_one_hash_are_hostile(tmp_path: Path) -> None:
+    places = choose_places(2_000)
+    assert len(set(places)) == 2_000
+    assert len(set(map(hash, places))) == 1
+    properties = TensorProperties(dtype=torch.bfloat16)
+    described = {"w": TensorStorageMetadata(properties, torch.Size([4, 4]), [])}
+    stored = {
+        MetadataIndex("w", torch.Size(place)): _StorageInfo("__0_0.distcp", 100 * number, 100)
+        for number, place in enumerate(places)
+    }
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(described, {}, stored)))
+    with closing(open_source(tmp_path)) as source, pytest.raises(ShardctlError, match="takes very long"):
+        read_metadata(source, ".metadata")

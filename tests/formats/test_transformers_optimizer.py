@@ -9,7 +9,7 @@ import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from shardctl.errors import SourceError
+from shardctl.errors import HostileError, SourceError
 from shardctl.options import ReshardOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -87,4 +87,32 @@ def test_two_optimizers_are_not_told_apart(trained):
     assert inspect(source).training is not None
     dcp.save({"optimizer": {"state.x.step": torch.ones(())}}, checkpoint_id=source / "optimizer_1", no_dist=True)
     with pytest.raises(SourceError, match="several optimizers: optimizer_0, optimizer_1"):
+        inspect(source)
+
+
+@pytest.mark.parametrize("damage", ["metadata", "file"])
+def test_weights_beside_an_optimizer_that_is_broken_are_read(trained, tmp_path, damage):
+    source, model, _ = trained
+    (file,) = source.glob("optimizer/*.distcp")
+    if damage == "file":
+        file.write_bytes(file.read_bytes()[:200])
+    else:
+        (source / "optimizer/.metadata").write_bytes(b"\x80\x04N.")
+    why = "the optimizer states in optimizer/ cannot be read"
+    assert any(warning.startswith(why) for warning in inspect(source).warnings)
+    done = reshard(source, tmp_path / "out", ReshardOptions(to="hf"))
+    assert any(warning.startswith(why) for warning in done.warnings)
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
+    for options in (ReshardOptions(to="hf", optimizer_states="keep"), ReshardOptions(to="dcp")):
+        with pytest.raises(SourceError, match=why) as raised:
+            reshard(source, tmp_path / "states", options)
+        assert "--optimizer-states drop" in str(raised.value.hint)
+    reshard(source, tmp_path / "dropped", ReshardOptions(to="dcp", optimizer_states="drop"))
+
+
+def test_an_optimizer_beside_weights_that_would_run_code_stays_an_error(trained):
+    source, _, _ = trained
+    (source / "optimizer/.metadata").write_bytes(b"\x80\x04cposix\nsystem\n.")
+    with pytest.raises(HostileError, match="runs code"):
         inspect(source)

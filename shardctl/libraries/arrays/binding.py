@@ -198,9 +198,9 @@ def _check_constant(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int
 
 
 def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored: TrainingState) -> TrainingState:
-    """Return optimizer states that have the shape of an array are taken apart as it is.
+    """Return the states of each tensor: one that has the shape of an array is taken apart as the array is.
 
-    Others are those of its first part.
+    A single number, such as a step, is that of every tensor in the array. Raises UnsupportedError for other shapes.
     """
     by_array: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in stored.states.items():
@@ -212,6 +212,10 @@ def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored
         if name in by_array:
             parts[name] = tuple(dict.fromkeys(piece.tensor for piece in entry.content.pieces))
         for state, tensor in by_array.get(name, ()):
+            if not tensor.shape:
+                for part in parts[name]:
+                    found.setdefault(part, {}).setdefault(format_state_name(state, part), []).extend(tensor.chunks)
+                continue
             if tensor.shape != entry.declared:
                 raise UnsupportedError(
                     f"{tensor.name} has shape {list(tensor.shape)}, unlike its parameter {list(entry.declared)}"
@@ -228,7 +232,7 @@ def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored
     if unknown:
         raise UnsupportedError(f"{schema.title} has no {format_first_few(unknown)}, which have optimizer states")
     states = {
-        state: Tensor(state, chunks[0].dtype, model.tensors[part].shape, tuple(chunks))
+        state: Tensor(state, chunks[0].dtype, chunks[0].box.shape and model.tensors[part].shape, tuple(chunks))
         for part in model.tensors
         for state, chunks in found.get(part, {}).items()
     }

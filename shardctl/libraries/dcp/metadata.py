@@ -68,6 +68,8 @@ _FIRST: Final = "torch.distributed._shard.checkpoint"
 """Where the classes were in torch 1.12 and 1.13, whose tree is another one."""
 _FLATTENED: Final = "nd_reformulated_orig_global_shape"
 _FAR: Final = 1 << 63
+_CLASHES: Final = 16
+"""Different places whose hash is the same by chance, of 64 bits: in a file of a million there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,9 @@ class _MetadataReader:
         self.folder = folder
         self.files: dict[str, str] = {}
         """Their paths, by the names that items give."""
+        self.hashes: dict[int, tuple[object, ...]] = {}
+        """Of places that were met, the first with each hash."""
+        self.clashes = 0
 
     def malformed(self, what: str) -> NoReturn:
         raise SourceError(f"{self.path} is malformed: {what}")
@@ -208,6 +213,16 @@ class _MetadataReader:
             flattened=self.flattened(state.get("mcore_data")),
         )
 
+    def admit(self, place: tuple[object, ...]) -> None:
+        """Raise HostileError where many places have one hash, with which a table of them takes quadratic time.
+
+        The hash of numbers is no secret, so that a writer can choose them.
+        """
+        if self.hashes.setdefault(hash(place), place) != place:
+            self.clashes += 1
+            if self.clashes > _CLASHES:
+                raise HostileError(f"{self.path} has places that were chosen so that a table of them takes very long")
+
     def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
         """Return the attributes of an object of a class of torch that is one of `kinds`."""
         if not isinstance(node, CallNode) or str(node.function) not in kinds or not isinstance(node.state, dict):
@@ -228,6 +243,7 @@ class _MetadataReader:
                 origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
             if len(origin) != len(extents) or len(origin) != len(shape):
                 self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
+            self.admit((origin, extents, shape))
             box, inside = _build_box(origin, extents, shape)
             if not inside:
                 self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
@@ -279,6 +295,8 @@ class _MetadataReader:
                 if not isinstance(key, str):
                     self.malformed("an item has no name")
                 origin = None if offset is None else self.size(offset, key)
+            if origin is not None:
+                self.admit(origin)
             if (key, origin) in found:
                 self.malformed(f"it says twice where {key!r} at {origin} is")
             found[key, origin] = self.item(key, info)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ShardctlError, SourceError
+from shardctl.errors import ChangedError, HostileError, ShardctlError, SourceError
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import find_fsdp_folder, is_megatron
 from shardctl.libraries.reader import Format
+from shardctl.manifest import TrainingState
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -72,8 +74,9 @@ def scan_dcp(source: Source) -> Manifest:
 def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:
     """Return `weights` with the optimizer that was saved by itself in a folder beside them, if there is one.
 
-    transformers saves so with `save_optimizer_distributed` (`distributed/checkpoint.py`).
-    Raises as `scan_dcp`, and SourceError for several.
+    transformers saves so with `save_optimizer_distributed` (`distributed/checkpoint.py`). Weights do not depend on it:
+    one that cannot be read is a warning, and an error for whoever asks for its states.
+    Raises HostileError as `scan_dcp`, ChangedError if a file is changed meanwhile, and SourceError for several.
     """
     saves = {folder: paths for folder, paths in _list_saves(source).items() if _OPTIMIZER.fullmatch(folder)}
     if not saves:
@@ -84,7 +87,13 @@ def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:
     from shardctl.libraries.dcp.metadata import read_metadata
 
     ((folder, paths),) = saves.items()
-    return DcpCollector(source).add_optimizer(weights, folder, [read_metadata(source, path) for path in paths])
+    try:
+        return DcpCollector(source).add_optimizer(weights, folder, [read_metadata(source, path) for path in paths])
+    except (HostileError, ChangedError):
+        raise
+    except SourceError as error:
+        why = f"the optimizer states in {folder}/ cannot be read: {error}"
+        return replace(weights, warnings=(*weights.warnings, why), training=TrainingState(unreadable=why))
 
 
 def _list_saves(source: Source) -> dict[str, list[str]]:
