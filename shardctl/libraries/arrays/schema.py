@@ -95,6 +95,14 @@ class ModelParts:
         cuts = self.model.tensors[self.resolve(name)].spec.cuts
         return cuts[dim][0].sections[0].unit if cuts and cuts[dim] and cuts[dim][0].sections else 1
 
+    def divide(self, name: str) -> list[CompositeArray]:
+        """Divide a tensor along dim 0 into what its table says is one behind another, such as q, k and v."""
+        cuts, found, start = self.model.tensors[self.resolve(name)].spec.cuts, [], 0
+        for section in cuts[0][0].sections:
+            found.append(self[name].part(0, start, start + section.size))
+            start += section.size
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class SchemaRank:

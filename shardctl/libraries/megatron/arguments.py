@@ -8,35 +8,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.layers import TITLE, count_experts, is_tied
+from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.layers import TITLE
 from shardctl.manifest import OwnConfig
 from shardctl.models import name_usual_class
 from shardctl.models.config import ModelConfig
-from shardctl.models.rope import LLAMA3, parse_rope
+from shardctl.models.rope import LLAMA3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models import Model
     from shardctl.settings import Setting
 
 LAST_ROW: Final = "vocabulary_padded_with_last_row"
 """An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""
-_PART: Final = "rotary_percent"
-_USUAL_PART: Final = 0.5
-"""The part of each head that GLM's MoE rotates if its config says nothing."""
-_USUAL: Final[dict[str, Setting]] = {
+PART: Final = "rotary_percent"
+SOME_WINDOWS: Final = "window_attn_skip_freq"
+WITHOUT_ROTATION: Final = "no_rope_freq"
+LISTS: Final = frozenset({"moe_layer_freq", SOME_WINDOWS, WITHOUT_ROTATION})
+"""Args that say something of each layer, as a list of ones and zeros."""
+USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
-    _PART: 1.0,
+    PART: 1.0,
     "rotary_seq_len_interpolation_factor": None,
     "attention_output_gate": False,
     "squared_relu": False,
     "heterogeneous_layers_config_path": None,
     "hybrid_override_pattern": None,
 }
-"""What all the models below have; a field that is absent has it, too."""
-_YARN: Final = {
+"""What most models have; a field that is absent has it, too."""
+_UNKNOWN: Final[dict[str, Setting]] = {
+    SOME_WINDOWS: None,
+    WITHOUT_ROTATION: None,
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "experimental_attention_variant": None,
+}
+"""The same of args that shardctl writes for those models only that have something else."""
+_CENTRED: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_OWN: Final = {
+    "arcee": {"squared_relu"},
+    "ernie4_5": {"rotary_interleaved"},
+    "glm4_moe": {PART},
+    "nemotron": {"squared_relu", PART},
+    "phi3": {PART},
+    "qwen2": {SOME_WINDOWS},
+    "qwen3": {SOME_WINDOWS},
+    "smollm3": {WITHOUT_ROTATION},
+}
+"""By family, which of these may have other values."""
+YARN: Final = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
     "mscale": "mscale",
@@ -45,9 +68,7 @@ _YARN: Final = {
     "beta_slow": "beta_slow",
 }
 """What transformers and the args of latent attention call the numbers of YaRN."""
-_BALANCED: Final = frozenset({"deepseek_v3", "glm4_moe"})
-"""Those whose routers have a bias, sigmoids and groups."""
-_LATENT: Final = {
+LATENT: Final = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",
@@ -65,12 +86,13 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= arguments.keys():
         return None
     family = _find_model_type(arguments)
-    usual = {name: value for name, value in _USUAL.items() if name != _PART or family != "glm4_moe"}
-    if any(arguments.get(name, value) != value for name, value in usual.items()):
+    own = _OWN.get(family or "", set())
+    if any(arguments.get(name, value) != value for name, value in (USUAL | _UNKNOWN).items() if name not in own):
         return None
     window = arguments.get("window_size")
-    if window is not None:  # the only ones of these whose every layer has one
-        family = {"llama": "mistral", "mixtral": "mixtral"}.get(family or "")
+    left = window[0] if isinstance(window, tuple) and window else None
+    if window is not None and arguments.get(SOME_WINDOWS) is None:  # the only ones of these whose every layer has one
+        family = {"llama": "mistral", "mixtral": "mixtral", "phi3": "phi3"}.get(family or "")
     if family is None:
         return None
     said = ModelConfig(arguments)
@@ -83,9 +105,10 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         **({"dtype": dtype} if dtype else {}),
     }
     values |= _build_gpt2_config(said) if family == "gpt2" else _build_decoder_config(said, family)
-    if family in {"mistral", "mixtral"}:
-        left = window[0] if isinstance(window, tuple) and window else None
+    if TRAITS[family].window:
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
+    elif isinstance(left, int):
+        values |= {"use_sliding_window": True, "sliding_window": left + 1, "layer_types": _list_layer_types(said)}
     warning = (
         f"config.json is made from {TITLE}'s args, which do not name the model; {name_usual_class(family)} is "
         "assumed (--config gives another)"
@@ -95,39 +118,66 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
 
 def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
     """Return whether norms keep their weights less one."""
-    return any(arguments.get(name) is True for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
+    return any(arguments.get(name) is True for name in _CENTRED)
 
 
-def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - one for each
+def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:
     """Find the model type of transformers that has all of this; None if there is none here."""
     said = ModelConfig(arguments)
     learned = said.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     if said.switch("use_rotary_position_embeddings", default=False):
         learned = False
     rms, gated = said.text("normalization", "LayerNorm") == "RMSNorm", said.switch("swiglu", default=False)
-    biased, normed = said.switch("add_bias_linear", default=True), said.switch("qk_layernorm", default=False)
-    routed, latent = said.count("num_experts", 0) > 0, said.switch("multi_latent_attention", default=False)
-    if learned and not rms and not gated and biased and not (routed or latent or normed):
-        return "gpt2"
     if learned or not rms or not gated:
+        return _find_ungated_type(said, learned=learned, rms=rms, gated=gated)
+    return _find_routed_type(said) if said.count("num_experts", 0) > 0 else _find_dense_type(said)
+
+
+def _find_ungated_type(said: ModelConfig, *, learned: bool, rms: bool, gated: bool) -> str | None:
+    if gated or any(said.switch(name, default=False) for name in ("qk_layernorm", "multi_latent_attention")):
         return None
+    if said.count("num_experts", 0) > 0:
+        return None
+    if learned:
+        return "gpt2" if not rms and said.switch("add_bias_linear", default=True) else None
+    if not said.switch("squared_relu", default=False):
+        return None
+    if rms:
+        return "arcee"
+    return "nemotron" if any(said.switch(name, default=False) for name in _CENTRED) else None
+
+
+def _find_dense_type(said: ModelConfig) -> str | None:
+    biased, normed = said.switch("add_bias_linear", default=True), said.switch("qk_layernorm", default=False)
     of_heads = said.switch("add_qkv_bias", default=biased)
-    if latent:
-        balanced = said.switch("moe_router_enable_expert_bias", default=False)
-        return "deepseek_v3" if routed and balanced and not biased else None
-    if said.switch("moe_router_enable_expert_bias", default=False):
-        sigmoid = said.text("moe_router_score_function", "softmax") == "sigmoid"
-        return "glm4_moe" if routed and sigmoid and not biased else None
-    if _count_dense_layers(said) != 0 or (biased and (routed or normed)):
+    if said.switch("multi_latent_attention", default=False) or (biased and normed) or _count_dense_layers(said) != 0:
         return None
-    if not routed:
-        return "qwen3" if normed and not of_heads else "llama" if biased else "qwen2" if of_heads else "llama"
-    shared = arguments.get("moe_shared_expert_intermediate_size") is not None
+    if normed or of_heads != biased:
+        return "qwen3" if normed and not of_heads else "qwen2"
+    if said.switch("rotary_interleaved", default=False):
+        return "ernie4_5"
+    if said.values.get(WITHOUT_ROTATION):
+        return "smollm3"
+    return "phi3" if not biased and said.values.get(PART, 1.0) != 1.0 else "llama"
+
+
+def _find_routed_type(said: ModelConfig) -> str | None:
+    biased, normed = said.switch("add_bias_linear", default=True), said.switch("qk_layernorm", default=False)
+    of_heads = said.switch("add_qkv_bias", default=biased)
+    balanced = said.switch("moe_router_enable_expert_bias", default=False)
+    sigmoid = said.text("moe_router_score_function", "softmax") == "sigmoid"
+    shared = said.values.get("moe_shared_expert_intermediate_size") is not None
+    if biased:
+        return None
+    if said.switch("multi_latent_attention", default=False):
+        return "deepseek_v3" if balanced else None
+    if balanced:
+        return "glm4_moe" if sigmoid else None
+    if _count_dense_layers(said) != 0:
+        return None
     if shared and said.switch("moe_shared_expert_gate", default=False) and of_heads and not normed:
         return "qwen2_moe"
-    if shared or of_heads:
-        return None
-    return "qwen3_moe" if normed else "mixtral"
+    return None if shared or of_heads else "qwen3_moe" if normed else "mixtral"
 
 
 def _count_dense_layers(said: ModelConfig) -> int | None:
@@ -158,9 +208,9 @@ def _build_gpt2_config(said: ModelConfig) -> dict[str, object]:
 def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
     heads, ffn = said.size("num_attention_heads"), said.size("ffn_hidden_size", 4 * said.size("hidden_size"))
     grouped = said.switch("group_query_attention", default=False)
-    latent, biased = family == "deepseek_v3", said.switch("add_bias_linear", default=True)
+    latent = family == "deepseek_v3"
     values: dict[str, object] = {
-        "hidden_act": "silu",
+        "hidden_act": TRAITS[family].activation,
         "hidden_size": said.size("hidden_size"),
         "intermediate_size": ffn,
         "num_hidden_layers": said.size("num_layers"),
@@ -168,26 +218,71 @@ def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
         "num_key_value_heads": said.size("num_query_groups", heads) if grouped and not latent else heads,
         "max_position_embeddings": said.size("max_position_embeddings", 4_096),
         "rms_norm_eps": said.values.get("norm_epsilon", 1e-5),
-        "rope_theta": _as_number(said.values.get("rotary_base")) or 10_000.0,
+        "rope_theta": as_number(said.values.get("rotary_base")) or 10_000.0,
     }
     if not latent:
         values["head_dim"] = said.size("kv_channels", said.size("hidden_size") // heads)
+    if not latent and said.text("position_embedding_type", "rope") == "yarn":
+        values["rope_scaling"] = _build_yarn(said)
     if said.switch("use_rope_scaling", default=False):
         factor = said.values.get("rope_scaling_factor", 8.0)
         values["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3}
-    if family == "llama":
-        values |= {"attention_bias": biased, "mlp_bias": biased}
-    elif family.startswith("qwen3"):
-        values["attention_bias"] = False
-    elif family == "glm4_moe":
-        values |= {
-            "attention_bias": said.switch("add_qkv_bias", default=biased),
-            "use_qk_norm": said.switch("qk_layernorm", default=False),
-            "partial_rotary_factor": _as_number(said.values.get(_PART, 1.0)),
-        }
+    values |= _build_own_values(said, family)
+    if family == "nemotron":
+        values["norm_eps"] = values.pop("rms_norm_eps")
     if family in {"qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}:
         values |= _build_expert_config(said, family, ffn)
     return values
+
+
+def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
+    """Build what a family's config calls otherwise than most."""
+    biased, part = said.switch("add_bias_linear", default=True), as_number(said.values.get(PART, 1.0))
+    values: dict[str, object] = {}
+    if family in {"arcee", "llama", "nemotron", "smollm3"}:
+        values |= {"attention_bias": biased, "mlp_bias": biased}
+    elif family.startswith("qwen3"):
+        values["attention_bias"] = False
+    elif family == "ernie4_5":
+        values["use_bias"] = biased
+    if family in {"glm4_moe", "nemotron", "phi3"}:
+        values["partial_rotary_factor"] = part
+    if family == "smollm3":
+        values |= {"use_sliding_window": False, "no_rope_layers": _list_rotated_layers(said)}
+    elif family == "glm4_moe":
+        values["attention_bias"] = said.switch("add_qkv_bias", default=biased)
+        values["use_qk_norm"] = said.switch("qk_layernorm", default=False)
+    return values
+
+
+def _list_layer_types(said: ModelConfig) -> list[str]:
+    """List which layers have a window."""
+    marks = _list_marks(said, SOME_WINDOWS)
+    return ["sliding_attention" if mark else "full_attention" for mark in marks]
+
+
+def _list_marks(said: ModelConfig, name: str) -> list[int]:
+    """List a one or a zero for each layer; a number stands for the other kind in every so manyth layer."""
+    pattern = said.values[name]
+    if isinstance(pattern, tuple):
+        return [int(bool(each)) for each in pattern]
+    period = said.size(name)
+    return [int((number + 1) % period != 0) for number in range(said.size("num_layers"))]
+
+
+def _build_yarn(said: ModelConfig) -> dict[str, object]:
+    """Build YaRN of attention without latents."""
+    given = {other: said.values.get(name) for other, name in YARN.items()}
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+        given[name] = said.values.get(f"yarn_{name}")
+    rounded = said.switch("yarn_correction_range_round_to_int", default=True)
+    return {"rope_type": "yarn", "truncate": rounded, **{k: value for k, value in given.items() if value is not None}}
+
+
+def _list_rotated_layers(said: ModelConfig) -> list[int]:
+    """List ones for layers with rotary embeddings; the arg has ones for the others, unless it is a number."""
+    marks = _list_marks(said, WITHOUT_ROTATION)
+    return [1 - mark for mark in marks] if isinstance(said.values[WITHOUT_ROTATION], tuple) else marks
 
 
 def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, object]:
@@ -197,11 +292,11 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
         return {**values, "num_local_experts": count, "intermediate_size": inner}
     values["moe_intermediate_size"] = inner
     if family == "deepseek_v3":
-        yarn = {other: said.values[name] for other, name in _YARN.items() if said.values.get(name) is not None}
+        yarn = {other: said.values[name] for other, name in YARN.items() if said.values.get(name) is not None}
         if said.text("rope_type", "rope") == "yarn" and said.values.get("rotary_scaling_factor", 1.0) != 1.0:
             values["rope_scaling"] = {"rope_type": "yarn", **yarn}
-        values |= {other: said.values.get(name) for name, other in _LATENT.items()}
-    if family in _BALANCED:
+        values |= {other: said.values.get(name) for name, other in LATENT.items()}
+    if TRAITS[family].balanced:
         return {
             **values,
             "n_routed_experts": count,
@@ -222,163 +317,6 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
     }
 
 
-def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
-    """Return those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
-
-    Raises UnsupportedError for rotary embeddings, biases, windows or activations that it does not have.
-    """
-    if model.family == "gpt2":
-        return {**_USUAL, "mtp_num_layers": None, **_build_gpt2_arguments(config, model)}
-    said, own = ModelConfig(config), model.tensors
-    first = "model.layers.0.self_attn"
-    latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
-    biased = f"{first}.o_proj.bias" in own
-    if biased != ("model.layers.0.mlp.gate_proj.bias" in own):
-        raise UnsupportedError(f"{TITLE} has biases in all projections or in none, except in those of q, k and v")
-    if said.text("hidden_act", "silu") not in {"silu", "swish"}:
-        raise UnsupportedError(f"{TITLE}'s args have no activation {config['hidden_act']!r} for models like this")
-    hidden = own["model.embed_tokens.weight"].shape[1]
-    found: dict[str, Setting] = {
-        **_USUAL,
-        "mtp_num_layers": None,
-        "num_layers": model.layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": said.size("intermediate_size"),
-        "num_attention_heads": heads,
-        "max_position_embeddings": said.size("max_position_embeddings", 4_096),
-        "position_embedding_type": "rope",
-        "add_position_embedding": False,
-        "use_rotary_position_embeddings": True,
-        "normalization": "RMSNorm",
-        "norm_epsilon": _as_number(config.get("rms_norm_eps", 1e-6)),
-        "swiglu": True,
-        "openai_gelu": False,
-        "add_bias_linear": biased,
-        "add_qkv_bias": f"{first}.q_proj.bias" in own,
-        "qk_layernorm": latent or f"{first}.q_norm.weight" in own,
-        "multi_latent_attention": latent,
-        "untie_embeddings_and_output_weights": not is_tied(model),
-        "window_size": _find_window(config, model),
-        **_build_rope_arguments(config, latent=latent, partial=model.family == "glm4_moe"),
-    }
-    if latent:
-        found |= {name: _as_integer(config.get(other)) for name, other in _LATENT.items()}
-        found |= {"group_query_attention": False, "num_query_groups": heads, "kv_channels": hidden // heads}
-    else:
-        rows, keys = (own[f"{first}.{part}_proj.weight"].shape[0] for part in "qk")
-        head = rows // heads
-        found |= {"group_query_attention": keys != rows, "num_query_groups": keys // head, "kv_channels": head}
-    return {**found, **_build_expert_arguments(said, model)}
-
-
-def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Setting]:
-    count, own = count_experts(model), model.tensors
-    if not count:
-        return {"num_experts": None}
-    routed = [
-        any(f"model.layers.{number}.{module}.gate.weight" in own for module in ("mlp", "block_sparse_moe"))
-        for number in range(model.layers)
-    ]
-    shared = next((own[n].shape[0] for n in own if ".mlp.shared_expert" in n and n.endswith(".gate_proj.weight")), None)
-    found: dict[str, Setting] = {
-        "num_experts": count,
-        "moe_ffn_hidden_size": said.size("moe_intermediate_size", said.size("intermediate_size")),
-        "moe_router_topk": said.size("num_experts_per_tok", 2),
-        "moe_layer_freq": 1 if all(routed) else tuple(map(int, routed)),
-        "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": any(name.endswith(".mlp.shared_expert_gate.weight") for name in own),
-        "moe_router_pre_softmax": model.family != "mixtral" and not said.switch("norm_topk_prob", default=False),
-        "moe_router_load_balancing_type": "none",
-    }
-    if model.family not in _BALANCED:
-        return found
-    if not said.switch("norm_topk_prob", default=True):
-        raise UnsupportedError(
-            f"{TITLE} divides the sigmoids of chosen experts by their sum, which this config does not"
-        )
-    return {
-        **found,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": True,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": _as_integer(said.values.get("n_group")),
-        "moe_router_group_topk": _as_integer(said.values.get("topk_group")),
-        "moe_router_topk_scaling_factor": _as_number(said.values.get("routed_scaling_factor", 1.0)),
-    }
-
-
-def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
-    hidden = model.tensors["transformer.wte.weight"].shape[1]
-    said = ModelConfig(config).called({"n_head": "num_attention_heads"})
-    heads, activation = said.size("n_head"), said.text("activation_function", "gelu_new")
-    if activation not in {"gelu_new", "gelu_pytorch_tanh", "gelu"}:
-        raise UnsupportedError(f"{TITLE} has no activation {ascii(activation)[:40]} in models like GPT-2")
-    return {
-        "num_layers": model.layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": model.tensors["transformer.h.0.mlp.c_fc.weight"].shape[1],
-        "num_attention_heads": heads,
-        "group_query_attention": False,
-        "num_query_groups": heads,
-        "kv_channels": hidden // heads,
-        "max_position_embeddings": model.tensors["transformer.wpe.weight"].shape[0],
-        "position_embedding_type": "learned_absolute",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
-        "normalization": "LayerNorm",
-        "norm_epsilon": _as_number(config.get("layer_norm_epsilon", 1e-5)),
-        "swiglu": False,
-        "openai_gelu": False,
-        "bias_gelu_fusion": activation != "gelu",
-        "add_bias_linear": True,
-        "add_qkv_bias": True,
-        "qk_layernorm": False,
-        "multi_latent_attention": False,
-        "untie_embeddings_and_output_weights": not is_tied(model),
-        "num_experts": None,
-    }
-
-
-def _build_rope_arguments(config: Mapping[str, object], *, latent: bool, partial: bool) -> dict[str, Setting]:
-    """Build theta, scaling and, if it may be `partial`, the part of each head; raises UnsupportedError for the rest.
-
-    Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).
-    """
-    if partial:
-        config = {**config, "partial_rotary_factor": config.get("partial_rotary_factor") or _USUAL_PART}
-    said = parse_rope(config)
-    found: dict[str, Setting] = {"rotary_base": int(said.theta), "use_rope_scaling": False}
-    if partial and said.kind == "default" and said.theta == int(said.theta):
-        return {**found, _PART: said.part}
-    if said.theta == int(said.theta) and said.part == 1.0:
-        if said.kind == "default":
-            return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else found
-        if said.as_llama3 and not latent:
-            factor = _as_number(said.settings.get("factor", 8.0))
-            return {**found, "use_rope_scaling": True, "rope_scaling_factor": factor}
-        if said.kind == "yarn" and latent:
-            numbers = {name: said.settings.get(other) for other, name in _YARN.items()}
-            yarn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
-            return {**found, "rope_type": "yarn", **yarn}
-    raise UnsupportedError(f"{TITLE} does not support this config's rotary embeddings of type {said.kind!r}")
-
-
-def _find_window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:
-    """Find how far back tokens look, as Megatron-LM counts it: without themselves; None if to the first.
-
-    Raises UnsupportedError where only some layers have a window.
-    """
-    width = config.get("sliding_window")
-    if not isinstance(width, int) or model.family not in {"mistral", "mixtral"}:
-        if config.get("use_sliding_window") is True:
-            raise UnsupportedError(f"{TITLE}'s args cannot say that only some layers have a window")
-        return None
-    return width - 1, 0
-
-
-def _as_integer(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _as_number(value: object) -> float:
+def as_number(value: object) -> float:
+    """Return a number as a float; 0 for anything else."""
     return float(value) if isinstance(value, int | float) else 0.0

@@ -15,6 +15,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts
+from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
 from shardctl.manifest import GAMMA_LESS_ONE
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from shardctl.models import Model
 
 TITLE: Final = "Megatron-LM"
-FAMILIES: Final = frozenset(
-    {"deepseek_v3", "glm4_moe", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
-)
-"""Those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
 BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
 """How rows of queries, keys and values follow each other: since `checkpoint_version` 2.0, in 1.0, and in 0.
 
@@ -112,8 +109,9 @@ FURTHER_LAYERS: Final = "its own are whole, and as the last layer; --only mtp --
 
 
 def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
-    """Build the model's tensors, as the dialect's norms keep them."""
-    return ModelParts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
+    """Build the model's tensors, as the dialect's norms keep them; those of some models have them so, too."""
+    changed = dialect.switch(ZERO_CENTRED) and not TRAITS[model.family].centred
+    return ModelParts(model, TITLE, GAMMA_LESS_ONE if changed else "")
 
 
 def list_layer_arrays(
@@ -124,9 +122,9 @@ def list_layer_arrays(
         yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
         return
     have = f"model.layers.{number}"
-    yield WholeArray("input_layernorm.weight", (parts[f"{have}.input_layernorm.weight"],))
+    yield from _list_norm(parts, f"{have}.input_layernorm", "input_layernorm")
     yield from _list_attention(parts, f"{have}.self_attn", variant)
-    yield WholeArray("pre_mlp_layernorm.weight", (parts[f"{have}.post_attention_layernorm.weight"],))
+    yield from _list_norm(parts, f"{have}.post_attention_layernorm", "pre_mlp_layernorm")
     routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
     if routed is None:
         yield from _list_gated_mlp(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -152,9 +150,7 @@ def list_embeddings(parts: ModelParts) -> Iterator[tuple[str, CompositeArray]]:
 def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
     """List the arrays of the norm after the last layer."""
     have = "transformer.ln_f" if parts.model.family == "gpt2" else "model.norm"
-    for kind in _KINDS:
-        if f"{have}.{kind}" in parts:
-            yield WholeArray(f"decoder.final_layernorm.{kind}", (parts[f"{have}.{kind}"],))
+    yield from _list_norm(parts, have, "decoder.final_layernorm")
 
 
 def get_output_layer(parts: ModelParts) -> CompositeArray:
@@ -184,11 +180,21 @@ def check_model(model: Model) -> None:
             f"{TITLE} stores quantised weights in formats that shardctl does not know",
             hint="convert the model's weights in bfloat16",
         )
-    if model.family not in FAMILIES or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    if model.family in MISSING:
+        raise UnsupportedError(
+            f"{TITLE}'s core has no layers for {model.architecture}: the model has {MISSING[model.family]}"
+        )
+    if model.family not in TRAITS or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise UnsupportedError(
             f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
-            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+            hint=f"known are models for text of {', '.join(sorted(TRAITS))}",
         )
+
+
+def _list_norm(parts: ModelParts, have: str, new: str) -> Iterator[WholeArray]:
+    for kind in _KINDS:
+        if f"{have}.{kind}" in parts:
+            yield WholeArray(f"{new}.{kind}", (parts[f"{have}.{kind}"],))
 
 
 def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
@@ -205,6 +211,10 @@ def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iter
             q, k, v = (parts[f"{have}.{part}_proj.{kind}"] for part in "qkv")
             groups = k.shape[0] // parts.unit(f"{have}.k_proj.weight")
             yield _build_qkv(kind, (q, k, v), groups, variant)
+    if f"{have}.qkv_proj.weight" in parts:
+        qkv = tuple(parts.divide(f"{have}.qkv_proj.weight"))
+        groups = qkv[1].shape[0] // parts.unit(f"{have}.qkv_proj.weight")
+        yield _build_qkv("weight", (qkv[0], qkv[1], qkv[2]), groups, variant)
     for part in "qk":
         if f"{have}.{part}_norm.weight" in parts:
             yield WholeArray(f"self_attention.{part}_layernorm.weight", (parts[f"{have}.{part}_norm.weight"],))
@@ -236,8 +246,11 @@ def _list_gated_mlp(
 ) -> Iterator[WholeArray]:
     gate, up, down = (f"{have}.{name}" for name in names)
     for kind in _KINDS:
-        if f"{gate}.{kind}" in parts:
-            yield WholeArray(f"{new}.linear_fc1.{kind}", (parts[f"{gate}.{kind}"], parts[f"{up}.{kind}"]), 0, expert)
+        pieces = tuple(parts[f"{name}.{kind}"] for name in (gate, up) if f"{name}.{kind}" in parts)
+        if f"{have}.gate_up_proj.{kind}" in parts:
+            pieces = tuple(parts.divide(f"{have}.gate_up_proj.{kind}"))
+        if pieces:
+            yield WholeArray(f"{new}.linear_fc1.{kind}", pieces, 0, expert)
     for kind in _KINDS:
         if f"{down}.{kind}" in parts:
             yield WholeArray(f"{new}.linear_fc2.{kind}", (parts[f"{down}.{kind}"],), _choose_input_dim(kind), expert)

@@ -1,0 +1,79 @@
+"""Says what megatron-core is told of each family, and what of other families it has no layers for.
+
+Checked against megatron-core 0.16 and 0.19 (`transformer/transformer_config.py`, `transformer/attention.py`,
+`transformer/mlp.py`): what is refused here is in neither, though Megatron-Bridge may have modules of its own for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreTraits:
+    """What core's layers are told of a family, and its config class assumes where a config is silent."""
+
+    activation: str = "silu"
+    """The activation function, by transformers' name."""
+    gated: bool = True
+    """Whether the activation of one projection multiplies another; else an MLP has two matrices."""
+    part: float | None = None
+    """Which part of each head is rotated where a config is silent; None if a config cannot say it: then all of it."""
+    theta: float = 10_000.0
+    """The base of rotary embeddings where a config is silent."""
+    interleaved: bool = False
+    """Whether a rotation turns neighbours, not halves of a head."""
+    centred: bool = False
+    """Whether transformers, too, stores the weights of norms less one."""
+    layer_norm: bool = False
+    """Whether norms subtract the mean, and have a bias."""
+    balanced: bool = False
+    """Whether routers have a bias, sigmoids and groups."""
+    window: bool = False
+    """Whether every layer has the window that a config says."""
+    skips_rotation: bool = False
+    """Whether some layers have no rotary embeddings."""
+
+
+TRAITS: Final = {
+    "arcee": CoreTraits(activation="relu2", gated=False),
+    "deepseek_v3": CoreTraits(balanced=True),
+    "ernie4_5": CoreTraits(interleaved=True, theta=500_000.0),
+    "glm4_moe": CoreTraits(balanced=True, part=0.5),
+    "gpt2": CoreTraits(activation="gelu_new", gated=False, layer_norm=True),
+    "llama": CoreTraits(),
+    "mistral": CoreTraits(window=True),
+    "mixtral": CoreTraits(window=True, theta=1_000_000.0),
+    "nemotron": CoreTraits(activation="relu2", gated=False, part=0.5, centred=True, layer_norm=True),
+    "phi3": CoreTraits(window=True, part=1.0),
+    "qwen2": CoreTraits(),
+    "qwen2_moe": CoreTraits(),
+    "qwen3": CoreTraits(),
+    "qwen3_moe": CoreTraits(),
+    "seed_oss": CoreTraits(),
+    "smollm3": CoreTraits(theta=2_000_000.0, skips_rotation=True),
+}
+"""By family: those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
+_AFTER: Final = "norms between what attention and MLP give and the sum, where its layers have norms before them only"
+_WHOLE_NORMS: Final = "norms over all heads of queries and keys at once, where its layers have norms of each head"
+_LATER_NORMS: Final = "norms of queries and keys behind the rotation, where its layers have them before it"
+_GEMMA: Final = f"{_AFTER}, and multiplies embeddings"
+MISSING: Final = {
+    "apertus": "the activation xIELU, whose numbers are learned",
+    "exaone4": _AFTER,
+    "gemma": "embeddings that are multiplied",
+    "gemma2": f"{_GEMMA}; scores and logits are bounded",
+    "gemma3": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "hunyuan_v1_dense": _LATER_NORMS,
+    "hunyuan_v1_moe": _LATER_NORMS,
+    "llama4": "attention in chunks, and queries that are multiplied more the later they stand",
+    "llama4_text": "attention in chunks, and queries that are multiplied more the later they stand",
+    "minimax_m2": _WHOLE_NORMS,
+    "ministral3": "queries that are multiplied more the later they stand",
+    "olmo2": f"{_AFTER}, and {_WHOLE_NORMS}",
+    "olmo3": f"{_AFTER}, and {_WHOLE_NORMS}",
+    "olmoe": _WHOLE_NORMS,
+}
+"""By family: what its models have that core's layers do not."""
