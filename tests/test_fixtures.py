@@ -14,6 +14,7 @@ FIXTURES = ROOT / "fixtures"
 FOLDERS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir() and path.name != "__pycache__")
 MADE = [name for name in FOLDERS if not name.startswith("configs")]
 WRITTEN_ALIKE = (
+    "meta/llama4/*/params.json",  # which says nothing of how many ranks there are
     "deepseek_mp/bf16/*/tokenizer_config.json",  # DeepSeek's converter copies it
     "deepspeed/*/latest",  # the name of the newest step
     "deepspeed/universal-z*/latest_universal",

@@ -16,6 +16,7 @@ from shardctl.libraries.deepspeed import writing as deepspeed_writing
 from shardctl.libraries.diffusers import reading as diffusers
 from shardctl.libraries.megatron import arrays as megatron_arrays
 from shardctl.libraries.megatron import dist_arrays, dist_reading, dist_writing, legacy_reading, legacy_writing
+from shardctl.libraries.meta import llama4_arrays as meta_arrays
 from shardctl.libraries.meta import reading as meta
 from shardctl.libraries.meta import writing as meta_writing
 from shardctl.libraries.orbax import reading as orbax
@@ -56,7 +57,7 @@ LIBRARIES: Final = (
     KnownLibrary(layout=ranks_writing.LAYOUT),
     KnownLibrary(dcp.FORMAT, dcp_writing.LAYOUT),
     KnownLibrary(deepspeed.FORMAT, deepspeed_writing.LAYOUT),
-    KnownLibrary(meta.FORMAT, meta_writing.LAYOUT),
+    KnownLibrary(meta.FORMAT, meta_writing.LAYOUT, meta_arrays.SCHEMA),
     KnownLibrary(rank_pickles.FORMAT),
     KnownLibrary(torch_save.FORMAT),
     KnownLibrary(dist_reading.FORMAT, dist_writing.LAYOUT, dist_arrays.SCHEMA),
