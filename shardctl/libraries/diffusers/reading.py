@@ -79,6 +79,8 @@ def scan_pipeline(source: Source) -> Manifest:
 
 def _read_parts(source: Source) -> dict[str, str]:
     """Read the parts that the pipeline has, each with its class."""
+    if PIPELINE not in source.files():
+        raise SourceError(f"{source.name} has no {PIPELINE} of a pipeline of diffusers")
     values = parse_json(read_text(source, PIPELINE, CONFIG_TEXT), PIPELINE, CONFIG_TEXT)
     if not isinstance(values, dict):
         raise SourceError(f"{PIPELINE} is not a JSON object")
