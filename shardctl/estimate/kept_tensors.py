@@ -70,6 +70,7 @@ Flag = Literal[
     "normed selective",
     "chunked",
     "delta",
+    "channel delta",
     "short",
     "eager layer",
     "compiled layer",

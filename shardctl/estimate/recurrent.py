@@ -30,7 +30,7 @@ _MULTIPROCESSORS: Final = 132
 PLAN_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
 
 TRANSFORMERS: Final = RecurrenceSupport(
-    frozenset(("selective", "normed selective", "chunked", "delta", "short")),
+    frozenset(("selective", "normed selective", "chunked", "delta", "channel delta", "short")),
     tp=False,
     why="transformers' kernels of recurrent layers run on whole layers",
 )
@@ -124,6 +124,7 @@ _SIZES: Final = {
     "normed selective": _size_selective_scan,
     "chunked": _size_chunked_scan,
     "delta": _size_delta_net,
+    "channel delta": _size_delta_net,
     "short": _size_short_convolution,
 }
 
@@ -168,6 +169,17 @@ RECURRENT: Final = (
     KeptTensor("result gated", "inner", None, ("delta",)),
     KeptTensor("statistics of the norm", "state_heads", 4, ("delta",)),
     KeptTensor("exponentials, and their negatives", "decays", 8, ("delta",)),
+    KeptTensor("queries, keys and values, before the convolution", "convolved", None, ("channel delta",)),
+    KeptTensor("queries and keys normed", "state_pairs", None, ("channel delta",)),
+    KeptTensor("statistics of the norms of queries and keys", "pair_rows", 4, ("channel delta",)),
+    KeptTensor("values", "inner", None, ("channel delta",)),
+    KeptTensor("products of the keys in a chunk", "chunk_products", None, ("channel delta",)),
+    KeptTensor("products of queries and keys in a chunk", "chunk_products", None, ("channel delta",)),
+    KeptTensor("strengths", "state_heads", None, ("channel delta",)),
+    KeptTensor("fp32 sums of decays", "inner", 4, ("channel delta",)),
+    KeptTensor("fp32 copies of the result, normed, weighted, and its gate", "inner", 16, ("channel delta",)),
+    KeptTensor("result gated", "inner", None, ("channel delta",)),
+    KeptTensor("statistics of the norm", "state_heads", 4, ("channel delta",)),
     KeptTensor("gates and input of the convolution", "projected", None, ("short",)),
     KeptTensor("input of the convolution, gated", "inner", None, ("short",)),
     KeptTensor("results of the convolution", "inner", None, ("short",)),
@@ -176,8 +188,8 @@ RECURRENT: Final = (
 """What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
 `MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and
 `MambaSplitConv1dScanCombinedFn` (Mamba 2); causal-conv1d 1.7: `CausalConv1dFn`; flash-linear-attention 0.6:
-`ChunkGatedDeltaRuleFunction`. A short
-convolution is transformers' `Lfm2ShortConv`, around the former of these.
+`ChunkGatedDeltaRuleFunction` and `ChunkKDAFunction`, whose decays families compute in other ways (`FurtherTensor`). A
+short convolution is transformers' `Lfm2ShortConv`, around causal-conv1d's.
 What is exponential is of parameters, so it does not grow with the tokens."""
 
 _REST_OF_LAYER: Final = (

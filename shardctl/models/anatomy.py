@@ -100,9 +100,10 @@ class LayerAttention:
 class LayerScan:
     """How a layer computes its states over all tokens at once."""
 
-    kind: Literal["selective", "normed selective", "chunked", "delta", "short"]
+    kind: Literal["selective", "normed selective", "chunked", "delta", "channel delta", "short"]
     """Selective scan (Mamba), the same with norms of time steps, B and C between its steps (Jamba), scan in chunks
-    (Mamba 2), gated delta rule (Qwen3-Next), a convolution between gates and nothing else (LFM2)."""
+    (Mamba 2), gated delta rule (Qwen3-Next), the same with a decay of each channel (Kimi Linear), a convolution between
+    gates and nothing else (LFM2)."""
     inner: int
     """Channels that the states are read into."""
     rank: int = 0
@@ -282,10 +283,18 @@ def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
         layers=layers,
         tied=bool(facts.flags.get("tied", False)) and any(row.tie for row in family.rows),
         generates="lm" in parts,
-        style=read_style(traits, reader.norm, ModelConfig({**config, **texts.values})),
+        style=replace(
+            read_style(traits, reader.norm, ModelConfig({**config, **texts.values})),
+            unmodelled=traits.unmodelled if _is_unmodelled(traits, facts) else "",
+        ),
         positions=positions or learned,
         source_positions=source,
     )
+
+
+def _is_unmodelled(traits: LayerTraits, facts: FamilyFacts) -> bool:
+    """Return whether the model has what estimates of training do not know of."""
+    return not traits.unmodelled_when or any(bool(facts.flags[word]) for word in traits.unmodelled_when)
 
 
 @dataclass(slots=True)
@@ -582,9 +591,12 @@ def _find_scan(named: RowDims) -> LayerScan | None:
         return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
     if named.has("groups"):
         return LayerScan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
-    if named.has("keys") and not (named.has("decay_rank") or named.has("decays")):  # what KDA keeps is not known
+    if named.has("keys"):
         keys = named.size("keys") // named.unit("keys")
-        return LayerScan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
+        kind: Literal["channel delta", "delta"] = (
+            "channel delta" if named.has("decay_rank") or named.has("decays") else "delta"
+        )
+        return LayerScan(kind, named.size("values"), heads=named.size("value_heads"), key_heads=keys)
     return None
 
 

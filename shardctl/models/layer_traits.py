@@ -114,6 +114,8 @@ class LayerTraits:
     """What its layers keep besides."""
     unmodelled: str = ""
     """What its layers compute that estimates of training do not know of; empty for nothing."""
+    unmodelled_when: tuple[str, ...] = ()
+    """Conditions of the table, of which any makes a model one with `unmodelled`; empty where every model is."""
 
 
 @dataclass(frozen=True, slots=True)

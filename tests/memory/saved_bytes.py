@@ -1,7 +1,8 @@
 """The oracle of kept bytes: what autograd saves of each layer of a tiny model of transformers, counted by storage.
 
-The models compute on a CPU. Two things are replaced by what a GPU has instead: fused attention, of which a CPU has no
-kernel with dropout, other widths of values or learned biases, and dropout, whose masks have a byte an element on a GPU.
+The models compute on a CPU. Three things are replaced by what a GPU has instead: fused attention, of which a CPU has no
+kernel with dropout, other widths of values or learned biases; dropout, whose masks have a byte an element on a GPU; and
+the kernels of recurrent layers (`recurrent_kernels.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from unittest import mock
 
 import torch
 import transformers
+from recurrent_kernels import list_kernels
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import flash_attention
@@ -61,23 +63,6 @@ def attend_flash(queries, keys, values, *_, **__):
     return made.transpose(1, 2)
 
 
-class ShortConvolution(torch.autograd.Function):
-    """A convolution over the last tokens that keeps its input, as causal-conv1d's `CausalConv1dFn` does."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise NotImplementedError
-
-
-def convolve(x, weight, *_, **__):
-    return ShortConvolution.apply(x, weight)
-
-
 def drop(x, p=0.5, training=True, inplace=False):  # noqa: FBT002, ARG001 - torch's own signature
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
@@ -93,8 +78,7 @@ def gpu_kernels(model: torch.nn.Module) -> Iterator[None]:
     own = sys.modules[type(model).__module__]
     if hasattr(own, "_flash_attention_forward"):  # older classes call it themselves
         replaced.append((own, "_flash_attention_forward", attend_flash))
-    if hasattr(own, "Lfm2ShortConv") or hasattr(own, "Lfm2MoeShortConv"):
-        replaced.append((own, "causal_conv1d_fn", convolve))
+    replaced += list_kernels(model)
     with ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))

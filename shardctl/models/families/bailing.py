@@ -22,7 +22,7 @@ from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_fac
 from shardctl.models.families.kimi_linear import KDA, KDA_ARRAYS, build_kda_dims
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
 from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -77,6 +77,13 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(group - 1, layers, group))
 
 
+_FURTHER: Final = (
+    FurtherTensor("fp32 decays, before and behind their bound", dims="decays", width=8, when="!attention"),
+    FurtherTensor("decays", dims="decays", when="!attention"),
+    FurtherTensor("fp32 gates of attention's heads", dims="heads", width=4, when="attention"),
+    FurtherTensor("gates of attention's heads", dims="heads", when="attention"),
+    FurtherTensor("attention's result, gated", dims="vs", when="attention", given=("own values",)),
+)
 BAILING_HYBRID: Final = Family(
     name="bailing_hybrid",
     rows=(
@@ -102,7 +109,9 @@ BAILING_HYBRID: Final = Family(
         FusedArray(f"{_MIXER}.forget_gate.f_proj.weight", (f"{_MIXER}.f_proj.weight",)),
         *build_fused_experts(),
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True, further=_FURTHER
+    ),
     aliases={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",

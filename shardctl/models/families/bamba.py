@@ -26,7 +26,7 @@ from shardctl.models.experts import add_condition, add_expert_facts
 from shardctl.models.families.granite_moe import FUSED, MOE, SHARED
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
 from shardctl.models.family import Family, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -161,6 +161,10 @@ FALCON_H1: Final = Family(
     facts=_build_falcon_facts,
     classes={"FalconH1ForCausalLM": ModelClass("model", "lm"), "FalconH1Model": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        further=(FurtherTensor("input of attention, scaled apart from the mixer's", "hidden"),),
+    ),
     assumed=assume_sizes(128000, 4096, 14336, 32, 32),
 )

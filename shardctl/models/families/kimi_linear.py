@@ -25,7 +25,7 @@ from shardctl.models.experts import (
 from shardctl.models.families.deepseek import add_balanced_facts, build_balanced_rows
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
 from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +61,15 @@ KDA_ARRAYS: Final = (
     FusedArray(f"{_MIXER}.forget_gate.f_b_proj.weight", (f"{_MIXER}.f_b_proj.weight",)),
 )
 """What transformers makes of those."""
+FORGET_GATE: Final = (
+    FurtherTensor("decays in their latent", dims="decay_rank", when="!attention"),
+    FurtherTensor("the gate in its latent", dims="decay_rank", when="!attention"),
+    FurtherTensor(
+        "exponentials, logarithms' arguments, softplus and decays", dims="values", width=16, when="!attention"
+    ),
+    FurtherTensor("which decays are beyond softplus", dims="values", width=1, when="!attention"),
+)
+"""What transformers keeps of the decays of KDA, which it computes in fp32 outside the kernel."""
 _K3_KDA: Final = (
     Row(f"{_MIXER}.A_log", "*", when="full_gate"),
     Row(f"{_MIXER}.g_proj.weight", "values hidden", when="full_gate"),
@@ -169,7 +178,15 @@ KIMI_LINEAR: Final = Family(
         *build_fused_experts(_MODULE, _NAMES, within="mlp"),
         *(FusedArray(f"{LAYER}.mlp.{one}", (f"{LAYER}.{_MODULE}.{one}",)) for one in (*_ROUTER, *_SHARED)),
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        experts_per_token=8,
+        wide_router=True,
+        further=FORGET_GATE,
+        unmodelled="parts of Kimi-K3 that transformers has no class for",
+        unmodelled_when=("full_gate", "output_gate", "latent", "residuals"),
+    ),
     aliases={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",

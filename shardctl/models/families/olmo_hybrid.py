@@ -15,7 +15,7 @@ from shardctl.models.experts import add_condition
 from shardctl.models.families.olmo import ALL_HEAD_NORMS
 from shardctl.models.families.qwen3_next import add_delta_facts
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -59,6 +59,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     q, kv = facts.size("q"), facts.size("kv")
     facts = facts.also(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
     found = add_delta_facts(facts, replace(config, values={**config.values, **sizes}))
+    found = found.also(flags={"doubled": config.switch("linear_allow_neg_eigval", default=True)})
     last = frozenset({config.size("num_hidden_layers") - 1})
     return (
         found if config.values.get("layer_types") or found.flags["attention"] else found.also(flags={"attention": last})
@@ -81,6 +82,10 @@ OLMO_HYBRID: Final = Family(
     prefixes=("model",),
     legacy={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
     fused=(FusedArray(f"{_MIXER}.conv1d.weight", tuple(f"{_MIXER}.{one}_conv1d.weight" for one in "qkv")),),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32"),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms32",
+        further=(FurtherTensor("strengths before they are doubled", dims="value_heads", when="!attention doubled"),),
+    ),
     assumed=assume_sizes(100352, 3840, 11008, 32, 30),
 )

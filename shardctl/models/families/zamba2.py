@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,6 +100,17 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
+_FURTHER: Final = (
+    FurtherTensor("fp32 copies of the embedding that is normed beside the input", "hidden", width=4, when="hybrid"),
+    FurtherTensor("the same normed, before the weight", "hidden", when="hybrid"),
+    FurtherTensor("the same, of the input of attention", "hidden", when="hybrid"),
+    FurtherTensor("what the block makes, before its last matrix", "hidden", when="hybrid"),
+    FurtherTensor("input of the layer of Mamba 2 behind the block", "hidden", when="hybrid"),
+    FurtherTensor("latents of the MLP's adapter", dims="adapter", when="hybrid"),
+    FurtherTensor("latents of the adapter of queries", dims="adapter", when="hybrid adapted"),
+    FurtherTensor("latents of the adapter of keys", dims="adapter", when="hybrid adapted"),
+    FurtherTensor("latents of the adapter of values", dims="adapter", when="hybrid adapted"),
+)
 ZAMBA2: Final = Family(
     name="zamba2",
     rows=(
@@ -115,9 +126,7 @@ ZAMBA2: Final = Family(
         "Zamba2ForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerTraits(
-        activation=("hidden_act", "gelu"), norm="rms", unmodelled="blocks that see the embedding beside their input"
-    ),
+    traits=LayerTraits(activation=("hidden_act", "gelu"), norm="rms", further=_FURTHER),
     assumed={"vocab_size": 32000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32},
     aliases={"layer_types": "layers_block_type"},
 )
