@@ -8,17 +8,16 @@ are Meta's (`meta_names`).
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors
-from shardctl.training import format_state_name, split_state_name
+from shardctl.models.trainer_arrays import bind_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.manifest import Manifest, Tensor, TrainingState
+    from shardctl.manifest import Manifest
     from shardctl.models.model import Model
 
 TRAINER: Final = "torchtitan"
@@ -99,44 +98,7 @@ def bind_trainer_names(model: Model, stored: Manifest) -> Manifest:
     arrays = build_trainer_arrays(model)
     if not all(name in arrays and arrays[name].shape == tensor.shape for name, tensor in stored.tensors.items()):
         return stored
-    training = stored.training
-    if training is not None:
-        training = _bind_states(arrays, training)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in stored.tensors.items():
-        for meant, part in arrays[name].taken_apart(tensor):
-            known = tensors.get(meant)
-            chunks = part.chunks if known is None else (*known.chunks, *part.chunks)
-            tensors[meant] = replace(part, name=meant, chunks=chunks)
-    return replace(stored, tensors=tensors, training=training)
-
-
-def _bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState) -> TrainingState:
-    """Return states that follow their parameters; what is not alike, such as a step, is every expert's."""
-    states = {}
-    for name, tensor in stored.states.items():
-        state, parameter = split_state_name(name) or ("", name)
-        fusion = arrays.get(parameter)
-        if fusion is None:
-            states[name] = tensor
-        elif tensor.shape == fusion.shape:
-            for meant, part in fusion.taken_apart(tensor):
-                new = format_state_name(state, meant)
-                states[new] = replace(part, name=new)
-        else:
-            for meant in fusion.tensors:
-                new = format_state_name(state, meant)
-                states[new] = replace(tensor, name=new)
-    groups = tuple(
-        replace(
-            group,
-            parameters=tuple(
-                meant for name in group.parameters for meant in (arrays[name].tensors if name in arrays else (name,))
-            ),
-        )
-        for group in stored.groups
-    )
-    return replace(stored, states=states, groups=groups, notes=(*stored.notes, _NOTE))
+    return bind_arrays(stored, arrays, _NOTE)
 
 
 def _find_name(family: str, name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
 from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
 from shardctl.libraries.deepspeed.layers import read_layers
 from shardctl.libraries.deepspeed.modules import read_models, read_modules
@@ -36,6 +37,7 @@ class DeepSpeedReader:
         self.models = read_models(source, files)
         self.found = CheckpointPieces()
         self.cuts = ParallelCuts(self.models, files)
+        self.experts = AutomaticExperts(self.models)
 
     def manifest(self, name: str) -> Manifest:
         """Read everything but tensor data."""
@@ -50,7 +52,7 @@ class DeepSpeedReader:
             found.world = max((state.data_parallel or 1 for state in self.models.values()), default=1)
             for rank, state in self.models.items():
                 read_optimizer(rank, state, found)
-        read_modules(self.source, files, self.models, found)
+        read_modules(self.source, files, self.models, found, self.experts)
         read_layers(self.source, files, self.models, found)
         master = self._uses_master()
         weights = self._weights(use_master=master)
@@ -69,7 +71,7 @@ class DeepSpeedReader:
 
     def _read_partitions(self) -> None:
         try:
-            read_partitions(self.source, self.files, self.models, self.found)
+            read_partitions(self.source, self.files, self.models, self.found, self.experts)
         except MissingRankError as error:
             if self.weights != "module":
                 raise
@@ -158,7 +160,9 @@ class DeepSpeedReader:
 
     def _tensor(self, pieces: TensorPieces, name: str, called: str, ties: tuple[str, ...] = ()) -> Tensor:
         cut = None
-        if pieces is self.found.module or not self.files.universal:  # the converter put the others together
+        if self.experts.holds(name) and not self.files.universal:
+            cut = self.experts.cut(name, pieces.shapes(name), by_expert=pieces is self.found.module)
+        elif pieces is self.found.module or not self.files.universal:  # the converter put the others together
             cut = self.cuts.cut(name, pieces.shapes(name), trained=name in self.found.parameters)
         return pieces.tensor(name, called, cut, ties)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
     from shardctl.libraries.deepspeed.geometry import FlatPartition
     from shardctl.libraries.deepspeed.model_states import ModelState
     from shardctl.libraries.deepspeed.optimizer_states import OptimizerState
@@ -22,9 +23,9 @@ _EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
 class ExpertNames:
     """The experts that each rank of one model has, told from the names of parameters."""
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, state: ModelState, automatic: AutomaticExperts) -> None:
         self._path = state.path
-        self._automatic = state.automatic_experts
+        self._automatic = automatic
         self._turned = bool(state.config.get("use_data_before_expert_parallelism"))
         found: dict[str, set[str]] = {}
         for group in state.groups or ():
@@ -35,15 +36,17 @@ class ExpertNames:
         self._count = {prefix: len(numbers) for prefix, numbers in found.items()}
         """Experts of each layer on one rank."""
 
-    def name(self, name: str, part: FlatPartition, held: OptimizerState) -> str:
-        """Return what the whole model calls a parameter that a rank has in a part of its own.
+    def place(self, name: str, part: FlatPartition, held: OptimizerState, rank: int) -> tuple[str, int]:
+        """Return what the whole model calls a parameter, and which rank of those that have parts of it has this one.
 
+        That is the model-parallel `rank`, or the expert-parallel one for an array of experts.
         Raises UnsupportedError for parameters that are divided among ranks in a way that the names do not tell.
         """
         if part.divided == 1:
-            return name
+            return name, rank
         m = _EXPERT.fullmatch(name)
-        if m is None or self._automatic:
+        automatic = self._automatic.holds(name)
+        if m is None and not automatic:
             raise UnsupportedError(
                 f"{held.path}: {name!r} is divided among {part.divided} kinds of ranks, and its name does not say how",
                 hint="DeepSpeed's ds_to_universal.py makes a Universal Checkpoint of it, which shardctl reads",
@@ -53,4 +56,6 @@ class ExpertNames:
                 f"{self._path} was saved with use_data_before_expert_parallelism, whose order of ranks is not known",
                 hint="--weights module reads the experts' own files",
             )
-        return f"{m[1]}{part.kind * self._count[m[1]] + int(m[2])}{m[3]}"
+        if m is None or automatic:
+            return name, part.kind
+        return f"{m[1]}{part.kind * self._count[m[1]] + int(m[2])}{m[3]}", rank

@@ -63,7 +63,7 @@ def sort_files(source: Source) -> dict[str, DeepSpeedFiles]:
     found: dict[str, DeepSpeedFiles] = {}
     for path in source.files():
         for folder in _list_folders(path):
-            files = found.get(folder) or DeepSpeedFiles(folder)
+            files = found[folder] if folder in found else DeepSpeedFiles(folder)
             if _sort_file(files, path, path[len(folder) :]):
                 found[folder] = files
                 break

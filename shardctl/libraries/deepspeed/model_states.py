@@ -61,8 +61,8 @@ class ModelState:
     """DeepSpeed's configuration."""
     universal: dict[Any, Any] = field(default_factory=dict)
     """How tensor-parallel parts fit together (`universal_checkpoint_info`)."""
-    automatic_experts: bool = False
-    """Whether DeepSpeed's AutoEP divided the experts."""
+    expert_layers: list[Any] = field(default_factory=list)
+    """Which layers' experts DeepSpeed's AutoEP divided, and how."""
     saved: SavedFile | None = None
 
 
@@ -98,7 +98,7 @@ def read_model_state(source: Source, path: str) -> ModelState:
     found.optimizer = tree.get("optimizer")
     found.config = as_dict(tree.get("ds_config"))
     found.universal = as_dict(tree.get("universal_checkpoint_info"))
-    found.automatic_experts = bool(as_list(tree.get("ds_autoep_layers")) or as_list(tree.get("autoep_layers")))
+    found.expert_layers = as_list(tree.get("ds_autoep_layers")) or as_list(tree.get("autoep_layers"))
     return found
 
 

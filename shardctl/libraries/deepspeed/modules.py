@@ -13,6 +13,7 @@ from shardctl.libraries.torch_save.reading import open_saved
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
     from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
     from shardctl.libraries.deepspeed.model_states import ModelState
@@ -46,14 +47,21 @@ def read_models(source: Source, files: DeepSpeedFiles) -> dict[int, ModelState]:
 
 
 def read_modules(
-    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+    source: Source,
+    files: DeepSpeedFiles,
+    models: Mapping[int, ModelState],
+    found: CheckpointPieces,
+    automatic: AutomaticExperts,
 ) -> None:
     """Note where everything is that the module has itself."""
     for rank, state in models.items():
         shapes = dict(state.frozen_shapes)
         for group in state.groups or ():
             shapes |= group
-        for name, array in state.module.items():
+        for given, array in state.module.items():
+            name = automatic.find_router(given, state.module) or given
+            if name != given:
+                found.ties[given] = name
             real = shapes.get(name, array.shape) == array.shape  # stage 3 leaves empty tensors in place of parameters
             if real and name not in state.shared:
                 found.module.add_array(name, rank, array)
@@ -64,7 +72,10 @@ def read_modules(
         saved = open_saved(source, path)
         held, others = collect_tensors(saved, saved.tree)
         for name, array in held.items():
-            found.module.add_array(name, rank, array)
+            if automatic.holds(name):
+                found.module.add_array(*automatic.locate(name, array))
+            else:
+                found.module.add_array(name, rank, array)
         found.others += [(key, path) for key in others]
 
 

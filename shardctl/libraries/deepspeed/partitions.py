@@ -16,6 +16,7 @@ from shardctl.libraries.deepspeed.values import FileArray
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
     from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
     from shardctl.libraries.deepspeed.geometry import ElementRun
@@ -28,7 +29,11 @@ _FLOAT: Final = BY_NAME["F32"]
 
 
 def read_partitions(
-    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+    source: Source,
+    files: DeepSpeedFiles,
+    models: Mapping[int, ModelState],
+    found: CheckpointPieces,
+    automatic: AutomaticExperts,
 ) -> None:
     """Read every `*_optim_states.pt`, and note where the parts of each parameter are.
 
@@ -39,7 +44,7 @@ def read_partitions(
         own = {data: path for (model, data), path in files.optimizer.items() if model == rank}
         if not own:
             raise _build_missing_error(files, rank, 0)
-        _RankPartitions(source, files, found, rank, state).read(own)
+        _RankPartitions(source, files, found, rank, state, automatic).read(own)
 
 
 def add_number(pieces: TensorPieces, name: str, rank: int, number: FileArray | float) -> None:
@@ -56,7 +61,13 @@ class _RankPartitions:
     """One model-parallel rank: the files of all its data-parallel ranks."""
 
     def __init__(
-        self, source: Source, files: DeepSpeedFiles, found: CheckpointPieces, rank: int, state: ModelState
+        self,
+        source: Source,
+        files: DeepSpeedFiles,
+        found: CheckpointPieces,
+        rank: int,
+        state: ModelState,
+        automatic: AutomaticExperts,
     ) -> None:
         self.source = source
         self.files = files
@@ -66,7 +77,7 @@ class _RankPartitions:
         if state.groups is None:
             raise SourceError(f"{state.path} does not say what is in the flat partitions (param_shapes)")
         self.groups = state.groups
-        self.experts = ExpertNames(state)
+        self.experts = ExpertNames(state, automatic)
         self.members: list[dict[str, None]] = [{} for _ in self.groups]
         """The parameters of each flat group."""
 
@@ -120,20 +131,21 @@ class _RankPartitions:
         else:
             runs = dict(list_joined_runs(shapes, flats.part, flats.length, flats.paddings))
             _check_mapped(held.path, runs, flats)
-        called = {name: self.experts.name(name, flats.part, held) for name in shapes}
-        self.found.parameters |= dict.fromkeys(called.values())
-        self.members[number] |= dict.fromkeys(called.values())
+        places = {name: self.experts.place(name, flats.part, held, self.rank) for name in shapes}
+        called = dict.fromkeys(name for name, _ in places.values())
+        self.found.parameters |= called
+        self.members[number] |= called
         for name, shape in shapes.items():
             if not prod(shape):
-                self.found.master.empty(called[name], self.rank, shape, flats.master.dtype)
+                self.found.master.empty(*places[name], shape, flats.master.dtype)
         arrays = [(self.found.master, flats.master)]
         arrays += [(self.found.state(state), array) for state, array in flats.states.items()]
         numbers = [(self.found.state(state), value) for state, value in flats.numbers.items()]
         for name, run in runs.items():
             for pieces, array in arrays:
-                pieces.add_run(called[name], self.rank, shapes[name], array, run)
+                pieces.add_run(*places[name], shapes[name], array, run)
             for pieces, value in numbers:
-                add_number(pieces, called[name], self.rank, value)
+                add_number(pieces, *places[name], value)
         self.found.others += [(f"{state} of group {number}", held.path) for state in flats.strange]
 
 

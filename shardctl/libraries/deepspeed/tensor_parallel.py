@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.deepspeed.affine_maps import AffineMaps
 from shardctl.libraries.deepspeed.patterns import NamePatterns
 from shardctl.libraries.deepspeed.pieces import TensorCut
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
@@ -45,6 +46,7 @@ class ParallelCuts:
         self.ranks = said or (layers if files.layers else len(models))
         """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
         self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
+        self._maps = AffineMaps(self._info)
         self._said_of: dict[str, NamePatterns] = {}
         """By key, the patterns of names that the rules have there."""
         self._known: dict[object, TensorCut | None] = {}
@@ -64,7 +66,8 @@ class ParallelCuts:
                     f"{name!r} is {list(shape)} on one pipeline stage and {list(by_rank[rank % self.ranks])}"
                 )
         alike = len(set(by_rank.values())) == 1
-        if self.ranks == 1 or (alike and not (trained and all(by_rank.values()))):
+        cut = all(by_rank.values()) and (trained or self._maps.describe(name))
+        if self.ranks == 1 or (alike and not cut):
             return None
         if len(by_rank) != self.ranks:
             raise SourceError(f"{name!r} is on {len(by_rank)} of {self.ranks} tensor-parallel ranks")
@@ -86,6 +89,9 @@ class ParallelCuts:
             )
         if self._said(_UNSUPPORTED, name):
             raise UnsupportedError(f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_HINT)
+        described = self._maps.find(name, shapes)
+        if described is not None:
+            return described.shape, dict(described.parts)
         if self._said(_WHOLE, name):
             if len(set(shapes.values())) > 1:
                 raise SourceError(f"{name!r} should be whole on every rank, but has the shapes {list(shapes.values())}")
