@@ -130,7 +130,7 @@ class RankActivations:
         self.anatomy = anatomy
         divided = self.runtime.sequence_parallel and work.sequence_parallel
         self.parts = mesh.degree("tp") if divided else 1
-        microbatches = work.microbatches or len(stages)
+        microbatches = work.count_passes(len(stages))
         virtual = work.virtual_stages
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)

@@ -127,7 +127,7 @@ def find_fewest_by_type(
     for name in types:
         other = narrow_inventory(inventory, name)
         fewest = find_fewest_devices(AllowedDegrees(other, sequence), estimator(other), space=space, budget=budget)
-        devices, candidate = fewest or (None, None)
+        devices, candidate = (fewest.devices, fewest.candidate) if fewest else (None, None)
         found.append(FewestDevices(name, devices, other.nbytes, candidate))
     return tuple(found)
 

@@ -51,6 +51,8 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
 }
 _MODULES: Final = get_args(RecomputedModule)
 """What `recompute_modules`, a list, may name."""
+_MOMENTS: Final = ("F32", "F16", "BF16", "F8_E4M3")
+"""What `moment_dtypes`, a list of two, may name."""
 _TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
 
 
@@ -195,8 +197,7 @@ def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mes
             raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
     for key, value in values.items():
         _check_field(key, value, where)
-    if "recompute_modules" in values:
-        values["recompute_modules"] = tuple(cast("list[str]", values["recompute_modules"]))
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     if values.get("virtual_stages", 1) > 1:  # as --vp does
         values.setdefault("schedule", "interleaved")
     return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number, cast("Counter", counter))
@@ -227,8 +228,13 @@ def _check_field(key: str, value: object, where: str) -> None:
     elif key == "recompute_modules":
         good = isinstance(value, list) and bool(value) and all(name in _MODULES for name in value)
         expected = f"a list of {', '.join(_MODULES)}"
+    elif key == "moment_dtypes":
+        good = isinstance(value, list) and len(value) == len(("exp_avg", "exp_avg_sq"))
+        good = good and all(name in _MOMENTS for name in cast("list[object]", value))
+        expected = f"a list of two of {', '.join(_MOMENTS)}"
     else:
-        known = sorted({"mesh", "peak", "counter", "recompute_modules", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
+        lists = ("recompute_modules", "moment_dtypes")
+        known = sorted({"mesh", "peak", "counter", *lists, *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
         raise SourceError(f"{where} has an unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
     if not good:
         raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")

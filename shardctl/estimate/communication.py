@@ -94,7 +94,7 @@ def list_traffic(
             mesh,
             tokens=work.sequence * work.micro_batch / mesh.degree("cp"),
             width=BY_NAME[work.dtype].bits // 8,
-            times=work.microbatches or mesh.degree("pp"),
+            times=work.count_passes(mesh.degree("pp")),
             forward=2 if work.recompute == "full" else 1,
             backward=1,
             scattered=work.sequence_parallel,

@@ -80,6 +80,8 @@ class MeshCost:
     ranks: int
     device: str
     """Whose speed it is."""
+    microbatches: int | None = None
+    """Forward passes of each data-parallel rank in that time; None in serving."""
 
     @property
     def seconds(self) -> float:
@@ -119,10 +121,10 @@ def price_mesh(
     ranks = [stages[number] for number in sorted(stages)]
     if isinstance(work, TrainingWorkload):
         replicas = mesh.degree("dp") * mesh.degree("fsdp")
-        times = work.microbatches or mesh.degree("pp")
+        times = work.count_passes(mesh.degree("pp"))
         tokens = work.sequence * work.micro_batch * times * replicas
         slowest = max((pacer.training(rank, work, times) for rank in ranks), key=_sum_seconds)
-        return MeshCost(tuple(slowest), tokens, mesh.world, runs.name)
+        return MeshCost(tuple(slowest), tokens, mesh.world, runs.name, times)
     return MeshCost(
         tuple(pacer.serving(ranks, work)),
         work.batch * mesh.degree("dp") * mesh.degree("fsdp"),

@@ -94,7 +94,7 @@ def list_link_needs(
     offloading.
     """
     plan = choose_scheme(mesh, work)
-    microbatches = work.microbatches or mesh.degree("pp")
+    microbatches = work.count_passes(mesh.degree("pp"))
     tokens = work.sequence * work.micro_batch // mesh.degree("cp")
     shared = mesh.degree("fsdp") * (plan.sharers if work.zero else 1)
     found = (

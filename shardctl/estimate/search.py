@@ -106,6 +106,24 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallestCluster:
+    """The fewest devices on which some mesh fits, and what is known of fewer."""
+
+    candidate: MeshCandidate
+    refused: int
+    """The most devices below these that were tried, on which no mesh fits; 0 if none were."""
+    least: int
+    """The devices that hold together what all must hold, below which nothing can fit."""
+    every: bool
+    """Whether nothing fits on any fewer: each number was tried, or has no room for what all must hold."""
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.candidate.mesh.world
+
+
+@dataclass(frozen=True, slots=True)
 class QuickChecks:
     """What rules meshes out before all of their ranks are estimated."""
 
@@ -212,13 +230,13 @@ def find_fewest_devices(
     most: int = MOST_DEVICES,
     quick: QuickChecks | None = None,
     together: int = 0,
-) -> tuple[int, MeshCandidate] | None:
-    """Find the fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
+) -> SmallestCluster | None:
+    """Find the fewest devices that some mesh fits on; None if `most` are too few.
 
     `quick` rules out meshes as in `search_meshes`; `together` are bytes that all devices must hold together in any
     mesh. Tried is every number within a node and, beyond, numbers of nodes: doubled until one fits, then halved
     between that and the last that did not. That is the fewest as long as more nodes can hold what fewer do, which
-    experts or layers that many a number does not divide can spoil.
+    experts or layers that many a number does not divide can spoil; the result says what was tried.
     """
     low, high, best = 0, 0, None
     for high in _list_device_counts(space.per_node, most):
@@ -238,7 +256,9 @@ def find_fewest_devices(
             low = middle
         else:
             high, best = middle, fitting
-    return high, best
+    least = -(-together // budget)
+    every = high <= space.per_node or least > low
+    return SmallestCluster(best, low, least, every)
 
 
 def _list_device_counts(per_node: int, most: int) -> Iterator[int]:

@@ -59,7 +59,7 @@ def build_timeline(
         build_passing_hold(holding, mesh, work, choose_scheme(mesh, work)),
         RankActivations(anatomy, holding, mesh, work, stages) if anatomy is not None else None,
         layers=holding.layers,
-        microbatches=work.microbatches or len(stages),
+        microbatches=work.count_passes(len(stages)),
     )
 
 

@@ -51,7 +51,7 @@ def build_passing_hold(holding: RankHolding, mesh: Mesh, work: TrainingWorkload,
     """Build what the runtime of `plan` holds for moments of a step on the ranks of `holding`."""
     if plan.runtime == "units":
         piped = mesh.degree("pp") > 1
-        waits = (piped or plan.zero == 1) and (work.microbatches or mesh.degree("pp")) > 1
+        waits = (piped or plan.zero == 1) and work.count_passes(mesh.degree("pp")) > 1
         ranks = mesh.degree("fsdp") * (plan.sharers if plan.zero else 1)
         return UnitTransients(holding, plan, ranks=ranks, waits=waits)
     if plan.runtime == "autocast":

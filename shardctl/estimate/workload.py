@@ -120,6 +120,14 @@ class TrainingWorkload:
     float8_gathered: bool = False
     """Whether FSDP2 gathers the matrices of layers in float8."""
 
+    def count_passes(self, stages: int) -> int:
+        """Count forward passes per optimizer step of one data-parallel rank.
+
+        >>> TrainingWorkload(4096).count_passes(4), TrainingWorkload(4096, microbatches=16).count_passes(4)
+        (4, 16)
+        """
+        return self.microbatches or stages
+
     @property
     def flash(self) -> bool:
         """Whether attention never holds its scores."""

@@ -265,8 +265,8 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Forward passes per optimizer step of each data-parallel rank. Default: the number of stages; with "
-            "--search, as many as give all meshes equal steps.",
+            "Forward passes per optimizer step of each data-parallel rank, also of each mesh of --search. Default: the "
+            "number of stages; with --search, as many as give all meshes equal steps.",
             metavar="N",
             least=1,
         ),

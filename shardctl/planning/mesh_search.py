@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.calibrate import FittedCalibration
     from shardctl.estimate.rank_estimate import RankEstimate
+    from shardctl.estimate.search import SmallestCluster
     from shardctl.options import PlanOptions
     from shardctl.planning.estimated_model import EstimatedModel
 
@@ -55,8 +56,8 @@ class MeshExploration:
     """What was found among all meshes of some devices."""
 
     found: SearchResult
-    fewest: MeshCandidate | None
-    """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
+    fewest: SmallestCluster | None
+    """The fewest devices on which anything fits; None without a device, or if nothing does."""
     sequences: int | None = None
     """In training, the sequences of one optimizer step, which are the same for every mesh."""
     calibration: FittedCalibration | None = None
@@ -231,7 +232,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
     fewest, quick = None, QuickChecks()
     if budget is not None:
         fewest, quick = _find_fewest(explorer, budget)
-    devices = plan_options.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
+    devices = plan_options.devices or (mesh.world if mesh else None) or (fewest.devices if fewest else 1)
 
     def search(one: MeshExplorer, quick: QuickChecks | None, *, closest: bool = True) -> SearchResult:
         pricer = one.price if one.work is not None else None
@@ -244,7 +245,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
 
     found = search(explorer, quick)
     step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
-    made = MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
+    made = MeshExploration(found, fewest, step, explorer.calibration)
     if budget is None or found.ranked or work is None:
         return made
 
@@ -257,10 +258,10 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         return replace(made, settings=settings)
     leaner = explorer.with_settings(about, replace(work, recompute="full", recompute_every=1))
     few, _ = _find_fewest(leaner, budget)
-    return replace(made, recomputed=few[1] if few else None)
+    return replace(made, recomputed=few.candidate if few else None)
 
 
-def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[tuple[int, MeshCandidate] | None, QuickChecks]:
+def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[SmallestCluster | None, QuickChecks]:
     """Find the fewest devices on which some mesh fits; with the checks that ruled others out."""
     dense, expert = explorer.once(expert=False), explorer.once(expert=True)
     quick = explorer.build_checks()

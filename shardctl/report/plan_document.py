@@ -58,7 +58,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "needs": [_build_needs(terms) for terms in groups],
         "timeline": build_moments_document(result.forecast.estimate.binding),
         "replication": result.replication,
-        "purpose": _build_purpose(result.forecast),
+        "purpose": _build_purpose(result.forecast, result.mesh.degree("pp")),
         "device": _build_device(result.forecast),
         "verdict": _build_verdict(result.forecast),
         "cost": _build_cost(result.forecast.cost) if result.forecast.cost else None,
@@ -121,14 +121,16 @@ def _build_term(term: MemoryTerm) -> Document:
     }
 
 
-def _build_purpose(seen: WorkloadEstimate) -> Document:
-    use = None
-    if seen.work is not None:
-        use = "serve" if isinstance(seen.work, ServingWorkload) else "train"
+def _build_purpose(seen: WorkloadEstimate, stages: int) -> Document:
+    use, passes = None, {}
+    if isinstance(seen.work, ServingWorkload):
+        use = "serve"
+    elif seen.work is not None:
+        use, passes = "train", {"microbatches": seen.work.count_passes(stages)}
     return {
         "use": use,
         "why_not": seen.unmodelled,
-        "workload": asdict(seen.work) if seen.work is not None else None,
+        "workload": asdict(seen.work) | passes if seen.work is not None else None,
         "quantised": seen.quantised or None,
         "dequantised": seen.dequantised,
         "longest_context": seen.longest_context,
@@ -208,6 +210,7 @@ def _build_calibration(fitted: FittedCalibration) -> Document:
             {
                 "line": one.measurement.line,
                 "mesh": build_mesh_fields(one.measurement.mesh),
+                "microbatches": one.measurement.work.count_passes(one.measurement.mesh.degree("pp")),
                 "counter": one.measurement.counter,
                 "peak_bytes": one.measurement.peak,
                 "before_bytes": one.before,
@@ -227,7 +230,8 @@ def _build_search(explored: MeshExploration) -> Document:
         "rejected": [
             {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected
         ],
-        "fewest": _build_candidate(fewest) if fewest else None,
+        "fewest": _build_candidate(fewest.candidate) if fewest else None,
+        "fewer": {"refused": fewest.refused, "least": fewest.least, "all_tried": fewest.every} if fewest else None,
         "settings": [
             {
                 "options": one.options,
@@ -258,6 +262,7 @@ def _build_cost(cost: MeshCost) -> Document:
         "device": cost.device,
         "seconds": cost.seconds,
         "tokens": cost.tokens,
+        "microbatches": cost.microbatches,
         "device_seconds_per_token": cost.score,
         "shares": [
             {"name": s.name, "seconds": s.seconds, "moved_bytes": s.nbytes, "formula": s.formula} for s in cost.shares

@@ -307,8 +307,9 @@ def format_workload(planned: PlanResult) -> str:
         engine = f", {work.budget.engine} with {work.budget.utilization:g} of the device" if work.budget else ""
         return f"serve: {format_plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}{shared}{engine}"
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
-    many = "microbatch" if work.microbatches == 1 else "microbatches"
-    steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""
+    passes = work.count_passes(planned.mesh.degree("pp"))
+    many = "microbatch" if passes == 1 else "microbatches"
+    steps = f", {passes:,} {many}{piped}" if work.microbatches or passes > 1 else ""
     modules = (
         f" ({', '.join(work.recompute_modules)})"
         if work.recompute == "selective" and work.recompute_modules != ("core_attn",)

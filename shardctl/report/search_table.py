@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.estimate.cost import MeshCost
-    from shardctl.estimate.search import MeshCandidate, MeshRejection
+    from shardctl.estimate.search import MeshCandidate, MeshRejection, SmallestCluster
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.settings_search import SettingsCandidate
 
@@ -45,17 +45,24 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
     else:
         parts.append(render_line(f"no mesh of {format_plural(found.devices, 'device')} fits", "bold red"))
         parts += _render_settings(explored)
-    if explored.fewest is not None and explored.fewest.mesh.world != found.devices:
-        few = explored.fewest
-        one = few.mesh.world == 1
-        parts.append(
-            render_line(f"the fewest that fit: {'one device' if one else f'{few.mesh.world:,}, as {few.mesh}'}")
-        )
+    if explored.fewest is not None and explored.fewest.devices != found.devices:
+        parts.append(render_line(f"the fewest that fit: {_format_fewest(explored.fewest)}"))
     shown = found.rejected if everything else _select_rejections(found.rejected, _REJECTED)
     if shown:
         parts.append(render_line(f"not possible, or too large: {len(found.rejected):,}"))
         parts.append(render_table([(one.what, one.reason) for one in shown], indent=2))
     return parts
+
+
+def _format_fewest(few: SmallestCluster) -> str:
+    """Format the fewest devices, and what is known of fewer where not every number was tried."""
+    if few.devices == 1:
+        return "one device"
+    known = f"{few.devices:,}, as {few.candidate.mesh}"
+    if few.every:
+        return known
+    least = f", on fewer than {few.least:,} none can" if few.least > 1 else ""
+    return f"{known}; on {few.refused:,} no mesh does{least}, and not every number between was tried"
 
 
 def _render_settings(explored: MeshExploration) -> list[RenderableType]:

@@ -247,6 +247,48 @@ def test_a_schedule_is_that_of_a_pipeline(say):
     assert "tokens a rank, 4 microbatches, 1f1b, adamw" in say("plan", LLAMA, "--pp", "2", *options).out
 
 
+def test_microbatches_are_the_passes_of_a_rank_in_a_plan_a_search_and_a_log(document, say, tmp_path):
+    """Of one rank of data parallelism in one step, wherever they are said or left out."""
+
+    def ask(*options):
+        return document(LLAMA, "--for", "train", "--gpu", "b200", *options)
+
+    assert ask("--pp", "4")["purpose"]["workload"]["microbatches"] == 4
+    assert ask("--pp", "4", "--microbatches", "6")["purpose"]["workload"]["microbatches"] == 6
+    assert "a rank, 4 microbatches, 1f1b" in say("plan", LLAMA, "--for", "train", "--pp", "4").out
+    for given, passes in (((), None), (("--microbatches", "6"), 6)):
+        search = ask("--search", "--gpus", "8", *given)["search"]
+        assert search["sequences"] == (None if passes else 8)
+        for one in search["ranked"]:
+            axes = one["mesh"]["axes"]
+            replicas = axes["dp"] * axes["fsdp"]
+            assert one["cost"]["microbatches"] == (passes or 8 // replicas)
+            assert one["cost"]["tokens"] == one["cost"]["microbatches"] * replicas * 8192
+    lines = [
+        {"mesh": "pp=4", "peak": 90 << 30},
+        {"mesh": "fsdp=8", "peak": 140 << 30, "sequence": 16384, "microbatches": 2},
+    ]
+    log = tmp_path / "peaks.log"
+    log.write_text("\n".join(map(json.dumps, [*lines, {"mesh": "fsdp=8", "sequence": 4096, "peak": 38 << 30}])))
+    for given, passes in (((), [4, 2, 1]), (("--microbatches", "6"), [6, 2, 6])):
+        found = ask("--pp", "4", "--calibrate", log, *given)["calibration"]["lines"]
+        assert [one["microbatches"] for one in found] == passes
+
+
+def test_what_is_known_of_fewer_devices_is_said(document, say):
+    """Where not every number was tried, planning with the most that was refused fits no mesh."""
+    options = (PUBLIC / "llama-3.1-405b.json", "--for", "train", "--recompute", "full", "--search", "--gpu", "h100-80g")
+    search = document(*options)["search"]
+    assert search["devices"] == search["fewest"]["mesh"]["ranks"] > 8
+    fewer = search["fewer"]
+    assert fewer["least"] <= fewer["refused"] == search["devices"] - 8
+    assert not fewer["all_tried"]
+    found = document(*options, "--gpus", fewer["refused"])
+    assert not found["search"]["ranked"]
+    shown = say("plan", *options, "--gpus", fewer["refused"]).out
+    assert f"; on {fewer['refused']:,} no mesh does, on fewer than {fewer['least']:,} none can" in shown
+
+
 def test_the_moments_of_a_step_are_shown(document, say, tmp_path):
     options = (LLAMA, "--for", "train", "--mesh", "fsdp=8", "--microbatches", "1")
     found = document(*options)

@@ -198,3 +198,12 @@ def test_a_log_may_say_which_modules_are_recomputed():
     for wrong in ("moe_act", [], ["attention"], [1]):
         with pytest.raises(SourceError, match="a list of core_attn"):
             parse_measurements(json.dumps(line | {"recompute_modules": wrong}), TrainingWorkload(8))
+
+
+def test_a_log_may_say_the_types_of_both_moments():
+    line = {"zero": 1, "moment_dtypes": ["BF16", "F32"], "peak": GB}
+    (parsed,) = parse_measurements(json.dumps(line), TrainingWorkload(8, profile="megatron"))
+    assert parsed.work.moment_dtypes == ("BF16", "F32")
+    for wrong in ("BF16", [], ["BF16"], ["bf16", "F32"], [1, 2], ["BF16", "F32", "F32"], [["BF16"], "F32"]):
+        with pytest.raises(SourceError, match="a list of two of F32"):
+            parse_measurements(json.dumps(line | {"moment_dtypes": wrong}), TrainingWorkload(8))

@@ -199,16 +199,19 @@ def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     inventory = stock(LLAMA_3_70B)
     law = AllowedDegrees(inventory)
     budget = H100.usable_bytes
-    devices, one = find_fewest_devices(law, estimator(inventory), space=SERVE, budget=budget)
-    assert (devices, one.mesh) == (2, Mesh.of(tp=2))
-    assert find_fewest_devices(law, estimator(inventory), space=SERVE, budget=inventory.nbytes)[0] == 1
-    devices, one = find_fewest_devices(
-        AllowedDegrees(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget
-    )
-    assert (devices, one.mesh.world) == (88, 88)
-    assert (
-        find_first_fit(80, AllowedDegrees(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
-    )
+    few = find_fewest_devices(law, estimator(inventory), space=SERVE, budget=budget)
+    assert (few.devices, few.candidate.mesh) == (2, Mesh.of(tp=2))
+    assert (few.refused, few.every) == (1, True)
+    assert find_fewest_devices(law, estimator(inventory), space=SERVE, budget=inventory.nbytes).devices == 1
+    large = AllowedDegrees(llama_405b()), estimator(llama_405b(), 9)
+    few = find_fewest_devices(*large, space=TRAIN, budget=budget)
+    assert (few.devices, few.candidate.mesh.world) == (88, 88)
+    assert (few.refused, few.least, few.every) == (80, 0, False)
+    assert find_first_fit(few.refused, *large, space=TRAIN, budget=budget) is None
+    assert find_first_fit(few.devices, *large, space=TRAIN, budget=budget).mesh == few.candidate.mesh
+    for devices, every in ((80, False), (81, True)):  # as many hold what all must hold together
+        few = find_fewest_devices(*large, space=TRAIN, budget=budget, together=devices * budget)
+        assert (few.devices, few.least, few.every) == (88, devices, every)
     assert find_fewest_devices(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
 
 
@@ -216,8 +219,9 @@ def test_within_a_node_every_number_of_devices_is_tried():
     inventory = stock(LLAMA_3_70B)
     for devices in (3, 5, 7):
         budget = 1.1 * inventory.nbytes / devices
-        found, one = find_fewest_devices(AllowedDegrees(inventory), estimator(inventory), space=SERVE, budget=budget)
-        assert (found, one.mesh) == (devices, Mesh.of(pp=devices))
+        few = find_fewest_devices(AllowedDegrees(inventory), estimator(inventory), space=SERVE, budget=budget)
+        assert (few.devices, few.candidate.mesh) == (devices, Mesh.of(pp=devices))
+        assert (few.refused, few.every) == (devices - 1, True)
 
 
 def test_experts_may_each_be_alone():
@@ -277,8 +281,8 @@ def test_training_may_share_what_serving_keeps():
     tenth = estimator(inventory, 0.1)
     shared = search_meshes(2, law, tenth, space=TRAIN, budget=budget)
     assert Mesh.of(dp=2) in [one.mesh for one in shared.ranked]
-    assert find_fewest_devices(law, tenth, space=TRAIN, budget=budget)[0] == 1
-    assert find_fewest_devices(law, tenth, space=SERVE, budget=budget)[0] == 2
+    assert find_fewest_devices(law, tenth, space=TRAIN, budget=budget).devices == 1
+    assert find_fewest_devices(law, tenth, space=SERVE, budget=budget).devices == 2
 
 
 def test_a_search_over_experts_stays_bounded():

@@ -68,7 +68,7 @@ def test_nothing_is_searched_where_something_fits():
 def test_where_no_settings_are_enough_the_devices_that_recomputation_needs_are_named(monkeypatch):
     monkeypatch.setattr(mesh_search, "search_settings", lambda *_: ())
     found = searched("llama-3.1-405b", "h200", 64, use="train").explored
-    assert found.recomputed.mesh.world <= 64 < found.fewest.mesh.world
+    assert found.recomputed.mesh.world <= 64 < found.fewest.devices
 
 
 def test_what_is_offloaded_is_counted_for_the_host():

@@ -134,7 +134,7 @@ def _draw_schedule(planned: PlanResult) -> dict[str, Any] | None:
     work, stages = planned.forecast.work, planned.mesh.degree("pp")
     if not isinstance(work, TrainingWorkload) or stages == 1:
         return None
-    microbatches = work.microbatches or stages
+    microbatches = work.count_passes(stages)
     bubble = compute_bubble(stages, microbatches, work.schedule, work.virtual_stages)
     chunks = f", {work.virtual_stages} chunks a stage" if work.schedule == "interleaved" else ""
     return {
