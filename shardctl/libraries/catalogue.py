@@ -14,6 +14,7 @@ from shardctl.libraries.deepseek import writing as deepseek_writing
 from shardctl.libraries.deepspeed import reading as deepspeed
 from shardctl.libraries.deepspeed import writing as deepspeed_writing
 from shardctl.libraries.diffusers import reading as diffusers
+from shardctl.libraries.grok import reading as grok
 from shardctl.libraries.megatron import arrays as megatron_arrays
 from shardctl.libraries.megatron import dist_arrays, dist_reading, dist_writing, legacy_reading, legacy_writing
 from shardctl.libraries.meta import llama4_arrays as meta_arrays
@@ -65,6 +66,7 @@ LIBRARIES: Final = (
     KnownLibrary(trtllm.FORMAT, trtllm_writing.LAYOUT, trtllm_arrays.SCHEMA),
     KnownLibrary(deepseek.FORMAT, deepseek_writing.LAYOUT, deepseek_arrays.SCHEMA),
     KnownLibrary(vllm.FORMAT, vllm_writing.LAYOUT, vllm_arrays.SCHEMA),
+    KnownLibrary(grok.FORMAT),
     KnownLibrary(orbax.FORMAT, orbax_writing.LAYOUT),
     KnownLibrary(diffusers.FORMAT),
 )

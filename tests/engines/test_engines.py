@@ -415,7 +415,7 @@ class TestVllm:
         assert len(found) == mesh.world
         for number, (local, remote) in enumerate(found):
             place = mesh.coordinate(number)
-            prefix = f"pp-{place['pp']}-tp-{place['tp']}" if "pp" in place else f"rank-{number}"
+            prefix = f"pp-{place['pp']}-tp-{place['tp']}" if mesh.degree("pp") > 1 else f"rank-{number}"
             assert local == remote == [name for name in names if name.startswith(f"model-{prefix}-part-")]
             assert len(local) > 1
 

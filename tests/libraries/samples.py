@@ -124,6 +124,24 @@ def read_result(folder: Path) -> Mapping[str, torch.Tensor]:
     }
 
 
+def write_grok(folder: Path) -> None:
+    """The Llama's tensors in files like those of Grok-2: feed-forward layers in a part for each of two ranks."""
+    folder.mkdir()
+    shutil.copy(LLAMA / "config.json", folder)
+    cuts = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+    tensors = {"": {}} | {module: {} for module in cuts}
+    for name, tensor in read_llama().items():
+        module = name.split(".")[-2]
+        tensors[module if module in cuts else ""][name] = tensor
+    for number, (module, found) in enumerate(tensors.items()):
+        parts = {"common": found}
+        if module:
+            halves = {name: tensor.chunk(2, cuts[module]) for name, tensor in found.items()}
+            parts = {f"{n:03d}": {name: half[n].clone() for name, half in halves.items()} for n in range(2)}
+        for part, some in parts.items():
+            save_file(some, folder / f"pytorch_model-{number:05d}-TP-{part}.safetensors")
+
+
 TWO = Mesh.of(tp=2)
 UNKNOWN = {"*": "has no tensor"}
 FOLDERS = {"name *": "cannot be the name of a folder"}
@@ -203,6 +221,12 @@ READERS = {
             "model-rank-0-*": "there is no file of rank 0",
             "model-rank-1-*": "model.embed_tokens.weight has shape [32, 32], but the model gives it [64, 32]",
         },
+    ),
+    "grok": ReaderSample(
+        make=write_grok,
+        ignored=CONFIG,
+        said={"*-common.safetensors": "a file numbered 00000 is missing"},
+        no_replicas="ranks divide the tensors among them",
     ),
     "orbax": ReaderSample(
         make=copy_fixture("orbax/ocdbt"),

@@ -1,0 +1,1 @@
+"""Reads Grok-2 as xAI publishes it."""
