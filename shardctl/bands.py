@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -17,6 +16,7 @@ import numpy as np
 from shardctl.affine import decode_affine, encode_affine
 from shardctl.box import Box, BoxIndex
 from shardctl.manifest import ConstantFill, compute_dense_strides, narrow_chunk
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -257,7 +257,7 @@ def build_unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = Non
     return (*slices, ...)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _StridedPiece:
     """A part of a strided region that one call can move."""
 
@@ -281,7 +281,7 @@ class _StridedPiece:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _GapLimits:
     """Which gapped pieces are moved in one call; one that is dense on both sides may have any size."""
 

@@ -12,7 +12,6 @@ without payload: torch 2.13 drops signs or keeps payloads, depending on the dtyp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from shardctl.errors import UsageError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CastReport:
     """What a cast did that its caller must tell."""
 
@@ -35,7 +35,7 @@ class CastReport:
     """Finite values that became infinite."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _CastTarget:
     """The bit patterns of a type that can be cast to."""
 

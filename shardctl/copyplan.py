@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
@@ -53,7 +52,7 @@ class TensorCopy:
         return sum(chunk.dtype.nbytes(chunk.box.shape) for chunk in self.target.chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CopyPlan:
     """Everything that must be copied to turn one manifest into another."""
 

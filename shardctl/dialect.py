@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from shardctl.mesh import Mesh
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +20,7 @@ def format_rank_prefix(rank: int) -> str:
     return f"rank{rank}/"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LibraryDialect:
     """How another library spells a model: its naming scheme, and the variant of it that one checkpoint is in.
 

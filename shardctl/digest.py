@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b, shake_128
 from itertools import pairwise
@@ -26,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ _PAIR: Final = 2
 """Words of an element of 32 bits."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DigestSums:
     """The sums over some of a tensor's elements, modulo 2^64: part by part, each with its lanes.
 

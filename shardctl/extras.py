@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +25,8 @@ def format_install_command(extra: str) -> str:
 
 def _read_installed(extra: str) -> list[str]:
     """Read the packages of an extra from what was installed; none where shardctl runs without being installed."""
+    from importlib.metadata import PackageNotFoundError, requires  # loads email and calendar
+
     try:
         needed = requires("shardctl") or []
     except PackageNotFoundError:
@@ -37,6 +37,8 @@ def _read_installed(extra: str) -> list[str]:
 
 def _read_project(extra: str) -> list[str]:
     """Read the packages of an extra from the clone that this module lies in, if it does."""
+    import tomllib  # only a message needs it
+
     try:
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
     except (OSError, tomllib.TOMLDecodeError, KeyError):

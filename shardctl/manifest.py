@@ -10,7 +10,7 @@ Region(file='model.safetensors', offset=80, strides=(16, 4))
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from math import prod
 from operator import mul
@@ -48,7 +48,7 @@ class Region:
     """Bytes from one unit to the next along each dim (`DType.unit_shape`); may be in any order."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConstantFill:
     """Elements that no file holds: every unit has the same bits."""
 
@@ -121,7 +121,7 @@ def first_byte(tensor: Tensor) -> tuple[str, int]:
     return "", 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CheckpointFile:
     """A file of a checkpoint."""
 
@@ -139,7 +139,7 @@ class CheckpointFile:
 Policy = Literal["carry", "drop", "synthesise"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OpaqueObject:
     """Something in a checkpoint that is not a tensor: a tokenizer, arguments, an extra state."""
 
@@ -160,7 +160,7 @@ class OpaqueObject:
         return len(self.content) if self.content is not None else self.size
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OwnConfig:
     """A `config.json` of transformers, made from what another library keeps (Meta's `params.json`)."""
 
@@ -172,7 +172,7 @@ class OwnConfig:
     """Whether what the container calls `config.json` is that description, and none of transformers."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ParameterGroup:
     """Parameters that an optimizer treats alike."""
 
@@ -182,7 +182,7 @@ class ParameterGroup:
     """Hyper-parameters, such as `lr` and `betas`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrainingState:
     """The part of a checkpoint that only a trainer needs."""
 
@@ -205,7 +205,7 @@ class TrainingState:
     """Why optimizer states that are there are not among `states`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Manifest:
     """All tensors, files and opaque objects of a checkpoint; a source and a target are the same type."""
 

@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ _HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which two ranks must agree to hold the same weights."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Mesh:
     """A product of named axes.
 

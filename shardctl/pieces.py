@@ -42,7 +42,7 @@ class TensorShard:
         return sum(self.tensor.dtype.nbytes(box.shape) for box in self.boxes)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlacedCheckpoint:
     """A checkpoint cut for a mesh."""
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +28,7 @@ Where = Literal["first", "layer", "last"]
 """On which pipeline stage a tensor lives: the first, its layer's, or the last."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CutSection:
     """A stretch of a dim that is cut by itself, such as the q rows of a fused qkv."""
 
@@ -44,7 +44,7 @@ class CutSection:
     """Whether every rank has as many units; else each has the ceil of its share, and the last rank fewer."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AxisCut:
     """One mesh axis cutting one dim."""
 

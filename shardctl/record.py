@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
@@ -20,6 +20,7 @@ from shardctl.mesh import Mesh
 from shardctl.storage import read_bytes
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.byte_names import name_from_text, name_to_bytes, name_to_text
+from shardctl.value import value_class
 from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _DAMAGED: Final = "remove {} to read the files without it; its digests are lost 
 _READ_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StoredBox:
     """Where one box of a tensor is: an array of a file."""
 
@@ -56,7 +57,7 @@ class StoredBox:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HashedSpans:
     """The SHA-256 of what a file holds besides tensors: its header, or all of it."""
 
@@ -95,7 +96,7 @@ def _hash_spans(
     return HashedSpans(tuple(spans), state.hexdigest())
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RecordedTensor:
     """One global tensor."""
 
@@ -111,7 +112,7 @@ class RecordedTensor:
     stored: tuple[StoredBox, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CheckpointRecord:
     """Everything `shardctl.json` says."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex, make_disjoint, merge_boxes
 from shardctl.copyplan import CopyPlan
 from shardctl.manifest import ConstantFill
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.copyplan import TensorCopy
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WorkerPortion:
     """A box of a tensor that one worker moves."""
 
@@ -24,7 +25,7 @@ class WorkerPortion:
     """Whether its elements count in this worker's digest sums: of what several workers write, one of them counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WorkerShare:
     """What one worker does."""
 

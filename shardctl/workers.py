@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from shardctl.errors import Interrupted, UsageError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,7 @@ def choose_thread_count(*, far: bool = False) -> int:
     return 8 if far else min((os.cpu_count() or 1) + 1, 8)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ExecutionOptions:
     """How much is spent on a task, who watches, and who may stop it."""
 

@@ -7,7 +7,7 @@ row_parallel_linear.py, `slice_lora_a` and `slice_lora_b`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,6 +24,7 @@ from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.placement import AxisCut, PartitionSpec
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_json
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,7 +113,7 @@ def read_adapter_settings(source: Source, config_file: str = ADAPTER_CONFIG) -> 
     return parse_settings(values, merged=False)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AdapterSummary:
     """What an adapter is."""
 

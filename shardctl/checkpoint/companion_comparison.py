@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.checkpoint.config_files import CONFIG, read_config
@@ -12,6 +11,7 @@ from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors
 from shardctl.record import RECORD, SUMS
 from shardctl.training import SETTINGS
+from shardctl.value import value_class
 from shardctl.verify.config_comparison import ConfigComparison, compare_configs
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.side_files import has_same_content, is_document
@@ -28,7 +28,7 @@ _TYPE_KEYS: Final = ("dtype", "torch_dtype")
 """What the configs of a pipeline's parts say of element types."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileChange:
     """A side file that is not the same beside two checkpoints."""
 
@@ -36,7 +36,7 @@ class FileChange:
     kind: Literal["content", "only_in_a", "only_in_b"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CompanionComparison:
     """How the configs and side files of two checkpoints differ."""
 

@@ -8,13 +8,13 @@ no `quantization_config` (transformers_utils/config.py), or has one that leaves 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import complete_config
 from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file, read_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONFIG: Final = "config.json"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConfigReading:
     """What the config of a model says."""
 

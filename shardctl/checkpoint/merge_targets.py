@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
@@ -10,6 +10,7 @@ from shardctl.bands import ChunkIndex
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ _SWAPPED: Final = (0, 19)
 """The version of PEFT since which the second matrix is that of the inputs wherever experts are `[out, in]`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MergeTarget:
     """A tensor of the base, and how the matrices of a module of the adapter belong to it."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.training import add_states
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +25,7 @@ _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OpenedCheckpoint:
     """An opened source: headers read, nothing else."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardctl.checkpoint.config_files import CONFIG
@@ -10,6 +9,7 @@ from shardctl.errors import UnsupportedError, UsageError
 from shardctl.libraries.files.file_names import PIPELINE, PIPELINE_FORMAT
 from shardctl.models import find_quantisation_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PipelinePart:
     """One model of a pipeline."""
 

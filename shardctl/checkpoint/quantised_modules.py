@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
@@ -12,6 +11,7 @@ from shardctl.errors import UnsupportedError, UsageError, format_first_few
 from shardctl.models.halves import find_text_half
 from shardctl.models.quantisation import quantise_model
 from shardctl.models.quantisation.module_list import match_exact_names
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,7 @@ _PATTERNS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModuleSelection:
     """The weights that are quantised, and what the config calls the others."""
 

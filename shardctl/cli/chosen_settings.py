@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
@@ -17,6 +16,7 @@ import typer
 
 from shardctl.errors import UsageError
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _TRUE: Final = {"1": True, "true": True, "yes": True, "on": True, "0": False, "f
 _PAIR: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OptionSetting:
     """One option that a file or a variable sets."""
 
@@ -58,7 +58,7 @@ class OptionSetting:
         return f"{self.option}{'' if self.value is True else f' {self.value}'} from {self.origin}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReadSettings:
     """All settings, those that count more before the others, and where they were looked for."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -11,6 +10,7 @@ import typer
 
 from shardctl.cli import streams
 from shardctl.cli.short_help import ALL, split_first_sentence
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ def completion(
     return 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _KnownOption:
     """What can follow an option."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -30,6 +30,7 @@ from shardctl.settings import is_text
 from shardctl.shares import WorkerShare, build_share, divide_files, group_files
 from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
 from shardctl.storage.free_space import measure_free_space
+from shardctl.value import value_class
 from shardctl.version import __version__
 from shardctl.workers import StopRequest, raise_if_stopped
 
@@ -170,7 +171,7 @@ def require_object_names(work: PlannedConversion) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ShareGroups:
     """Files that one worker, or the only one, fills together and then sends."""
 

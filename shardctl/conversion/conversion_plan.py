@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -52,6 +52,7 @@ from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_cost
 from shardctl.record import DERIVED, GIVEN
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
+from shardctl.value import value_class
 from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def prepare_source_options(source_options: SourceOptions | None, reshard_options
     return replace(source_options, kv_heads="replicate") if reshard_options.to in _OWN_RANKS else source_options
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlannedConversion:
     """A conversion, worked out and not yet begun."""
 

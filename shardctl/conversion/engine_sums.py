@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.conversion.bucket_output import ShareGroups, ShareSender, scratch_directory
@@ -21,6 +21,7 @@ from shardctl.libraries.registry import scan_checkpoint
 from shardctl.manifest import Region
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
+from shardctl.value import value_class
 from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _BLOCK: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EngineSums:
     """The SHA-256 of each array of each rank."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from shardctl.record import (
     parse_record,
 )
 from shardctl.storage.crc_tracker import find_damages
+from shardctl.value import value_class
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from shardctl.execute.part import WorkerPart
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PendingRecord:
     """A record without digests, and what it takes to complete it when the parts are there, without the source."""
 

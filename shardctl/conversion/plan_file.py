@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
@@ -32,6 +32,7 @@ from shardctl.storage.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, pa
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import translate_os_errors, write_file
 from shardctl.training import add_states
+from shardctl.value import value_class
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "shardctl.plan-file/1"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SourceFileState:
     """A file of the source, as it was when the plan was made."""
 
@@ -53,7 +54,7 @@ class SourceFileState:
     """Of what its header says or of all its bytes; empty where only the size counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlanFile:
     """What a plan says."""
 
@@ -243,7 +244,7 @@ def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _PlanFileReader:
     """Takes a plan's document apart; every complaint names the key."""
 

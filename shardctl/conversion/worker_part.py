@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,7 @@ from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
+from shardctl.value import value_class
 from shardctl.version import __version__
 from shardctl.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
 
@@ -40,7 +41,7 @@ PATIENCE: Final = 60
 """Seconds to wait while other workers join, one after another, or while a result is published."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ContributeResult:
     """What one worker did."""
 
@@ -177,7 +178,7 @@ def _normalise_version(version: str) -> str:
     return modified if colon and inode.isdigit() and modified.isdigit() else version
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _WorkerRun:
     """Where one worker works."""
 

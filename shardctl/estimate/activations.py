@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
@@ -19,6 +18,7 @@ from shardctl.estimate.schedule import count_in_flight, count_losses
 from shardctl.estimate.selective import SELECTIVE_HINT, find_unselected_part
 from shardctl.estimate.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
 from shardctl.estimate.term import MemoryTerm
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ def estimate_activations(
     return found.list_terms(worst) if worst is not None else ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BackwardMoment:
     """A moment of a stage's backward pass, as far as activations go."""
 
@@ -89,7 +89,7 @@ _FROZEN: Final = 0.6
 are a quarter of what layers of Llama keep."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _AlikeLayers:
     """Layers that are alike."""
 

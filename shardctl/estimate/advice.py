@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
@@ -12,6 +12,7 @@ from shardctl.estimate.narrower_types import narrow_inventory
 from shardctl.estimate.search import MeshCandidate, find_fewest_devices
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import MOST_RANKS, Mesh
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ _SHARE_STATES: Final = 1
 _SHARE_ALL: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EstimateRequest:
     """What is asked of the estimator."""
 
@@ -43,7 +44,7 @@ class EstimateRequest:
     """The type to estimate the weights in, of `narrower.TYPES`; None for as they are stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TriedChange:
     """A change that was tried."""
 
@@ -70,7 +71,7 @@ class TriedChange:
         return f"{self.change} ({self.options}): {format_memory_size(self.nbytes)}{'' if self.fits else ', too much'}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ProposedChange:
     """A change to try."""
 
@@ -98,7 +99,7 @@ def advise_changes(
     return (*enough, *([together] if together else []), *short)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FewestDevices:
     """The fewest devices for a model in one type."""
 
@@ -144,7 +145,7 @@ def _try_change(change: _ProposedChange, attempt: Attempt, budget: int, before: 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ChangeTrials:
     """The changes to one ask, tried."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import CutError
 from shardctl.mesh import AXES, EXPERT_AXES, Mesh
 from shardctl.placement import CutSection, can_divide, check_cuts
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ _SHOWN: Final = 9
 """How many a line has room for."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshRefusal:
     """Why a mesh is not possible."""
 

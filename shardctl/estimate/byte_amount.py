@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from shardctl.value import value_class
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ByteAmount:
     """Bytes, and how they came about."""
 

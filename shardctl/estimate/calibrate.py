@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast, get_args
 
 from shardctl.errors import ShardctlError, SourceError, UsageError
@@ -20,6 +20,7 @@ from shardctl.estimate.workload import (
 )
 from shardctl.mesh import Mesh
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +57,7 @@ _MOMENTS: Final = ("F32", "F16", "BF16", "F8_E4M3")
 _TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PeakMeasurement:
     """The peak of one run."""
 
@@ -70,7 +71,7 @@ class PeakMeasurement:
     """Who counted them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CalibrationLine:
     """What became of one measurement."""
 
@@ -91,7 +92,7 @@ class CalibrationLine:
         return self.after / self.measurement.peak - 1
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FittedCalibration:
     """The fitted coefficients, and how well they do."""
 

@@ -6,13 +6,14 @@ Volumes are those of ring algorithms (Thakur et al. 2005; NVIDIA, nccl-tests, do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
 from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import EXPERT_FSDP
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ _EXPERT: Final = "Lepikhin et al. 2020, sec. 3.2; DeepSeek-AI 2024, sec. 3.2.2"
 _CONTEXT: Final = "Liu et al. 2023 (ring attention), sec. 3"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankTraffic:
     """Messages of one kind that one rank sends."""
 
@@ -175,7 +176,7 @@ def _list_serving_gathers(holding: RankHolding, mesh: Mesh) -> Iterator[RankTraf
         yield _build_collective(name, (axis,), "all-gather", mesh.degree(axis), nbytes, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ActivationSender:
     """One rank that sends activations."""
 

@@ -5,11 +5,11 @@ Rajbhandari et al. 2020 (ZeRO), sec. 3 and 5, figure 1 and table 1; what they se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
 from shardctl.estimate.communication import compute_sent_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ _FORMULAS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ShardingStrategy:
     """One way to share model states among data-parallel devices."""
 

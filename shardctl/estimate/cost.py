@@ -5,7 +5,7 @@ It ranks meshes; it is no benchmark. Every share of the time is kept with the fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +19,7 @@ from shardctl.estimate.scheme import choose_scheme
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ _FOLLOWED: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp
 """The axes of experts that are cut as all else is."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DevicePace:
     """What devices reach of what is marketed."""
 
@@ -59,7 +60,7 @@ class DevicePace:
     """The same between nodes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TimeShare:
     """A part of the time, which adds up with the others to all of it."""
 
@@ -70,7 +71,7 @@ class TimeShare:
     """Bytes that a rank sends or reads for it; 0 for operations."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshCost:
     """What one optimizer step of a mesh takes, or one token of each sequence in serving."""
 
@@ -133,7 +134,7 @@ def price_mesh(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _StagePacer:
     """Times the parts of a pass on one device."""
 

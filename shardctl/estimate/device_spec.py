@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from shardctl.value import value_class
 
 GB: Final = 10**9
 GIB: Final = 1 << 30
@@ -15,7 +16,7 @@ PCIE4: Final = 31.5 * GB
 PCIE5: Final = 63.0 * GB
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DeviceSpec:
     """One device.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -45,7 +44,7 @@ class HeldPart:
         return self.count * self.kind.dtype.nbytes((self.gathered,))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankHolding:
     """What ranks that hold the same weights hold."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.placement import GroupMember, PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -18,7 +18,7 @@ FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorKind:
     """Tensors that every mesh treats alike: of one shape, type, rule and layer; experts of a layer differ in number."""
 
@@ -48,7 +48,7 @@ class TensorKind:
         return sum(extent > 1 for extent in self.shape) > 1
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorInventory:
     """All tensors of a model."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +92,7 @@ whether a layer, the model or the loss is compiled; whether compiled products ar
 loss."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeptTensor:
     """A tensor that is kept, or that is alive for a moment."""
 
@@ -109,7 +110,7 @@ class KeptTensor:
     """Whether selective recomputation drops it: attention between its projections (Korthikanti et al. 2022, sec. 5)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PeakMoment:
     """A time of a layer's passes when much is alive besides what the forward pass kept."""
 
@@ -119,7 +120,7 @@ class PeakMoment:
     """Parts of the layer that keep nothing by then."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RecurrenceSupport:
     """Which layers with a recurrent state a runtime has."""
 
@@ -133,7 +134,7 @@ class RecurrenceSupport:
     """Why it has no others, or does not divide them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RuntimeProfile:
     """What one runtime keeps."""
 

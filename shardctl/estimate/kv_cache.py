@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +10,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 from shardctl.estimate.paged_groups import CachedLayer, list_grouped_terms
 from shardctl.estimate.term import MemoryTerm
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CacheElement:
     """One element of keys and values as a cache holds it."""
 

@@ -5,7 +5,7 @@ The bytes are those of a known layout, but nobody has quantised this model: they
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS
@@ -14,6 +14,7 @@ from shardctl.estimate.inventory import TensorInventory, TensorKind
 from shardctl.models.quantisation.following import compute_blocks, follow_cuts
 from shardctl.models.quantisation.storage import IN, OUT, AlongDim, build_packed_dim
 from shardctl.placement import PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ _TABLES: Final = frozenset({"relative_attention_bias"})
 _CONVOLUTIONS: Final = frozenset({"conv1d", "conv"})
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisedLayout:
     """In which arrays a linear weight `[out, in]` would be stored."""
 

@@ -6,13 +6,13 @@ that its efficiency is `ait * bw / (ait * bw + peak)`, ait being the operations 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UsageError
 from shardctl.estimate.scheme import F32, choose_scheme
 from shardctl.estimate.term import MemorySum, MemoryTerm
 from shardctl.mesh import build_holding_key
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ _SOURCE: Final = "DeepSpeed, runtime/zero/offload_config.py"
 _ZERO_INFINITY: Final = "Rajbhandari et al. 2021, sec. 4"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LinkNeed:
     """What a link must carry, in bytes per second, so that a device is as busy as was asked."""
 

@@ -5,18 +5,19 @@ Single numbers that optimizers keep of each tensor (`step`, most on the host, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OptimizedTensor:
     """What the optimizer of one rank sees of one tensor."""
 
@@ -33,7 +34,7 @@ class OptimizedTensor:
         return prod(self.kept)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StateSlot:
     """One state of an optimizer."""
 
@@ -47,7 +48,7 @@ class StateSlot:
     """Whether it is in pages that move to the host when the device is full (CUDA unified memory)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OptimizerSpec:
     """An optimizer as it occupies memory."""
 

@@ -7,11 +7,12 @@ layers, and a request takes blocks for every group: of a window those of its tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from shardctl.estimate.term import MemoryTerm
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ _PADDED: Final = Fraction(3, 2)
 _SOURCE: Final = "vLLM 0.32, v1/core/kv_cache_utils.py: groups of layers that share a pool of blocks"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CachedLayer:
     """What one layer caches on a rank."""
 

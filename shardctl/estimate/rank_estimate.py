@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.estimate.term import sum_terms
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.timeline import StepTimeline
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankEstimate:
     """What each of a group of equal ranks needs."""
 
@@ -29,7 +30,7 @@ class RankEstimate:
         return sum_terms(self.terms, tier, counter=counter)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshEstimate:
     """What all ranks need."""
 

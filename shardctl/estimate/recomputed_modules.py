@@ -9,10 +9,10 @@ After megatron-core 0.14, to which 0.16 and 0.18 are alike: `transformer_layer.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.estimate.kept_tensors import KeptTensor
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _CORE: Final[tuple[RecomputedModule, ...]] = ("core_attn",)
 """Its tensors are marked in the profiles (`KeptTensor.core`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModuleCheckpoint:
     """What one module does not keep of a layer."""
 

@@ -13,7 +13,6 @@ The runtimes keep the same states differently:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME, DType
@@ -21,6 +20,7 @@ from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
 from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer, narrow_moments
 from shardctl.mesh import EXPERT_FSDP
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.estimate.optimizers import OptimizerSpec
@@ -32,7 +32,7 @@ Runtime = Literal["units", "partitions", "buffers", "autocast"]
 F32: Final = BY_NAME["F32"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrainingScheme:
     """The choices of a workload, worked out."""
 

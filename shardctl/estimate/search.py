@@ -12,6 +12,7 @@ from shardctl.errors import UsageError
 from shardctl.estimate.allowed_degrees import build_single_axis_mesh
 from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.pieces import balance_stages
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ MOST_DEVICES: Final = 16384
 """Where the search for the smallest number of devices gives up."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SearchSpace:
     """What is tried."""
 
@@ -50,7 +51,7 @@ class SearchSpace:
     """Whether stages have equally many layers where they can, as Megatron-LM's have."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshCandidate:
     """A mesh that fits."""
 
@@ -71,7 +72,7 @@ class MeshCandidate:
         return 0 if self.estimate.budget is None else self.estimate.budget - self.peak
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshRejection:
     """A mesh that does not work, or every mesh with some degree of an axis."""
 
@@ -87,7 +88,7 @@ class MeshRejection:
     """Its layers per pipeline stage, as of a candidate."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SearchResult:
     """What a search found."""
 
@@ -105,7 +106,7 @@ class SearchResult:
         return self.ranked[0] if self.ranked else next((one for one in self.rejected if one.mesh is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SmallestCluster:
     """The fewest devices on which some mesh fits, and what is known of fewer."""
 
@@ -123,7 +124,7 @@ class SmallestCluster:
         return self.candidate.mesh.world
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuickChecks:
     """What rules meshes out before all of their ranks are estimated."""
 

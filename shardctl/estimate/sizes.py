@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +97,7 @@ what the heads of a group share (B and C)."""
 SIZES: Final[tuple[Size, ...]] = get_args(Size)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MicrobatchShare:
     """What one rank computes of one microbatch."""
 

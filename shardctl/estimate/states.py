@@ -12,7 +12,7 @@ ranks that share unevenly by ZeRO, the one that has most is counted.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil, lcm, prod
 from typing import TYPE_CHECKING, Final
@@ -26,6 +26,7 @@ from shardctl.estimate.scheme import F32, choose_scheme
 from shardctl.estimate.term import MemoryTerm, sum_terms
 from shardctl.estimate.transients import list_step_terms
 from shardctl.placement import compute_intervals
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ _SOURCES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrainedPart:
     """A trained part as the rank stores it."""
 
@@ -62,7 +63,7 @@ class TrainedPart:
     """The shape of the part that the optimizer updates, if it goes tensor by tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StateGroup:
     """Trained tensors that are shared together: those of experts apart, and for Muon the matrices of layers."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +16,7 @@ StepPhase = Literal["forward", "loss", "head", "layer", "reduce", "end", "step"]
 the reduction of a layer's gradients; that of what is outside of layers; the optimizer's step."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StepPlace:
     """A place in a step."""
 

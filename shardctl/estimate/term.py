@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,7 +30,7 @@ COUNTERS: Final[tuple[Counter, ...]] = ("allocated", "reserved", "device")
 """Each counts what those before it count."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MemoryTerm:
     """An addend of what one rank needs.
 
@@ -70,7 +72,7 @@ class MemoryTerm:
         return self.nbytes if self.interval is None else self.interval[1]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MemorySum:
     """Terms together."""
 

@@ -9,13 +9,14 @@ counted whose backward pass runs while as many as can be are in flight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.estimate.activations import BackwardMoment
 from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.step_place import StepPlace
 from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ _STREAMS: Final = (
 _LATER: Final = ", of a later microbatch"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StepMoment:
     """What a rank needs in one moment of a training step, without the runtime."""
 
@@ -50,7 +51,7 @@ class StepMoment:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _MomentCount:
     """A moment, counted but not yet described."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
+
+from shardctl.value import value_class
 
 Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
 """Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""
@@ -23,7 +24,7 @@ USUAL_UTILIZATION: Final = 0.92
 """vLLM 0.32's `gpu_memory_utilization` if nobody says; SGLang chooses `mem_fraction_static` by device and model."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EngineBudget:
     """How much of a device an engine uses."""
 
@@ -34,7 +35,7 @@ class EngineBudget:
     """Bytes of the device."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ServingWorkload:
     """Generation with a key/value cache."""
 
@@ -61,7 +62,7 @@ class ServingWorkload:
     soon as it may."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrainingWorkload:
     """Optimisation of all parameters."""
 

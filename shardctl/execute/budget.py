@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import MemoryBudgetError
+from shardctl.value import value_class
 from shardctl.workers import check_threads
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ SMALLEST_BLOCK: Final = 256 << 10
 """Below this the cost of a call shows."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HostMemoryBudget:
     """`projected` is a promise: the engine's anonymous memory stays below it, whatever the size of the model."""
 

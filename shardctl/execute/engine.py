@@ -48,6 +48,7 @@ from shardctl.execute.provenance import Provenance
 from shardctl.manifest import ConstantFill, first_byte
 from shardctl.shares import WorkerPortion
 from shardctl.storage.crc_tracker import CrcReader
+from shardctl.value import value_class
 from shardctl.workers import NullWatcher, StopRequest, run_in_threads
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def execute_plan(
     return run.outcome
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _BandTask:
     key: Key
     copy: TensorCopy

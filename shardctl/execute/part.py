@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.digest import DigestSums
 from shardctl.errors import SourceError, format_first_few
 from shardctl.record import HashedSpans
 from shardctl.storage.crc_tracker import CrcPiece, CrcRange, CrcShare
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "shardctl.part/3"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WorkerPart:
     """A finished part of a result; the parts of all workers are the whole, and one part may be all of it."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.record import RECORD
 from shardctl.storage.durable import make_directories, sync_directory, write_file
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Way = Literal["rename", "exchange", "move"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PublicationNote:
     """One publication."""
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping  # noqa: TC003 - msgspec looks at the types of fields
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, TypedDict
 
 from shardctl.errors import DestinationError
 from shardctl.record import RECORD
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.storage.cloud.bucket import CloudBucket
@@ -42,7 +43,7 @@ class ReplacedObjects(TypedDict, total=False):
     """Of its record."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BucketReplacement:
     """What is to be done; noted in the bucket before it begins."""
 

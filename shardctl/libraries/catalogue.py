@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
@@ -32,6 +31,7 @@ from shardctl.libraries.trtllm import writing as trtllm_writing
 from shardctl.libraries.vllm import arrays as vllm_arrays
 from shardctl.libraries.vllm import reading as vllm
 from shardctl.libraries.vllm import writing as vllm_writing
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import Layout
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KnownLibrary:
     """What shardctl can do with the files of one library."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ Weights = Literal["module", "master"] | None
 where there is one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Format:
     """A container that shardctl reads; every module of this package that reads one ends in `FORMAT = Format(...)`."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -63,7 +65,7 @@ def _give_no_prefix(dialect: LibraryDialect, rank: int) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Layout:
     """A layout that shardctl writes; every module that writes one ends in `LAYOUT = Layout(...)`."""
 

@@ -14,6 +14,7 @@ from shardctl.models.family import INDEX
 from shardctl.models.layer_traits import read_style
 from shardctl.models.table import MOST_TENSORS
 from shardctl.models.windows import list_windows
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ _WEIGHTS_ONLY: Final = "its weights are counted exactly; cache, activations and 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TokenCache:
     """What attention caches besides its keys and values: a vector for every so many tokens, whole on all tp ranks."""
 
@@ -43,7 +44,7 @@ class TokenCache:
     """Of vectors of each token that wait until there are `tokens` of them to compress: how many are kept; else 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerIndexer:
     """What scores the tokens before, of which attention sees the best (DeepSeek sparse attention)."""
 
@@ -52,7 +53,7 @@ class LayerIndexer:
     """Elements of a head's query, and of the one key of all heads."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerAttention:
     """The attention of one layer, whose keys and values grow with the tokens."""
 
@@ -96,7 +97,7 @@ class LayerAttention:
     """Of `cross`, the vectors of a picture; 0 where the model by itself sees none."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerScan:
     """How a layer computes its states over all tokens at once."""
 
@@ -116,7 +117,7 @@ class LayerScan:
     """Tokens that are computed at once, where the config says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerState:
     """The state of one layer that does not grow with the tokens (Mamba, gated delta net)."""
 
@@ -142,7 +143,7 @@ class LayerState:
         return (self.channels + self.grouped) * self.window
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerExperts:
     """The routed experts of one layer, and the shared ones."""
 
@@ -163,7 +164,7 @@ class LayerExperts:
     """Of `count`, those that give a token back as it is (LongCat)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerTensor:
     """What training keeps of one layer besides what it keeps of others."""
 
@@ -181,7 +182,7 @@ class LayerTensor:
     """What must hold of the computation."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelLayer:
     """One pipeline layer."""
 
@@ -227,7 +228,7 @@ class ModelLayer:
         return bool(self.mlp) or self.experts is not None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelAnatomy:
     """A transformer, or a model with layers of its kind."""
 

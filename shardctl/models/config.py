@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.dtype import BY_NAME, BY_TORCH
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ _DEFAULT_LABELS: Final = 2
 """What transformers assumes, and therefore leaves out (`configuration_utils.py`, `num_labels`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelConfig:
     """A model's configuration; a key that is null counts as absent.
 

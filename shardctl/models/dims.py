@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from shardctl.models.family import FamilyFacts, Row
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowDims:
     """Those of some rows."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from re import compile as pattern
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +19,7 @@ INDEX: Final = pattern(r"\{(\w+)\}")
 """An index in the name of a row."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LogicalDim:
     """A logical dim: what one dim of many tensors has in common."""
 
@@ -38,7 +40,7 @@ class LogicalDim:
     `noun`, the parts are of whole units, and no rank goes without: vLLM's MXFP4 blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RowIndex:
     """What a `{name}` in a row counts."""
 
@@ -52,7 +54,7 @@ class RowIndex:
     """Of an index inside another: which of the values there are, by that of the outermost; None for all everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FamilyFacts:
     """What a family reads from a config."""
 
@@ -87,7 +89,7 @@ class FamilyFacts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Row:
     """The names of some tensors, and their shape in logical dims.
 
@@ -119,7 +121,7 @@ class Row:
     """The flag of the only layers whose state dict has it; checkpoints may have it in others (GLM-5.2's indexers)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FusedArray:
     """An array that transformers' state dict has in place of several tensors of the table, or of one.
 
@@ -148,7 +150,7 @@ class FusedArray:
         return next((word for word in INDEX.findall(self.parts[0]) if word not in INDEX.findall(self.name)), "")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelClass:
     """A transformers class: which parts of the family's table it has."""
 
@@ -160,7 +162,7 @@ class ModelClass:
     """Outputs of the head where the class, not the config, decides."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Family:
     """Architectures that share a table."""
 

@@ -8,12 +8,13 @@ multiple of 16 bytes and the whole is padded to a multiple of the ranks; else th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import Chunk, Region, Tensor, locate_dense_run
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ _ALIGNMENT: Final = 16
 """Bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ParameterPlace:
     """Where in a flat parameter one of its parameters is."""
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex
+from shardctl.value import value_class
 from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class FusionPlaces:
         return cls(shape, tuple(views), tuple(map(Box.whole, shapes)), BoxIndex(images))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorFusion:
     """One array and the tensors it holds; a single one, if only the name differs."""
 

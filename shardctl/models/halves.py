@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
@@ -19,6 +18,7 @@ from shardctl.models.inner_kinds import (
 from shardctl.models.multimodal import TextHalf, list_text_models
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.windows import list_windows
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _VISION: Final = re.compile(r"(visual|img_processor|image_encoder|vision(_tower|
 """How the module of a vision model is called, inside the base model or outside."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelHalf:
     """A part of a model that is a model by itself."""
 

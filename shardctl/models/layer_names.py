@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ _Members = dict[str, int]
 """The names in a numbered list, each with its number there."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerTower:
     """Layers that follow each other, and have one name but for their number."""
 
@@ -66,7 +67,7 @@ class LayerTower:
         return f"{len(self.numbers)} of {self.patterns[0]}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerPlaces:
     """Where the tensors of a checkpoint stand in the order of computation, as far as their names say."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +30,7 @@ ACTIVATION_STEPS: Final[Mapping[str, float]] = {
 _NEVER: Final = ("", 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FurtherTensor:
     """Tensors that training keeps of a family's layers in transformers, besides what it keeps of all families'."""
 
@@ -118,7 +119,7 @@ class LayerTraits:
     """Conditions of the table, of which any makes a model one with `unmodelled`; empty where every model is."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerStyle:
     """What all layers of one model compute besides their matrices."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from shardctl.value import value_class
@@ -42,7 +42,7 @@ class ModelTensor:
     """Dims whose extent the config does not determine; the stored extent is taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Model:
     """What a checkpoint of this class contains."""
 

@@ -7,13 +7,14 @@ layers of a scan. So a name may come with a stacked dim, a shape to see the rest
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ _NUMBER: Final = re.compile(r"\{([a-z_]+)\}")
 _MATRIX: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NamingLine:
     """One line of `[names]`."""
 
@@ -76,7 +77,7 @@ class NamingLine:
         return Tensor(name, stored.dtype, shape, (there,))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NamingTable:
     """All of `[names]`."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ _THETA: Final = 10_000.0
 """What every config class assumes where a config is silent."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RotaryEmbedding:
     """How positions turn queries and keys."""
 

@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from shardctl.errors import UsageError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.placement import AxisCut, CutSection
+from shardctl.value import value_class
 
 CUTTING: Final = ("tp", "fsdp", "ep", "etp")
 """The mesh axes that can cut a dim."""
@@ -21,7 +21,7 @@ _OTHER: Final = {"pp": "pp places whole layers: see [layers]", "dp": "dp holds c
 _SECTION: Final = re.compile(r"(?P<count>[1-9]\d{0,11})x(?P<unit>[1-9]\d{0,11})(?P<shared> shared)?")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WrittenCut:
     """One mesh axis that cuts one dim, as a rule file says it."""
 
@@ -36,7 +36,7 @@ class WrittenCut:
         return AxisCut(self.axis, (CutSection(extent),) if self.sections is None else self.sections)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Rule:
     """How the tensors whose names match are cut."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from shardctl.models.renaming import NamingTable, parse_names
 from shardctl.models.rule_cuts import Rule, parse_rule
 from shardctl.placement import GroupMember, PartitionSpec
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from shardctl.placement import Where
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RuleFile:
     """A rule file, read and checked."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.models.model import Model
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 _INDEX: Final = re.compile(r"\{\w+\}")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RuleRow:
     """One rule, and how much it governs."""
 

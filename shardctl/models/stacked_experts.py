@@ -6,8 +6,10 @@ Names: LLM Compressor 0.14 (modeling/moe/linear_experts.py, llama4.py), which vL
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,7 +23,7 @@ _GATE_UP: Final = ("gate_up_proj", "expert hidden effn+effn")
 _DOWN: Final = ("down_proj", "expert effn hidden")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ExpertMatrix:
     """A matrix of one expert within the array of all."""
 

@@ -20,6 +20,7 @@ from shardctl.models.family import INDEX, LogicalDim
 from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors, transpose_tensor
 from shardctl.models.model import Model, ModelTensor
 from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ MOST_TENSORS: Final = 500_000
 """Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _RowPlan:
     """A row with all that does not depend on its indices."""
 

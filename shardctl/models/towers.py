@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from shardctl.models.config import ModelConfig
 from shardctl.models.family import Family, ModelClass
 from shardctl.models.nesting import join_facts, nest_facts, nest_fused_arrays, nest_rows, nest_tower_rows
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.models.layer_traits import LayerTraits
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelTower:
     """A model that sees or hears for a text model: whole on every tp rank of the first stage."""
 

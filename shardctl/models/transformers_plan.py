@@ -7,19 +7,19 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UnsupportedError, UsageError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TransformersPlan:
     """What transformers says about one architecture."""
 
@@ -131,6 +131,8 @@ def _read_literals(node: ast.ClassDef) -> dict[str, object]:
 
 
 def _find_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # loads email and calendar
+
     try:
         return version("transformers")
     except PackageNotFoundError:

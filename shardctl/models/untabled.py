@@ -6,7 +6,7 @@ need, which dims are heads or experts, nothing here guesses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +19,7 @@ from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.table import FSDP
 from shardctl.placement import PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,7 @@ _SHARED: Final = "shared"
 _MATRIX: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class UntabledModel:
     """A model known by names and shapes alone."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -31,7 +31,7 @@ _WHOLE: Final = (
 """What `layer_types` calls layers without a window: they see every token, or choose of all, or have no attention."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WindowRule:
     """Which layers of a family have a window, and what its config class assumes where a config is silent.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.amounts import format_memory_size
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.planning.forecast import WorkloadEstimate
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AdapterPlan:
     """An adapter beside its base."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
@@ -12,6 +11,7 @@ from shardctl.estimate.heaviest import HeaviestRanks
 from shardctl.estimate.search import SERVING, SearchSpace, WeightTotals
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import apply_calibration, estimate_needs
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TYPES: Final = ("bf16", "fp8", "int4")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlanAdvice:
     """Changes that were tried, those that are enough first; and how few devices serving needs in each type."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from shardctl.models.anatomy import build_anatomy
 from shardctl.models.counting import is_quantised, list_meant_parameters
 from shardctl.placement import PartitionSpec
 from shardctl.planning.tuning import tune_inventory
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from shardctl.planning.tuning import TuningChoice
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AdaptedBase:
     """A model as estimates see it beside its adapter: it keeps its weights and is not trained."""
 
@@ -47,7 +48,7 @@ class AdaptedBase:
         return bool(self.architecture)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BesideModel:
     """A model that ranks hold beside the one that is trained."""
 
@@ -56,7 +57,7 @@ class BesideModel:
     totals: WeightTotals
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EstimatedModel:
     """A model as estimates see it."""
 

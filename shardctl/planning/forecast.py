@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -24,6 +24,7 @@ from shardctl.estimate.term import MemoryTerm
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.workload import plan_workload
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from shardctl.planning.estimated_model import EstimatedModel
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WorkloadEstimate:
     """What every device needs for a purpose."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +33,7 @@ from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.planning.forecast import apply_calibration, calibrate_from_log, estimate_needs
 from shardctl.planning.settings_search import SettingsCandidate, search_settings
 from shardctl.planning.workload import plan_workload
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ _SHARE_ALL: Final = 3
 _STATES: Final = frozenset({"weights", "gradients", "optimizer"})
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshExploration:
     """What was found among all meshes of some devices."""
 
@@ -75,7 +76,7 @@ class MeshExploration:
         return replace(plan_options, microbatches=many, calibration=self.calibration)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeshExplorer:
     """What a search asks of each mesh."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ShardctlError
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import apply_calibration, estimate_needs
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
@@ -18,7 +19,7 @@ _BATCHES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Multiples of what was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NeedsTable:
     """Bytes of the heaviest rank by tokens per sequence and by sequences."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
@@ -21,6 +21,7 @@ from shardctl.planning.estimated_model import EstimatedModel, build_estimated_mo
 from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
 from shardctl.planning.quantised_degrees import find_quantised_degrees
 from shardctl.storage.free_space import find_existing_parent, measure_free_space
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ _HEADERS: Final = 1 << 20
 """Bytes of headers that a rank's files may have without a word."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankPlan:
     """What one rank holds; exact, from headers."""
 
@@ -58,7 +59,7 @@ class RankPlan:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StagePlan:
     """What one pipeline stage holds."""
 
@@ -69,7 +70,7 @@ class StagePlan:
     """Bytes over all its ranks without replicas of dp and cp."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConversionCost:
     """What moving the bytes will cost."""
 
@@ -86,7 +87,7 @@ class ConversionCost:
     """Whether the limit on host memory can hold it; if not, the numbers are those of the least that can."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlanResult(NotebookView):
     """What `plan` says."""
 

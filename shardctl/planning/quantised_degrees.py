@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.estimate.allowed_degrees import AllowedDegrees, list_sections
 from shardctl.placement import can_divide
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ _MOST: Final = 128
 """Degrees up to which all are tried."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisedDegrees:
     """The degrees of one axis for a quantised checkpoint."""
 

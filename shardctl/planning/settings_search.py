@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UsageError
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ _MILD, _SLOWER, _COARSER, _COARSEST, _HOST = 1, 4, 8, 12, 16
 """How much a setting costs a run, for the order in which they are tried; the time that they take decides the result."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SettingChange:
     """A setting that could be another."""
 
@@ -45,7 +46,7 @@ class SettingChange:
     """Whether its time is counted whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SettingsCandidate:
     """Settings with which some mesh fits, and the cheapest of those."""
 

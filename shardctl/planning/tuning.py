@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
@@ -12,6 +12,7 @@ from shardctl.estimate.inventory import TensorInventory, TensorKind, build_inven
 from shardctl.estimate.narrower_types import is_linear, narrow_inventory
 from shardctl.manifest import Tensor
 from shardctl.placement import PartitionSpec
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ _SHOWN: Final = 3
 """Names that an error shows."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TuningChoice:
     """What is trained of a model."""
 

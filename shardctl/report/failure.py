@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from typing import Any, Final
 
 from shardctl.errors import HostileError, MachineError, ShardctlError, UnsupportedError
 from shardctl.report.visible import escape_control_characters
+from shardctl.value import value_class
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
 _HINTS: Final = {
@@ -25,7 +25,7 @@ _HINT_OF_MEMORY: Final = "end what else uses it, or use fewer --threads and a sm
 _NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FailureReport:
     """An error, ready to be shown."""
 

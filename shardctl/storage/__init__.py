@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +20,7 @@ Span = tuple[str, int, int]
 """A stretch of a file: its path, the offset of the first byte, and how many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileStat:
     """What identifies a version of a file without reading it."""
 
@@ -29,7 +30,7 @@ class FileStat:
     """Changes whenever the file does: inode and modification time locally, an ETag or commit remotely."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileProofs:
     """Which of the files that were read have the hashes that their place promises."""
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shardctl.amounts import format_memory_size
 from shardctl.errors import ShardctlError, SourceError
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +47,7 @@ _KEY_PARTS: Final = 32
 _LONG_KEY: Final = re.compile(rf"(?<![A-Za-z0-9_\-])(?:[A-Za-z0-9_\-]++[ \t]*+\.[ \t]*+){{{_KEY_PARTS}}}")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TextLimits:
     """What a text may ask for; more is refused before it is parsed."""
 
@@ -122,6 +121,8 @@ def check_json(data: bytes, where: str, limits: TextLimits, error: type[Shardctl
 def parse_toml(data: bytes, where: str, limits: TextLimits, error: type[ShardctlError]) -> dict[str, Any]:
     """Parse what a TOML text says; `where` names it in messages. Raises `error` if it is none or exceeds `limits`."""
     check_size(len(data), where, limits, error)
+    import tomllib  # few runs read such a file
+
     try:
         text = data.decode("utf-8")
         bare = _TOML_TEXT.sub("a", text)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -57,7 +59,7 @@ class CrcLists(Protocol):
         """Return the ranges of one of them, disjoint and in the order of their offsets."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StatedRanges:
     """Ranges that are known already, each a container of its own."""
 
@@ -92,7 +94,7 @@ class CrcShare(NamedTuple):
     pieces: tuple[CrcPiece, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CrcDamage:
     """A range whose bytes are not those that were written."""
 

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ChangedError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ more again."""
 _ON_THE_WAY: Final = "it was changed on the way; run again, or download it in another way"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PromisedHash:
     """What the hash of a file should be."""
 

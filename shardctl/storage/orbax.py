@@ -8,7 +8,6 @@ neither jax nor orbax.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +17,7 @@ from shardctl.extras import format_install_command
 from shardctl.storage import FileStat
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json
 from shardctl.storage.local import LocalSource
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _STORED: Final = frozenset({"jax.Array", "np.ndarray", "scalar"})
 """The kinds of leaves that are arrays; others are strings and empty containers."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StoredArray:
     """One array of the tree."""
 

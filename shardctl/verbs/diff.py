@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
@@ -12,6 +12,7 @@ from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.dtype import CASTABLE
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare_tensors
 from shardctl.workers import ExecutionOptions
@@ -29,7 +30,7 @@ _Pair = tuple["Tensor", "Tensor"]
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorChange:
     """One tensor that is not the same."""
 
@@ -50,7 +51,7 @@ class TensorChange:
     """The type that the wider tensor was cast to before the values were compared, for kind `dtype`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DiffResult:
     """How two checkpoints differ."""
 

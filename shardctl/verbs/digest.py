@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.opening import open_checkpoint
@@ -10,6 +9,7 @@ from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.manifest import first_byte
+from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure_content
 from shardctl.workers import ExecutionOptions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.storage import FileProofs
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorDigest:
     """The digest of one global tensor."""
 
@@ -31,7 +31,7 @@ class TensorDigest:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DigestResult:
     """The digest of a checkpoint."""
 

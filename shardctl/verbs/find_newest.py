@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import Interrupted, MachineError, MemoryBudgetError, ShardctlError, SourceError
 from shardctl.storage import HIDDEN
+from shardctl.value import value_class
 from shardctl.verbs.verify import verify
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STEP: Final = re.compile(r"(\d+)$")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PassedCheckpoint:
     """A newer directory that is no whole checkpoint."""
 
@@ -26,7 +26,7 @@ class PassedCheckpoint:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NewestCheckpoint:
     """The newest checkpoint of a run that is whole, if there is one."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,14 @@ from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
+from shardctl.value import value_class
 from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from shardctl.execute.part import WorkerPart
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FinishResult:
     """What `finish` made, or found made."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.adapter_checkpoint import summarise_adapter
@@ -16,6 +16,7 @@ from shardctl.models.drafters import name_drafter
 from shardctl.notebook import NotebookView
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.training import split_state_name
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.models.derived import RuleDerivation
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DTypeShare:
     """How much of a checkpoint has one type."""
 
@@ -38,7 +39,7 @@ class DTypeShare:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorLine:
     """One global tensor."""
 
@@ -54,7 +55,7 @@ class TensorLine:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StateShare:
     """One kind of optimizer state, such as `exp_avg`."""
 
@@ -63,7 +64,7 @@ class StateShare:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrainingLine:
     """What a training checkpoint has beside the weights."""
 
@@ -78,7 +79,7 @@ class TrainingLine:
     """How the files were understood."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class InspectResult(NotebookView):
     """What `inspect` says."""
 

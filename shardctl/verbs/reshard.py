@@ -21,6 +21,7 @@ from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
+from shardctl.value import value_class
 from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.verify.level import LevelResult
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReshardResult:
     """What `reshard` did."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +13,7 @@ from shardctl.errors import Interrupted, ShardctlError, SourceError, UsageError
 from shardctl.options import DestinationOptions
 from shardctl.record import RECORD, parse_record
 from shardctl.storage.addresses import check_written_file
+from shardctl.value import value_class
 from shardctl.verbs.reshard import reshard
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NUMBER: Final = re.compile(r"(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EachOutcome:
     """What became of one of several checkpoints."""
 
@@ -43,7 +43,7 @@ class EachOutcome:
         return "failed" if self.error is not None else "converted" if self.result is not None else "kept"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReshardEachResult:
     """What became of all of them, in order."""
 

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ from shardctl.extras import format_install_command
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
+from shardctl.value import value_class
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest, choose_thread_count, raise_if_stopped
 
@@ -48,7 +49,7 @@ _TOLD: Final = 0.5
 """Seconds between two reports of a task."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _TaskOrder:
     """What every task is told."""
 

@@ -8,11 +8,12 @@ transformers decides that, where there is one and it is installed; otherwise suc
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models import list_assumed_values
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ _SHOWN: Final = 100
 """Characters of a value in a message."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConfigChange:
     """One setting that is not the same in two configs."""
 
@@ -54,7 +55,7 @@ class ConfigChange:
     """Whether both configs give a value; otherwise the absent one may have a default that is equal."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConfigComparison:
     """How two configs differ."""
 

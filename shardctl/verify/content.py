@@ -16,6 +16,7 @@ from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill, first_byte
+from shardctl.value import value_class
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class TensorContent:
     """Whether every byte is zero."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ValueDistance:
     """How far apart two tensors are where they differ; only finite values count."""
 
@@ -78,7 +79,7 @@ class ValueDistance:
         return text + (f", and {self.nonfinite:,} not finite" if self.nonfinite else "")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorDifference:
     """How two storages of one tensor, or two tensors, differ."""
 
@@ -95,7 +96,7 @@ class TensorDifference:
     """None for types that are not floating-point numbers."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ContentTask:
     tensor: Tensor
     ours: ChunkIndex
@@ -103,7 +104,7 @@ class _ContentTask:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _DistanceSums:
     """What is added up of elements that differ."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from shardctl.value import value_class
 
 Severity = Literal["error", "warning"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CheckFinding:
     """One thing that is wrong (`error`) or odd (`warning`), with its place."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.mesh import EXPERT_FSDP
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _PAIRED: Final = "pairs of gate and up "
 """How the unit of a dim begins that interleaves gate and up; a pair is one column of what follows it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DimStretch:
     """Where in a tensor a logical dim lies: along one of its dims, alone or fused with others."""
 
@@ -53,7 +53,7 @@ class DimStretch:
         return tuple((a, min(b, self.most) if self.most else b) for a, b in scaled)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HeldDim:
     """What one holder has of a logical dim in one tensor."""
 
@@ -91,7 +91,7 @@ class HeldDim:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SharedWord:
     """A word of the table for a dim, of which arrays of quantised weights have blocks of several sizes."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import Mismatch
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ LEVELS: Final[dict[str, tuple[str, ...]]] = {
 """What can be asked for, each with what it implies; `identity` only where there is something to compare with."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LoadedRank:
     """What one rank took to load."""
 
@@ -114,7 +115,7 @@ class LevelResult:
         return [finding for finding in self.findings if finding.severity == "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class VerifyResult:
     """Everything `verify` found."""
 

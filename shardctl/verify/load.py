@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shardctl.bands import BandBuffer, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
 from shardctl.errors import CoverageError, MachineError, MemoryBudgetError, ShardctlError, SourceError
+from shardctl.value import value_class
 from shardctl.verify.device import (
     empty_device_cache,
     is_cuda_device,
@@ -40,7 +40,7 @@ Torch = Any
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LoadedTensors(Generic[Key]):
     """Tensors in the memory of one device."""
 
@@ -52,7 +52,7 @@ class LoadedTensors(Generic[Key]):
     """The most that torch allocated on the device for it; on the CPU what the tensors take."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _BlockCopy:
     """A block on its way."""
 
@@ -63,7 +63,7 @@ class _BlockCopy:
     """Where it goes, as integers of the width of a unit."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BoxGrid:
     """How boxes of a tensor make up an array: side by side, in order."""
 
@@ -100,7 +100,7 @@ class BoxGrid:
         return tuple(starts[origin] for starts, origin in zip(self.at, box.origin, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WantedTensor:
     """A tensor that is to be loaded."""
 

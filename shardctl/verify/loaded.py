@@ -17,6 +17,7 @@ from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
+from shardctl.value import value_class
 from shardctl.verify.device import synchronize_device
 from shardctl.verify.load import HostStaging, as_bytes, as_integers
 from shardctl.workers import run_in_threads
@@ -49,7 +50,7 @@ def collect_arrays(manifest: Manifest) -> dict[Array, Chunk]:
     }
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LoadedBox:
     """A box of a tensor, in device memory."""
 
@@ -107,7 +108,7 @@ def _select_values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:
     return memory.reshape(-1).as_strided(shape, strides, (chunk.where.offset - array.where.offset) // unit)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LoadedDifference:
     """Where a loaded tensor is not what it should be."""
 
@@ -118,7 +119,7 @@ class LoadedDifference:
     first: Box
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _CompareTask:
     placed: LoadedBox
     box: Box

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ShardctlError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ _KILL_WITH_PARENT: Final = 1
 """PR_SET_PDEATHSIG of `prctl(2)`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankProcess:
     """What a worker is told of itself."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, make_disjoint
 from shardctl.errors import CutError, UnsupportedError, format_first_few
 from shardctl.manifest import Chunk, Manifest, Region, compute_dense_strides
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import CheckpointFile
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ComposedArray:
     """One array of a rank's file: what an `Array` is for layouts of the model's own tensors."""
 

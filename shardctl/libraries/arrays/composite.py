@@ -7,12 +7,13 @@ pulls the tensors' chunks out of the stored array by them, whoever writes puts t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import CutError
+from shardctl.value import value_class
 from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Piece:
     """A box of a tensor, and how it runs through an array."""
 
@@ -41,7 +42,7 @@ class Piece:
         return replace(found, affine=self.affine) if found is not None and self.affine else found
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CompositeArray:
     """An array made of pieces; what none of them fills is padding, zeros, and stands at the end of its first dim.
 
@@ -162,7 +163,7 @@ class CompositeArray:
         return CompositeArray(tuple(self.shape[old] for old in kept), tuple(pieces))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SchemaEntry:
     """One array that a rank stores."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
@@ -33,7 +33,7 @@ class FusedPlace:
     """The tensor's, among those of the fusion."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ArrayForm:
     """The arrays of a checkpoint yet to be written."""
 

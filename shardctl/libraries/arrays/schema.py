@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _KINDS: Final = ("weight", "bias")
 _NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Schema:
     """The naming scheme of another library."""
 
@@ -57,7 +57,7 @@ class Schema:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModelParts:
     """A model's tensors as composites, by name."""
 
@@ -104,7 +104,7 @@ class ModelParts:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SchemaRank:
     """One tensor-parallel rank, while its arrays are named."""
 

@@ -6,7 +6,7 @@ It is a bare pickle of torch's own classes (torch `distributed/checkpoint/metada
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -23,6 +23,7 @@ from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
 from shardctl.libraries.torch_save.tensors import as_sizes
 from shardctl.settings import is_text
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +73,7 @@ _CLASHES: Final = 16
 """Different places whose hash is the same by chance, of 64 bits: in a file of a million there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StoredItem:
     """A stretch of a file that holds one box of a tensor, or one object, as torch.save wrote it."""
 
@@ -91,7 +92,7 @@ class StoredItem:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DeclaredTensor:
     """A global tensor, as the metadata describes it."""
 
@@ -101,7 +102,7 @@ class DeclaredTensor:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DcpMetadata:
     """What one `.metadata` says."""
 

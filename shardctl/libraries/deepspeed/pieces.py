@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.box import Box, list_flat_boxes
 from shardctl.errors import CoverageError, SourceError
 from shardctl.manifest import Chunk, ConstantFill, Region, Tensor, locate_dense_run, narrow_chunk
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.values import FileArray
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorCut:
     """Which boxes of a tensor each tensor-parallel rank has."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +9,7 @@ from shardctl.errors import SourceError
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
 from shardctl.libraries.torch_save.tensors import as_sizes, as_tensor
 from shardctl.settings import is_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
@@ -20,7 +20,7 @@ _LARGEST: Final = 3e38
 """Nothing that is counted or averaged comes near."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileArray:
     """A tensor in a file."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.files.index import WeightIndex
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileChoice:
     """The files that make up the checkpoint."""
 

@@ -23,6 +23,7 @@ from shardctl.libraries.files.json_members import (
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ _PLAIN_ENTRY: Final = re.compile(rf'{PLAIN_KEY}"([^"\\\x00-\x1f]{{0,10000}})"{PL
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WeightIndex:
     """What an index file says."""
 

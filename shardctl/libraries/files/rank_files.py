@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +19,7 @@ _OTHERS: Final = frozenset({"args", "dataloader", "extra", "random", "rng", "sca
 """Words in the names of files with counters, random numbers and schedules (verl: `extra_state_..._rank_0.pt`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankFileName:
     """One rank's file.
 

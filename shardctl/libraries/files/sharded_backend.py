@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ def encode_integrity(files: Mapping[str, str]) -> bytes:
     return json.dumps({"algorithm": "sha256", "files": dict(sorted(files.items()))}, indent=2).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ShardedBackend:
     """What the file says."""
 

@@ -7,12 +7,12 @@ before anything is made of it: lists are passed over, and of settings only numbe
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.gguf.block_type import BLOCK_TYPES
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
@@ -41,7 +41,7 @@ _ALIGNMENT: Final = 32
 _LARGEST: Final = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class GgufTensor:
     """A tensor, as a header has it."""
 
@@ -53,7 +53,7 @@ class GgufTensor:
     """Of its first byte in the file."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class GgufHeader:
     """What a GGUF file says before its tensors."""
 

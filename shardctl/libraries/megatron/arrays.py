@@ -8,7 +8,7 @@ stage a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -17,6 +17,7 @@ from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, sta
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant, WholeArray
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +44,7 @@ DTYPE: Final = "dtype"
 """The fact that says what the vocabulary's padding is written in, where a rank has nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _RankShare:
     """Which part of an array a rank has."""
 

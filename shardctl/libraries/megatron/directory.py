@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +10,7 @@ from shardctl.errors import SourceError
 from shardctl.libraries.files.sharded_backend import TRACKER, read_tracker
 from shardctl.libraries.megatron.layers import TITLE
 from shardctl.libraries.megatron.ranks import FILE, list_mesh_folders
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ _FOLDER: Final = re.compile(r"((?:iter_[0-9]{7,12}|release)/)?(mp_rank_[0-9]{2,5
 _SHOWN: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankDirectory:
     """The files of one iteration."""
 

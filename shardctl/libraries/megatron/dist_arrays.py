@@ -8,7 +8,7 @@ projection that follows them, whatever module they are (`models/gpt/gpt_layer_sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +18,7 @@ from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import TITLE, LayerVariant
 from shardctl.libraries.megatron.names import find_engine_name
+from shardctl.value import value_class
 from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _NORMS: Final = (
 """What megatron-core's local layers put in place of the names of their norms, but for those with latents."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StackCell:
     """What a layer, or an expert of one, has of an array: all of it, or an index of its stack."""
 

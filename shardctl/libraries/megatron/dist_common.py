@@ -6,7 +6,7 @@ It is in `common.pt`, a file of torch.save; since Megatron-LM core 0.19 in an it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
@@ -21,6 +21,7 @@ from shardctl.libraries.torch_save.tensors import as_tensor
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.settings import as_steps
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ _DEPTH: Final = 4
 """Dicts and lists in one another between the optimizer's state and its groups."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CommonState:
     """What was found."""
 

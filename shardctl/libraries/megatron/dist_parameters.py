@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -54,7 +56,7 @@ class UnknownOrderError(Exception):
     """Says why the parameters in an optimizer's buckets cannot be told from each other."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModuleOrder:
     """What differs between implementations of the layers."""
 
@@ -70,7 +72,7 @@ class ModuleOrder:
         return f"of {layers}, with grouped experts" if self.grouped else f"of {layers}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankParameter:
     """A parameter of a rank: boxes of arrays, their elements one behind another."""
 

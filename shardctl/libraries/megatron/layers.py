@@ -8,7 +8,6 @@ of its part of each piece: `[gate; up]` of a rank is its gate over its up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -17,6 +16,7 @@ from shardctl.libraries.arrays.composite import CompositeArray, interleave_array
 from shardctl.libraries.arrays.schema import ModelParts
 from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
 from shardctl.manifest import GAMMA_LESS_ONE
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ _GPT2: Final = (
 _BIAS_OF_ROUTER: Final = BY_NAME["F32"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WholeArray:
     """An array of the model, and how the ranks that share a layer divide it."""
 
@@ -94,7 +94,7 @@ class WholeArray:
         return join_arrays([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LayerVariant:
     """What differs between versions of the layers."""
 

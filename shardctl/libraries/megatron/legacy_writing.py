@@ -8,7 +8,6 @@ extra state of every projection, which is None; Transformer Engine makes its own
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
@@ -28,6 +27,7 @@ from shardctl.libraries.torch_save.item_writer import build_archive, build_tenso
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, Region
 from shardctl.models.config import ModelConfig
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ _NUMBERS: Final = ("virtual", "multiple")
 _LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|eh_proj|output_layer)\.(weight|bias)")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MegatronOptions:
     """Which of Megatron-LM's layers are to load the files, and how it runs them."""
 

@@ -7,7 +7,7 @@ The dictionary is that of `generate_state_dict` in `megatron/training/checkpoint
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
@@ -18,6 +18,7 @@ from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
 from shardctl.libraries.torch_save.tensors import as_tensor
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ _COMPUTED: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq")
 _DEPTH: Final = 6
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MegatronRankFile:
     """One rank's file."""
 

@@ -6,12 +6,13 @@ they mean for transformers is in its `models/llama/convert_llama_weights_to_hf.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.manifest import OwnConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,7 @@ _LLAMA3_VOCABULARY: Final = 128_256
 LLAMA3_THETA: Final = 500_000
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MetaParams:
     """The fields that decide how tensors are cut and what the model is."""
 

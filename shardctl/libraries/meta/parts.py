@@ -9,13 +9,13 @@ meta-llama/llama-models `models/checkpoint.py`, `reshard_mp`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.manifest import Chunk, Tensor
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _SHARED: Final = re.compile(r"layers\.\d+\.attention\.w[kv]\.weight")
 _MATRIX: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MetaRankFile:
     """The file of one rank."""
 
@@ -45,7 +45,7 @@ class MetaRankFile:
     """By name what it holds of each tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class JoinedParts:
     """All parts together."""
 

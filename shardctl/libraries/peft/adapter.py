@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +16,7 @@ from shardctl.libraries.safetensors.reading import scan_safetensors
 from shardctl.libraries.torch_save.reading import scan_torch_save
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADDRESS: Final = re.compile(r"(hf|s3|gs|az|https?):/")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Adapter:
     """An opened adapter."""
 

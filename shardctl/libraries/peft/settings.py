@@ -7,13 +7,13 @@ Sources: PEFT 0.18 to 0.21 (tuners/lora/config.py; tuners/lora/model.py, `_creat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.expressions import compile_expression
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ _CHANGING: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base, too, when the adapter is made and each time it is loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AdapterSettings:
     """What a merge needs to know."""
 

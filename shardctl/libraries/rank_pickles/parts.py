@@ -7,7 +7,6 @@ state (torch `distributed/tensor/_api.py`, `_dtensor_spec.py`, `distributed/devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -17,6 +16,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.rank_pickles.placements import AxisPlacement, compute_local_shape, list_local_boxes
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
 from shardctl.libraries.torch_save.tensors import StorageView, as_sizes, as_tensor
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ _FEWEST: Final = 3
 """Arguments of a wrapper, up to its shape: class, type, shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LocalPiece:
     """A box of a tensor and the local tensor that has its elements."""
 
@@ -53,7 +53,7 @@ class LocalPiece:
     """Where in the local tensor the box begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorPart:
     """What a rank has of a tensor."""
 

@@ -8,7 +8,6 @@ what a rank has need not be one box (torch `distributed/tensor/placement_types.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -16,6 +15,7 @@ from typing import Final
 
 from shardctl.box import Box
 from shardctl.errors import HostileError
+from shardctl.value import value_class
 
 _MOST: Final = 1 << 12
 """Boxes of one tensor on one rank; a fused projection under tensor parallelism has two or three."""
@@ -23,7 +23,7 @@ _Runs = tuple[tuple[int, int], ...]
 """First index and number of indices of each stretch, in the order in which a rank has them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AxisPlacement:
     """What one axis of the mesh does to a tensor."""
 

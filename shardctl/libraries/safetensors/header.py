@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from json.encoder import encode_basestring
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -83,7 +82,7 @@ class HeaderArray:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SafetensorsHeader:
     """What the header of one file says; the arrays cover the rest of the file exactly."""
 
@@ -299,7 +298,7 @@ def _check_covered(arrays: list[HeaderArray], start: int) -> int:
     return end
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EncodedHeader:
     """A header ready to be written, and where the data must go."""
 

@@ -8,13 +8,13 @@ as a distributed checkpoint (transformers/distributed/checkpoint.py). Both deman
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import merge_boxes
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
 from shardctl.libraries.writer import Layout
+from shardctl.value import value_class
 from shardctl.views import ViewGroup
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _join_experts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType
     return [TensorArray(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _AlikeArrays:
     """What the arrays of experts of all layers have in common on a rank."""
 

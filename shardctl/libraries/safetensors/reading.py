@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +35,7 @@ from shardctl.libraries.safetensors.header import (
 )
 from shardctl.libraries.safetensors.sharding_info import KEY, VERSION_KEY, ArrayPlace, read_sharding_info
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -207,7 +208,7 @@ def _read_checked_header(source: Source, path: str) -> SafetensorsHeader:
     return read_header(source, path)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _StoredPart:
     """An array in a file, and its place in its global tensor: whole, if `place` is None."""
 

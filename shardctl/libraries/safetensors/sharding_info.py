@@ -7,7 +7,6 @@ in pytorch #189945, ignored by the readers of torch 2.13) keeps a tensor from sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -18,6 +17,7 @@ from shardctl.libraries.files.json_members import (
     skip_space,
     walk_object,
 )
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.libraries.safetensors.header import SafetensorsHeader
@@ -29,7 +29,7 @@ GLOBAL_SHAPE: Final = "global_shape"
 _LONGEST_ENTRY: Final = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ArrayPlace:
     """Where a stored array lies in its global tensor."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +29,7 @@ from shardctl.libraries.torch_save.zip_signatures import (
     LOCATOR,
     LOCATOR_MAGIC,
 )
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ _NO_TIME: Final = (0, 0x21)
 """Midnight of 1 January 1980, the first day that zip knows."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ArchiveOutline:
     """An archive without the bytes of its tensors."""
 

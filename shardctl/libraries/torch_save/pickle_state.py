@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.libraries.torch_save.pickle_names import can_execute_code, can_reach_code, is_getattr
 from shardctl.libraries.torch_save.pickle_tree import MAPPINGS, CallNode, FoldedCall, GlobalNode, PersistentNode
+from shardctl.value import value_class
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
@@ -46,7 +46,7 @@ class TruncatedError(SourceError):
     """The pickle goes on beyond the bytes at hand."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PickleLimits:
     """What a pickle may ask for; more makes it hostile. The defaults keep any verdict below 20 s and 1 GiB."""
 

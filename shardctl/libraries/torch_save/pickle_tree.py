@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from shardctl.value import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class
 class GlobalNode:
     """A name that the pickle would have imported."""
 
@@ -61,7 +63,7 @@ class PersistentNode:
         return "Persistent()"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ParsedPickle:
     """One pickle, read."""
 

@@ -9,6 +9,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -19,7 +21,7 @@ _SHORT: Final = 256
 _INT: Final = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PickleName:
     """A global."""
 
@@ -27,7 +29,7 @@ class PickleName:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PickleCall:
     """What calling a global returns; equal ones are one object."""
 

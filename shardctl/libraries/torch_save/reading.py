@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -35,6 +35,7 @@ from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Reg
 from shardctl.storage import read_bytes
 from shardctl.storage.entry_limit import charge_entries
 from shardctl.storage.excluded_names import is_excluded
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -230,7 +231,7 @@ def _check_numbering(names: Sequence[str]) -> None:
 # What is in them
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WeightsFile:
     """One file's weights."""
 

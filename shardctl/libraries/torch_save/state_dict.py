@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.torch_save.pickle_tree import CallNode, PersistentNode, as_mapping
 from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
 from shardctl.settings import is_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 _SHOWN: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StateDict:
     """The weights in one file."""
 

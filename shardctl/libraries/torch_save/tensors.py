@@ -6,7 +6,6 @@ every other node is opaque.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -14,6 +13,7 @@ from shardctl.dtype import BY_NAME, BY_TORCH, STORAGES, DType
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
 from shardctl.manifest import Region, compute_dense_strides
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +74,7 @@ _FAR: Final = 1 << 63
 """No extent, stride, offset or size is this large."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TorchStorage:
     """A reference to a flat run of bytes elsewhere in the file."""
 
@@ -97,7 +97,7 @@ class TorchStorage:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StorageView:
     """A strided tensor over a storage."""
 
@@ -113,7 +113,7 @@ class StorageView:
     """The tensor's class, if its elements may mean something else than they say."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SavedFile:
     """One file that torch.save wrote, read but for its tensors."""
 

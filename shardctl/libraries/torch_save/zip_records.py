@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
@@ -28,6 +27,7 @@ from shardctl.libraries.torch_save.zip_signatures import (
     LOCATOR_MAGIC,
 )
 from shardctl.storage import read_bytes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ _AGAIN: Final = "the file was truncated or its copy is incomplete; fetch it agai
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ZipRecord:
     """A stored record."""
 
@@ -61,7 +61,7 @@ class ZipRecord:
     `skip_data`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ZipArchive:
     """All records of an archive."""
 
@@ -97,7 +97,7 @@ def describe_record_damage(name: str, found: int, stated: int, holds: str = "") 
     return f"{what} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _DirectoryEntry:
     """What the central directory says of a record."""
 
@@ -123,7 +123,7 @@ def read_archive(source: Source, path: str, *, start: int = 0, size: int | None 
     return _ZipReader(source, path, start, size).archive()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ZipReader:
     source: Source
     path: str

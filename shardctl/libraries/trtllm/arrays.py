@@ -9,7 +9,6 @@ ones).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -17,6 +16,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 from shardctl.pieces import split_layers_evenly
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ _QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 _ROUTER: Final = BY_NAME["F32"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _TrtllmRank(SchemaRank):
     """One rank, while its arrays are named."""
 

@@ -7,7 +7,6 @@ Megatron-LM core 0.16, have the fields of experts without an object around them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import format_rank_prefix
@@ -18,6 +17,7 @@ from shardctl.mesh import MOST_RANKS, Mesh
 from shardctl.models import name_usual_class
 from shardctl.models.config import ModelConfig
 from shardctl.pieces import split_layers_evenly
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -41,7 +41,7 @@ _RENORMALISE: Final = 1
 """`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE` of tensorrt_llm/layers/moe.py."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TrtllmDescription:
     """What the config says."""
 

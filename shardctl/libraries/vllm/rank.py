@@ -7,7 +7,7 @@ The cuts are those of vLLM 0.25.1, `model_executor/layers/linear.py` (`ColumnPar
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from shardctl.libraries.arrays.composite import (
     round_up_to_multiple,
     stack_arrays,
 )
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ _ONE: Final = struct.pack("<f", 1.0)
 _KINDS: Final = ("weight", "bias")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HeadRun:
     """Heads that lie one behind another in runs of as many rows; one run, or the same part of several groups."""
 
@@ -61,7 +62,7 @@ class HeadRun:
         return join_arrays(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QkvRows:
     """The rows of a projection to queries, keys and values."""
 
@@ -70,7 +71,7 @@ class QkvRows:
     values: HeadRun
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class VllmRank(schema.SchemaRank):
     """One rank, while its arrays are named."""
 

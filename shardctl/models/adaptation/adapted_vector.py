@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
 from shardctl.models.adaptation.numbers import read_numbers
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
@@ -20,7 +20,7 @@ _RUN: Final = 1 << 18
 _F32: Final = BY_NAME["F32"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AdaptedVector:
     """Elements in a row, as another type than they are stored in, or with a multiple of others added to them."""
 

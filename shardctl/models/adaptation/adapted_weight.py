@@ -18,6 +18,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.models.adaptation.arithmetic import add_squares, compute_row_norms, multiply_low_rank
 from shardctl.models.adaptation.numbers import read_numbers, round_numbers
 from shardctl.tiles import split_run
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +33,7 @@ ADAPTING_BYTES: Final = 10 << 20
 _F32: Final = BY_NAME["F32"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LowRankProduct:
     """What is added to a matrix: a matrix of few columns times one of few rows, times a number."""
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.bands import ChunkIndex
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Region
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StridedView:
     """Elements of one file, by the bytes from one to the next along each dim."""
 

@@ -6,7 +6,6 @@ Who computes how: bitsandbytes (functional.py, `dequantize_4bit` and `dequantize
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +16,7 @@ from shardctl.models.config import ModelConfig
 from shardctl.models.dequantisation.tile import DecodedTile
 from shardctl.models.quantisation.storage import IN, OUT
 from shardctl.storage.bounded_text import TextLimits, check_size, parse_json
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ _RECIPROCAL: Final = np.float32(7.874015718698502e-3)
 """Of 127, as bitsandbytes writes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _FlatSettings:
     """What `quant_state` says of one weight."""
 

@@ -5,7 +5,6 @@ Who computes how: hqq (core/quantize.py, `Quantizer.dequantize`), each step in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +15,7 @@ from shardctl.models.dequantisation.flat_codes import decode_flat_runs
 from shardctl.models.dequantisation.tile import DecodedTile, round_numbers
 from shardctl.models.quantisation.storage import IN, OUT
 from shardctl.tiles import split_run
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +31,7 @@ _LONGEST: Final = 64
 """Characters of a text; the longest that HQQ writes has 14."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _GroupMatrix:
     """How the groups of a weight lie in a matrix of codes."""
 

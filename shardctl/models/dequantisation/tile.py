@@ -5,7 +5,7 @@ A tile is two spans of the weight, which is `[out, in]`: of its outputs, and of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import ml_dtypes
@@ -16,6 +16,7 @@ from shardctl.box import Box, BoxIndex
 from shardctl.copyplan import cover_tensor
 from shardctl.manifest import ConstantFill, narrow_chunk
 from shardctl.models.quantisation.storage import AlongDim
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ _BIAS: Final = 127
 """Of an exponent that is stored alone (OCP Microscaling Formats 1.0, E8M0)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LocatedArray:
     """One of the arrays of a weight, as a checkpoint has it."""
 
@@ -89,7 +90,7 @@ class DecodedTile(NamedTuple):
     """The type in which the method's owner has the result; a cast to another type comes after it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BlockFactors:
     """Numbers of which each belongs to a block of a tile's elements: scales, or zero points."""
 
@@ -122,7 +123,7 @@ class BlockFactors:
         return spread[skipped : skipped + extent] if axis == 0 else spread[:, skipped : skipped + extent]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WeightTile:
     """A tile of a quantised weight, and what its arrays are read with."""
 

@@ -6,7 +6,6 @@ caches, from those parts of the weight's arrays that they need, and cast to the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,6 +31,7 @@ from shardctl.models.quantisation.storage import (
     StackedCodes,
 )
 from shardctl.tiles import split_run
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ DECODING_BYTES: Final = 9 << 20
 """Memory that one thread needs to decode tiles (measured: 3 to 6 MiB) and to gather what they are decoded from."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisedWeight:
     """A matrix whose values follow from the arrays that are stored of it."""
 

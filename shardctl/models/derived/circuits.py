@@ -5,8 +5,9 @@ A circuit is cut as a whole or not at all: its inputs by rows of the weight, its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,7 +95,7 @@ PLAIN: Final = (
 """What the linears of an MLP without a gate are called."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AttentionCircuit:
     """Queries, keys and values, and the output that sums over heads."""
 
@@ -105,7 +106,7 @@ class AttentionCircuit:
     output: StoredModule
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FusedAttentionCircuit:
     """The same with one linear for queries, keys and values."""
 
@@ -114,7 +115,7 @@ class FusedAttentionCircuit:
     output: StoredModule
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SharedAttentionCircuit:
     """Attention of a layer whose keys and values are those of another layer."""
 
@@ -123,7 +124,7 @@ class SharedAttentionCircuit:
     output: StoredModule
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LatentAttentionCircuit:
     """Attention whose keys and values come from a latent: what expands it is cut by heads, the latent is whole."""
 
@@ -133,7 +134,7 @@ class LatentAttentionCircuit:
     output: StoredModule
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FeedForwardCircuit:
     """An MLP."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.placement import AxisCut, GroupMember
@@ -13,7 +14,7 @@ SHAPES: Final = "names and shapes"
 _PROOF: Final = "reshard --prove or verify --forward proves it, inspect --show-rules prints it"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorRule:
     """How one tensor is cut by tp or the axes of experts; fsdp and pp are added to this."""
 
@@ -27,7 +28,7 @@ class TensorRule:
     """Which of the experts it is, if it is one's."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DerivedRule:
     """One line of a derived table."""
 
@@ -37,7 +38,7 @@ class DerivedRule:
     """Of each tensor that matches; of experts, that of the first one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class UncutTensors:
     """Tensors that stay whole on every tp rank because it is not known how to cut them."""
 
@@ -45,7 +46,7 @@ class UncutTensors:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RuleDerivation:
     """A derived table."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -37,7 +39,7 @@ _TOWERS: Final = (
 """Words by which names of modules and keys of configs speak of the same part of a model."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HeadLayout:
     """The heads of one attention."""
 
@@ -48,7 +50,7 @@ class HeadLayout:
     """Elements of a head of keys, and of queries unless something else is fused with them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TowerSizes:
     """What one config says: that of the model, or one within it."""
 

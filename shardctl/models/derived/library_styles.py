@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.models.config import ModelConfig
 from shardctl.models.derived.head_counts import find_topics, list_parts
 from shardctl.models.derived.library_names import build_renamer
 from shardctl.models.transformers_plan import find_plan
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ _WHOLE: Final = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj",
 """Styles by what they cut of a module: its outputs, its inputs, nothing (distributed/tensor_parallel.py)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LibraryStyle:
     """What a library does with one module."""
 

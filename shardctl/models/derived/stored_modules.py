@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from shardctl.models.model import ModelTensor
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StoredModule:
     """A module as its tensors show it; a parameter with a name of its own counts as a module."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.value import value_class
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from shardctl.placement import AxisCut
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WeightArray:
     """One array of a kind of weight."""
 

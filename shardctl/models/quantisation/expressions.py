@@ -18,6 +18,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ class _MatchingTime:
         return self.seconds > _SECONDS and thread_time() - self.start > _SECONDS
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ModuleExpression:
     """A regular expression for the beginning of a module's name."""
 

@@ -7,7 +7,7 @@ torch/export/unified_export_hf.py, `_export_quantized_weight`), and vLLM, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -34,6 +34,7 @@ from shardctl.models.quantisation.storage import (
     WeightStorage,
     build_block_form,
 )
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ _SMOOTHING: Final = QuantisedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),),
 _EXPONENTS: Final = ("U8", "F8_E8M0")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _NumberFormat:
     """What weights of one `quant_algo` are stored as."""
 

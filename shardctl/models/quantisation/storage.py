@@ -10,6 +10,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from shardctl.value import value_class
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -28,7 +30,7 @@ SCALE: Final = (*FLOAT, "F8_E8M0", "F8_E4M3", "U8")
 """What scales are: floats, or exponents alone, which some writers call bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AlongDim:
     """A dim of an array that follows a dim of the weight.
 
@@ -48,7 +50,7 @@ class AlongDim:
         return -(-size * self.stored // self.block)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OpenDim:
     """A dim whose extent only the checkpoint tells, such as that of one flat array for the whole weight.
 
@@ -87,7 +89,7 @@ PER_TENSOR: Final[tuple[Form, ...]] = ((1,), ())
 PER_ROW: Final[tuple[Form, ...]] = ((AlongDim(OUT), 1), (AlongDim(OUT),))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisedArray:
     """One of the arrays that are stored in place of a weight."""
 
@@ -120,7 +122,7 @@ def build_packed_dim(dim: int, bits: int) -> AlongDim:
     return AlongDim(dim, WORD // bits) if WORD % bits == 0 else AlongDim(dim, WORD, bits)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ScaledFloats:
     """Codes of a byte each, and their scales."""
 
@@ -135,7 +137,7 @@ class ScaledFloats:
     order: tuple[int, int] = BY_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PackedFloats:
     """Two codes of E2M1 in a byte, the first in its low half, with a scale a block, and perhaps one for them all."""
 
@@ -154,7 +156,7 @@ class PackedFloats:
     order: tuple[int, int] = BY_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ScaledIntegers:
     """Integers in a byte each, in two halves of a byte, or packed along the inputs as compressed-tensors does."""
 
@@ -176,7 +178,7 @@ class ScaledIntegers:
     order: tuple[int, int] = BY_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PackedByInput:
     """GPTQ's integers, packed along the inputs, and AWQ's, packed along the outputs; both `[in, out]`."""
 
@@ -195,7 +197,7 @@ class PackedByInput:
     order: tuple[int, int] = BY_INPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PackedRows:
     """AWQ's integers for its `gemv` kernel: packed along the inputs, and rows of zeros and scales with a padded end."""
 
@@ -212,7 +214,7 @@ TILE_OUTPUTS: Final = 64
 """Inputs and outputs of the blocks in which Marlin stores codes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KernelTiles:
     """Marlin's integers of four bits, in the order in which a GPU's threads take them; the middle code is zero."""
 
@@ -223,7 +225,7 @@ class KernelTiles:
     order: tuple[int, int] = BY_INPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FlatCodes:
     """bitsandbytes' codes of four bits, each an index of a table, in blocks that run on from row to row."""
 
@@ -240,7 +242,7 @@ class FlatCodes:
     order: tuple[int, int] = BY_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ByteRows:
     """bitsandbytes' integers of a byte, with the largest number of each row, which 127 stands for."""
 
@@ -251,7 +253,7 @@ class ByteRows:
     order: tuple[int, int] = BY_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StackedCodes:
     """HQQ's integers: groups of the flattened weight as rows or columns, of which the first share bytes with later."""
 
@@ -299,7 +301,7 @@ Names = tuple[str, ...]
 """What a config may call one module: its name with the base model's prefix, and without."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisationScheme:
     """What a `quantization_config` says."""
 
@@ -311,7 +313,7 @@ class QuantisationScheme:
     """Whether an output head is quantised unless the config says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class QuantisationMethod:
     """A way to quantise."""
 

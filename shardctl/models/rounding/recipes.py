@@ -7,17 +7,17 @@ scales are calibrated (FP8, NVFP4), GPTQ, AWQ.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardctl.models.quantisation.storage import WORD
+from shardctl.value import value_class
 
 _Settings = Mapping[str, Any]
 _CODE_TYPES: Final = {"fp8": "F8_E4M3", "int8": "I8", "fp4": "U8", "int4": "I32"}
 _PER_UNIT: Final = {"fp8": 1, "int8": 1, "fp4": 2, "int4": WORD // 4}
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RoundingRecipe:
     """One such format."""
 

@@ -18,6 +18,7 @@ from shardctl.errors import SourceError
 from shardctl.models.rounding.codes import pack_codes, round_to_codes, widen_bits
 from shardctl.models.rounding.stored_matrix import TILE, StoredMatrix
 from shardctl.tiles import split_run
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ class ScaleMemory:
                 self._bytes -= old.nbytes + _ENTRY
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RoundedWeight:
     """A weight and how it is quantised."""
 
@@ -184,7 +185,7 @@ class RoundedWeight:
             yield pack_codes(codes, self.rule.recipe.per_unit)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RoundedCodes:
     """The array of a weight's codes."""
 
@@ -220,7 +221,7 @@ class RoundedCodes:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RoundedScales:
     """The array of a weight's scales."""
 
@@ -258,7 +259,7 @@ class RoundedScales:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class WholeScale:
     """The array with the number beside scales in FP8."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from shardctl.box import Box
 from shardctl.cast import cast_elements
 from shardctl.errors import SourceError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ TILE: Final = 1 << 18
 _HINT: Final = "leave it as it is with --quantize-ignore {}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StoredMatrix:
     """A weight that is to be quantised."""
 

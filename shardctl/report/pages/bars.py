@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size, format_plural
 from shardctl.estimate.term import CATEGORIES, Category, MemorySum, sum_terms
 from shardctl.report.memory_bars import format_amount
 from shardctl.report.pages.svg import draw_box, draw_line, draw_picture
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ _THICK: Final = 20
 _CAP: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankGroup:
     """The ranks of one stage that need the same of everything."""
 

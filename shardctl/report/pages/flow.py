@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_file_size
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_ribbon, draw_shapes, draw_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ _SIDE: Final = 33.0
 """Percent of the width for the names of either side."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Node:
     name: str
     nbytes: int

@@ -7,10 +7,10 @@ Narayanan et al. 2021, sec. 2.2; the order of interleaved passes is that of Mega
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_text
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ _BACKWARD: Final = 2.0
 """The time of a backward pass in that of a forward pass."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PipelinePass:
     """One pass of a microbatch through a chunk of a stage."""
 
@@ -42,7 +42,7 @@ class PipelinePass:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Step:
     microbatch: int
     chunk: int

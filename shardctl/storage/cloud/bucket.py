@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import secrets
 import tempfile
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -22,6 +21,7 @@ from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.retries import TroubleError, make_retrying
+from shardctl.value import value_class
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def estimate_upload_memory(size: int) -> int:
     return (_AT_ONCE + 2) * choose_part_size(size) + (16 << 20)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BucketObject:
     """What a listing says of an object."""
 

@@ -6,13 +6,13 @@ import os
 import re
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError
 from shardctl.storage.cloud.settings import HOW_ALLOWED, find_endpoint
 from shardctl.storage.retries import TroubleError
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.errors import ShardctlError
@@ -37,7 +37,7 @@ _WAIT: Final = 10
 """Seconds for the question where a bucket is."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RefusalReader:
     """Reads what obstore raises for one bucket."""
 

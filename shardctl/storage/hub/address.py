@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 from urllib.parse import unquote
 
 from shardctl.errors import UsageError
+from shardctl.value import value_class
 
 _SCHEME: Final = "hf://"
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}")
@@ -19,7 +20,7 @@ _USUAL: Final = "main"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HubAddress:
     """A model, a version of it, and where in its repository the files are."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
 from shardctl.storage.hub.statuses import PASSING, parse_retry_after
 from shardctl.storage.retries import TroubleError, make_retrying
+from shardctl.value import value_class
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, Recu
 or JSON of another shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HubFile:
     """One file of a commit."""
 
@@ -62,7 +63,7 @@ class HubFile:
         return self.sha256 or self.blob
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HubListing:
     """A commit, and every file of it by path."""
 

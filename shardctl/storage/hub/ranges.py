@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urljoin
@@ -31,6 +30,7 @@ from shardctl.storage.hub.sockets import BROKEN, ResponseBody, SocketPool
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, parse_retry_after
 from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
 from shardctl.storage.retries import TroubleError, make_retrying
+from shardctl.value import value_class
 from shardctl.version import __version__
 from shardctl.workers import raise_if_stopped
 
@@ -54,7 +54,7 @@ _SLICE: Final = 256 << 10
 """Bytes received at once, between two looks at whether to stop."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _FileLocation:
     """Where a file is really."""
 

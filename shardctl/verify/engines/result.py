@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ Scores = Any
 """Log-probabilities by token: a dict of some tokens, or an array of all."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TokenScores:
     """What a model says to one prompt: log-probabilities, natural, and the tokens that it continues with."""
 
@@ -36,7 +37,7 @@ class TokenScores:
         return cls(scores("prompt"), tuple(int(token) for token in said["tokens"]), scores("following"))  # type: ignore[call-overload]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EngineQuestion:
     """What an engine is to load, and how."""
 
@@ -60,7 +61,7 @@ class EngineQuestion:
     """Whether it makes up the weights, to see if it can hold such a model at all."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class EngineResult:
     """How an engine that has loaded a checkpoint compares with the source under transformers."""
 

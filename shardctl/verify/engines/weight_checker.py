@@ -11,12 +11,12 @@ import os
 import re
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import AccessError, SourceError, TransientError, UnsupportedError, UsageError
 from shardctl.mesh import MOST_RANKS, Mesh
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ _NOT_THERE: Final = (404, 405)
 _REFUSED: Final = (401, 403)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class HeldWeights:
     """What the workers of an engine say that they hold."""
 

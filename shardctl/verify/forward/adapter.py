@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import UnsupportedError
 from shardctl.extras import format_install_command
 from shardctl.storage.hub import check_settings
+from shardctl.value import value_class
 from shardctl.verify.forward.inputs import SEED
 from shardctl.verify.machine_trouble import raise_machine_error, raise_machine_text
 
@@ -159,7 +160,7 @@ def set_start_values(model: Torch, slots: Sequence[TensorSlot]) -> None:
         slot.empty = getattr(slot.module, slot.attribute)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ConversionTarget:
     """Where a stored tensor belongs in the model."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
+from shardctl.value import value_class
 from shardctl.verify.device import is_cuda_device, select_device
 from shardctl.verify.forward.comparison import compare_in_process
 from shardctl.verify.forward.team import ProcessTeam
@@ -48,7 +49,7 @@ class MeetingError(Exception):
     """Ranks could not form a group; it says nothing of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _PathReader:
     """A reader that another process opens by its path."""
 

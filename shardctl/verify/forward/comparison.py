@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import CoverageError, MachineError, ShardctlError, UnsupportedError, format_first_few
 from shardctl.mesh import Mesh
+from shardctl.value import value_class
 from shardctl.verify.device import use_device
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import WeightConversion, build_bare_model, get_model_class, list_versions
@@ -39,7 +40,7 @@ _LIMIT: Final = 128 << 20
 """Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ForwardOptions:
     """How the pass is run."""
 

@@ -7,8 +7,9 @@ finished shows a report, by which the others learn that nothing more comes of it
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ class CutConflictError(ValueError):
     """Ranks have weights that cannot be cut as they are."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankReport:
     """What a rank says when it is done."""
 

@@ -6,11 +6,12 @@ right: what it computes with them is never used, because the linear that follows
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardctl.placement import PartitionSpec, compute_intervals, compute_rank_boxes
+from shardctl.value import value_class
 from shardctl.verify.forward.lens import build_entries
 from shardctl.verify.forward.placed_tensors import PlacedTensor
 from shardctl.verify.forward.places import COMPUTING, list_alike_ranks, list_places
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankView:
     """One rank's weights."""
 
@@ -41,7 +42,7 @@ class RankView:
     """Nothing, where the rank is in another process."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RankViews:
     """The ranks that compute together, and how tensors are cut among them."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
 from typing import TYPE_CHECKING, Literal
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.tolerance import DistanceTolerance
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class BlockError:
     """One part of the model, fed the source's inputs."""
 
@@ -28,7 +30,7 @@ class BlockError:
     """Whether its weights are right once joined, though ranks compute something else with their parts."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PromptContinuation:
     """What one of the two makes of a prompt, always taking the likeliest token."""
 
@@ -36,7 +38,7 @@ class PromptContinuation:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class GeneratedTexts:
     """The next tokens of a prompt, side by side."""
 
@@ -50,7 +52,7 @@ class GeneratedTexts:
         return self.source.tokens == self.shards.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SecondOpinion:
     """What transformers' own tensor parallelism makes of the shards."""
 
@@ -61,7 +63,7 @@ class SecondOpinion:
     """Relative L2 distance of the outputs of the farthest rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ForwardResult:
     """The outcome; `status` is the verdict, and everything that was done otherwise than planned is in `notes`."""
 

@@ -12,6 +12,7 @@ from shardctl.box import Box, make_disjoint, subtract_all
 from shardctl.errors import CoverageError
 from shardctl.manifest import Region, narrow_chunk
 from shardctl.pieces import PlacedCheckpoint
+from shardctl.value import value_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.lens import LazyTensor, build_entries, read_box
 from shardctl.verify.forward.team import RankTeam
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class TensorHolding:
     """What one rank is to hold of one tensor, and what its own files have of it."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import format_first_few
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ _UNREACHED: Final = "not computed with: these inputs do not reach it"
 _LOOSE: Final = "joined: it is no part of a block, and code of the whole model uses it"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class JoinedWeights:
     """Weights that ranks did not compute with as they hold them."""
 
@@ -33,7 +33,7 @@ class JoinedWeights:
         return f"{self.share:.1%} of the weights, {format_first_few(list(self.names))}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ComputedShare:
     """What ranks computed with."""
 

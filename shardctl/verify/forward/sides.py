@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import format_first_few
+from shardctl.value import value_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import set_start_values
 from shardctl.verify.forward.lens import StoredTensor, build_lens
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.lens import LazyTensor
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OriginalCheckpoint:
     """The checkpoint that is right."""
 
@@ -44,7 +45,7 @@ class OriginalCheckpoint:
     """Where its tokenizer is."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CandidateCheckpoint:
     """The checkpoint that is to be proved."""
 

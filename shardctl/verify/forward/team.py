@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.value import value_class
 from shardctl.verify.forward.meeting import ProcessMeeting, RankMeeting
 from shardctl.verify.forward.places import list_alike_ranks, list_places
 
@@ -116,7 +117,7 @@ class ProcessTeam(RankTeam):
         return _unpack_tensors(form, iter(tensors))
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _TensorForm:
     """Where in an output a tensor stands."""
 
@@ -125,7 +126,7 @@ class _TensorForm:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _DictForm:
     """A dictionary, or one of the outputs of transformers, which are like them."""
 

@@ -14,9 +14,10 @@ rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ _CEILINGS: Final = {"bf16": MARGIN * FLOORS["bf16"], "fp16": MARGIN * FLOORS["fp
 """What is allowed to a block at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DistanceTolerance:
     """Bounds on relative L2 distances, `||shards - source|| / ||source||`."""
 
@@ -49,7 +50,7 @@ class DistanceTolerance:
         return self.warn == 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class MeasuredRounding:
     """What rounding in a narrow type does to the source, as relative L2 distances."""
 
