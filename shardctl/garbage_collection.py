@@ -25,4 +25,7 @@ def pause_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # puts all that was made among what is old, which nobody looks at for a while
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

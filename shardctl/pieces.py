@@ -83,12 +83,13 @@ class PlacedCheckpoint:
     def guess_box_count(self) -> int:
         """Guess what `count_boxes` counts, as if each rank of a stage that may hold a tensor held one box of it."""
         stage = self.mesh.world // self.mesh.degree("pp")
-        total = 0
-        for tensor in self.tensors:
-            spec = self.specs[tensor.name]
-            holders = stage // self.mesh.degree(spec.member.axis) if spec.member else stage
-            total += holders * len(spec.where) * (1 + len(tensor.ties))
-        return total
+        specs = self.specs
+        held = [(specs[tensor.name], len(tensor.ties)) for tensor in self.tensors]
+        counts = Counter([(spec.member and spec.member.axis, len(spec.where), ties) for spec, ties in held])
+        return sum(
+            count * (stage // self.mesh.degree(axis) if axis else stage) * places * (1 + ties)
+            for (axis, places, ties), count in counts.items()
+        )
 
     def count_boxes(self) -> int:
         """Count the boxes that `ranks` yields of all ranks, once for each name, without making a list of them."""
@@ -218,15 +219,17 @@ def compute_layer_costs(
     tensors: Iterable[Tensor], specs: Mapping[str, PartitionSpec], layers: int
 ) -> tuple[list[int], int, int]:
     """Compute bytes of each layer, of what only the first stage holds, and of what only the last stage holds."""
+    counts = Counter([(specs[tensor.name].where, tensor.shape, tensor.dtype) for tensor in tensors])
     costs, first, last = [0] * layers, 0, 0
-    for tensor in tensors:
-        for kind, layer in specs[tensor.name].where:
+    for (where, shape, dtype), count in counts.items():
+        nbytes = count * dtype.nbytes(shape)
+        for kind, layer in where:
             if kind == "layer":
-                costs[layer] += tensor.nbytes
+                costs[layer] += nbytes
             elif kind == "first":
-                first += tensor.nbytes
+                first += nbytes
             else:
-                last += tensor.nbytes
+                last += nbytes
     return costs, first, last
 
 

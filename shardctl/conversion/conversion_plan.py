@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, OpaqueObject, Tensor
     from shardctl.models import Model
     from shardctl.models.fusion import TensorFusion
+    from shardctl.placement import PartitionSpec
 
 
 _OWN_RANKS: Final = frozenset(layout.name for layout in LAYOUTS if layout.ranks == "library")
@@ -172,8 +173,10 @@ def plan_conversion(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
     dtypes = choose_dtypes(have, reshard_options, coded)
+    had = have.tensors
     have, arrays = _choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
-    dtypes = choose_dtypes(have, reshard_options, coded)
+    if have.tensors is not had:
+        dtypes = choose_dtypes(have, reshard_options, coded)
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
@@ -404,13 +407,18 @@ def place_checkpoint(
 ) -> PlacedCheckpoint:
     """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
     model = checkpoint.require_placement(mesh)
-    return PlacedCheckpoint(
-        tuple(have.tensors.values()), build_specs(model, have), mesh, choose_stages(model, have, mesh, stages), names
-    )
+    specs = build_specs(model, have)
+    on_stages = choose_stages(model, have, mesh, stages, specs)
+    return PlacedCheckpoint(tuple(have.tensors.values()), specs, mesh, on_stages, names)
 
 
-def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
-    """Choose the layers of each stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
+def choose_stages(
+    model: Model, have: Manifest, mesh: Mesh, stages: str | None, specs: Mapping[str, PartitionSpec] | None = None
+) -> tuple[int, ...]:
+    """Choose the layers of each stage: as `--stages` says, else so that the heaviest stage is as light as can be.
+
+    `specs` says how each tensor is cut, if that is known already.
+    """
     pp = mesh.degree("pp")
     if stages is not None:
         return parse_stages(stages, model.layers, pp)
@@ -418,7 +426,8 @@ def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) 
         return (model.layers,)
     states = get_states(have)
     weights = [tensor for name, tensor in have.tensors.items() if name not in states]
-    return balance_stages(*compute_layer_costs(weights, build_specs(model, have), model.layers), pp)
+    specs = build_specs(model, have) if specs is None else specs
+    return balance_stages(*compute_layer_costs(weights, specs, model.layers), pp)
 
 
 def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manifest:
@@ -475,7 +484,7 @@ def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
 def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
     """Record what the layout itself changes: tensors that it drops, which its warnings name, and its own types."""
     left_out = len(want.tensors) < len(have.tensors)
-    retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
+    retyped = any(tensor.dtype is not dtypes[name] for name, tensor in want.tensors.items())
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 

@@ -121,7 +121,8 @@ class AllowedDegrees:
 def list_sections(specs: Iterable[PartitionSpec]) -> Mapping[str, frozenset[CutSection]]:
     """List by axis what must be divided exactly."""
     found: dict[str, set[CutSection]] = {}
-    for spec in specs:
+    alike = {(id(s.cuts), s.member and (s.member.axis, s.member.count)): s for s in specs}  # those share their cuts
+    for spec in alike.values():
         if spec.member:
             found.setdefault(spec.member.axis, set()).add(CutSection(spec.member.count))
         for cut in (cut for dim in spec.cuts for cut in dim):

@@ -95,10 +95,12 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
     Raises UsageError for more threads than any machine uses, MemoryBudgetError if not even one thread with the smallest
     block fits.
     """
-    chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
+    chunks = sum([len(c.source.chunks) + len(c.target.chunks) for c in plan.copies])
     reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
-    buffers = 2 + max((_compute_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
-    buffers += max((_compute_aside_ratio(c) for c in plan.copies), default=0)
+    casts = {(id(c.source.dtype), id(c.target.dtype)): c for c in plan.copies}.values()
+    buffers = 2 + max((_compute_cast_ratio(c.source.dtype, c.target.dtype) for c in casts), default=0)
+    aside = [copy for copy in plan.copies for chunk in copy.target.chunks if chunk.aside]
+    buffers += max((_compute_aside_ratio(copy) for copy in aside), default=0)
     check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)

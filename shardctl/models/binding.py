@@ -24,7 +24,7 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
     plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
-    for name, tensor in stored.tensors.items():
+    for name, tensor in stored.tensors.items() if len(plain) < len(stored.tensors) else ():
         if name in plain:
             continue
         meant = find_canonical_name(model, name)
@@ -47,11 +47,14 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
         )
     whole = plain.keys() | found.keys()
     warnings = (*stored.warnings, *model.warnings, *(() if partial else list_missing_warnings(model, whole)))
-    tensors = {
-        name: _merge_tensor_parts(t, found[name]) if name in found else _bind_single_tensor(t, plain[name])
-        for name, t in model.tensors.items()
-        if name in whole
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, t in model.tensors.items():
+        own = plain.get(name)
+        if name in found:
+            tensors[name] = _merge_tensor_parts(t, found[name])
+        elif own is not None:
+            odd = t.ties or own.ties or own.spelling or own.shape != t.shape
+            tensors[name] = _merge_tensor_parts(t, {name: own}) if odd else own
     return replace(stored, tensors=tensors, warnings=warnings)
 
 
@@ -187,13 +190,6 @@ def list_missing_warnings(model: Model, found: Collection[str]) -> list[str]:
             else "a shard may be missing, or config.json may belong to another model",
         )
     return [f"the checkpoint has no {format_first_few(spare)}; {model.architecture} starts without it"] if spare else []
-
-
-def _bind_single_tensor(expected: ModelTensor, stored: Tensor) -> Tensor:
-    """Return one global tensor from what is stored under its very name: mostly just that."""
-    if expected.ties or stored.ties or stored.spelling or stored.shape != expected.shape:
-        return _merge_tensor_parts(expected, {expected.name: stored})
-    return stored
 
 
 def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:

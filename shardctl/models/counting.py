@@ -37,6 +37,10 @@ def list_meant_parameters(
     model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> list[ModelTensor]:
     """List the parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
+    plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
+    parameters = [t for t in plain.tensors.values() if not t.row.buffer]
+    if all(t.name in tensors for t in parameters):
+        return parameters
     modules = {name.rpartition(".")[0] for name in tensors}
     stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
 
@@ -44,5 +48,4 @@ def list_meant_parameters(
         module, _, kind = name.rpartition(".")
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
-    plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
-    return [t for t in plain.tensors.values() if not t.row.buffer and stored(t.name)]
+    return [t for t in parameters if stored(t.name)]

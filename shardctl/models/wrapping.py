@@ -28,7 +28,7 @@ def unwrap_names(model: Model, stored: Manifest) -> Manifest:
     First the wrappers of torch go, then as few leading words, common to all names, as do the rest (``module.`` of
     DistributedDataParallel, an attribute of a trainer's own class).
     """
-    if all(name in model.tensors or find_canonical_name(model, name) is not None for name in stored.tensors):
+    if all(find_canonical_name(model, name) is not None for name in stored.tensors.keys() - model.tensors.keys()):
         return stored
     bare = {name: _strip_wrappers(name) for name in stored.tensors}
     for count in range(_count_common_words(bare.values()) + 1):

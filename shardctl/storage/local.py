@@ -64,7 +64,7 @@ class _LocalFile:
                 done += got
 
     def _read_direct(self, path: str, ordinary: int, into: memoryview, offset: int) -> int | None:
-        if not self._can_direct or len(into) < _LARGE:
+        if not self._can_direct or len(into) < _LARGE or "numpy" not in sys.modules:  # which all need that move tensors
             return None
         from shardctl.storage import direct
 

@@ -112,7 +112,8 @@ class FileBuilder:
     def __init__(self, metadata: Mapping[str, str]) -> None:
         self._metadata = dict(metadata)
         self.files: dict[str, CheckpointFile] = {}
-        self._chunks: dict[str, list[Chunk]] = {}
+        self._chunks: dict[str, tuple[Chunk] | list[Chunk]] = {}
+        """By tensor; most have one."""
 
     def add(self, path: str, arrays: Sequence[PackableArray], metadata: Mapping[str, str] | None = None) -> None:
         """Add a safetensors file with these arrays."""
@@ -129,10 +130,13 @@ class FileBuilder:
             if array.padding:
                 blanks.append((start + array.nbytes - array.padding, array.padding))
             for tensor, chunk in array.chunks(region):
-                if tensor in chunks:
-                    chunks[tensor].append(chunk)
+                before = chunks.get(tensor)
+                if before is None:
+                    chunks[tensor] = (chunk,)
+                elif isinstance(before, list):
+                    before.append(chunk)
                 else:
-                    chunks[tensor] = [chunk]
+                    chunks[tensor] = [*before, chunk]
         self.files[path] = CheckpointFile(path, encoded.size, tuple(literals), tuple(blanks))
 
     def stored(self) -> Iterator[tuple[str, Chunk]]:

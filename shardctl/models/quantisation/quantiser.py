@@ -89,8 +89,12 @@ class _ModelQuantiser:
     """By the ids of an array's cuts and of the weight's spec."""
     endings: set[str] = field(default_factory=set)
     """The last parts of all names that are stored or in the table."""
+    tabled_endings: set[str] = field(default_factory=set)
+    """Of those in the table."""
     likely: dict[int, list[str]] = field(default_factory=dict)
     """By the id of a storage, which `storages` keeps: the names of its arrays that may be there."""
+    likely_tabled: dict[int, list[str]] = field(default_factory=dict)
+    """Of these, the names that may be in the table beside the weight's."""
     storages: list[WeightStorage] = field(default_factory=list)
     contrary: list[str] = field(default_factory=list)
     """Modules that are quantised though the config says that they are not."""
@@ -144,16 +148,12 @@ class _ModelQuantiser:
         modules = {weight.module: weight for weight in weights.values()}
         others: list[tuple[str, Tensor]] = []
         tabled = self.plain.tensors
-        for name, tensor in stored.tensors.items():
-            if name in tabled:
-                self.present[name] = tensor
-                continue
+        self.present.update(stored.tensors)
+        for name in [name for name in stored.tensors if name not in tabled]:
             module, _, own = name.rpartition(".")
             weight = modules.get(module)
-            if weight is not None and own in weight.storage.names:
-                self.present[name] = tensor
-            else:
-                others.append((name, tensor))
+            if weight is None or own not in weight.storage.names:
+                others.append((name, self.present.pop(name)))
         if not others:
             return
         known = dict(self.plain.tensors)
@@ -224,9 +224,8 @@ class _ModelQuantiser:
     def parts(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> tuple[WeightArray, ...]:
         """Return the arrays of the weight, worked out once for all that are alike."""
         tensor, module, known = weight.tensor, weight.module, self.plain.tensors
-        tabled = [
-            name for name in self.list_likely_names(weight.storage) if name != "weight" and f"{module}.{name}" in known
-        ]
+        beside = self.list_tabled_names(weight.storage)
+        tabled = [name for name in beside if f"{module}.{name}" in known] if beside else beside
         alike = tuple([(name, t.shape, t.dtype.name) for name, t in held.items()])
         # These objects outlive this one, and are the same for weights of one kind.
         key = (id(weight.storage), id(tensor.row), id(tensor.spec.cuts), tensor.shape, alike, *tabled)
@@ -240,9 +239,20 @@ class _ModelQuantiser:
         found = self.likely.get(id(storage))
         if found is None:
             if not self.endings:
-                self.endings.update([name.rpartition(".")[2] for name in (*self.present, *self.plain.tensors)])
+                self.tabled_endings.update([name.rpartition(".")[2] for name in self.plain.tensors])
+                others = self.present.keys() - self.plain.tensors.keys()
+                self.endings.update([name.rpartition(".")[2] for name in others], self.tabled_endings)
             found = self.likely[id(storage)] = [n for n in storage.names if n.rpartition(".")[2] in self.endings]
             self.storages.append(storage)
+        return found
+
+    def list_tabled_names(self, storage: WeightStorage) -> list[str]:
+        """List those that anything in the table ends with, but for the weight itself: mostly none."""
+        found = self.likely_tabled.get(id(storage))
+        if found is None:
+            likely = self.list_likely_names(storage)
+            found = [n for n in likely if n != "weight" and n.rpartition(".")[2] in self.tabled_endings]
+            self.likely_tabled[id(storage)] = found
         return found
 
     def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
