@@ -73,7 +73,10 @@ class OptimizerSpec:
         (12.0, 4.0)
         """
         seen = OptimizedTensor((SMALL, SMALL), SMALL * SMALL, hidden=True)
-        states = sum(slot.elements(seen) * BY_NAME[slot.dtype or "BF16"].bits / 8 for slot in self.slots)
+        states = sum(
+            slot.elements(seen) * BY_NAME[slot.dtype or ("F32" if self.master else "BF16")].bits / 8
+            for slot in self.slots
+        )
         return states / seen.elements + (4 if self.master else 0)
 
     temporary: bool = False
@@ -90,6 +93,8 @@ PAGED: Final = 100_000
 """States of tensors with fewer elements are never paged (bitsandbytes, `Optimizer8bit.get_state_buffer`)."""
 WIDEST: Final = 10_000
 """Dims that are longer have no preconditioner (SOAP, `max_precondition_dim`)."""
+LONGEST: Final = 1024
+"""Elements of the longest dim of a block, and of dims that are taken as one (Shampoo, `max_preconditioner_dim`)."""
 CODES: Final = 256 * 4
 """Bytes of the table that says what each of 256 codes means; all tensors share it."""
 
@@ -141,6 +146,30 @@ def _count_columns(seen: OptimizedTensor) -> int:
 def _count_sides(seen: OptimizedTensor) -> int:
     """Count the elements of one square matrix for each dim of a matrix that is not too long."""
     return sum(n * n for n in seen.kept if n <= WIDEST) if _is_factored(seen) and seen.elements else 0
+
+
+def _count_packed_sides(seen: OptimizedTensor) -> int:
+    """Count the elements of half a symmetric matrix, its diagonal included, for each dim of each block of a tensor."""
+    if not seen.elements:
+        return 0
+    total = 0
+    dims = _merge_small_dims(seen.kept)
+    blocks = [ceil(n / LONGEST) for n in dims]
+    for n, own in zip(dims, blocks, strict=True):
+        sides = [LONGEST] * (n // LONGEST) + ([n % LONGEST] if n % LONGEST else [])
+        total += prod(blocks) // own * sum(side * (side + 1) // 2 for side in sides)
+    return total
+
+
+def _merge_small_dims(shape: tuple[int, ...]) -> list[int]:
+    """Merge neighbouring dims, from the first on, while their product is not too long; leave out those of one."""
+    merged = [1]
+    for n in shape:
+        if merged[-1] * n <= LONGEST:
+            merged[-1] *= n
+        elif n > 1:
+            merged.append(n)
+    return merged[1:] if merged[0] == 1 and len(merged) > 1 else merged
 
 
 def _count_unfactored(seen: OptimizedTensor) -> int:
@@ -243,6 +272,17 @@ OPTIMIZERS: Final = (
             StateSlot("their eigenvectors", _count_sides),
         ),
         "Vyas et al. 2024, algorithm 3; pytorch_optimizer 4.1, optimizer/soap.py",
+    ),
+    OptimizerSpec(
+        "shampoo",
+        "Shampoo with the step size of Adam",
+        (
+            StateSlot("momentum", _count_elements, None),
+            StateSlot("second moment, for the step size", _count_elements, None),
+            StateSlot("preconditioners", _count_packed_sides),
+            StateSlot("their inverse roots", _count_packed_sides),
+        ),
+        "Shi et al. 2023; facebookresearch/optimizers f606606, distributed_shampoo, grafting from Adam, on one rank",
     ),
     OptimizerSpec(
         "lion",

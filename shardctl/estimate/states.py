@@ -248,7 +248,7 @@ def _list_optimizer_terms(
         ]
     spare = ceil(sum(g.spare / plan.among(expert=g.expert) for g in groups))
     for slot in plan.optimizer.slots:
-        dtype = BY_NAME[slot.dtype] if slot.dtype else plan.resident
+        dtype = BY_NAME[slot.dtype] if slot.dtype else F32 if plan.master else plan.resident
         nbytes = dtype.nbytes((sum(count * slot.elements(one) for count, one in seen),))
         more = dtype.nbytes((spare,)) if nbytes else 0
         yield MemoryTerm(

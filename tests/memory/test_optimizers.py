@@ -81,6 +81,24 @@ def test_soap(shape, nbytes):
     assert told("soap", [shape]) == nbytes
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "nbytes"),
+    [
+        ((70, 64), "F32", 72360), ((64, 70), "F32", 72360), ((257, 16), "F32", 299208), ((16, 8), "F32", 67072),
+        ((1, 5), "F32", 160), ((3,), "F32", 72), ((4096,), "F32", 16826368), ((2, 64, 64), "F32", 148224),
+        ((2500, 1), "F32", 9235824), ((1500, 30), "F32", 5474048), ((2048, 1100), "F32", 43259616),
+        ((70, 64), "BF16", 54440),
+    ],
+)  # fmt: skip
+def test_shampoo(shape, dtype, nbytes):
+    """Bytes that facebookresearch/optimizers f606606's DistributedShampoo has after a step with torch 2.13.
+
+    Its settings: betas=(0.9, 0.999), max_preconditioner_dim=1024, grafting_config=AdamPreconditionerConfig(0.999); the
+    number of steps is left out.
+    """
+    assert told("shampoo", [shape], dtype) == nbytes
+
+
 def test_transformers_adafactor():
     """transformers 5.23, optimization.Adafactor, without first moment as by default."""
     real = transformers.optimization.Adafactor(parameters(SHAPES, torch.float32))
@@ -106,7 +124,7 @@ def test_muon_for_matrices_and_adamw_for_the_others():
 
 
 def test_every_optimizer_is_checked_here():
-    assert {o.name for o in OPTIMIZERS} == {*REAL, "adamw-bf16", "muon", "soap"}
+    assert {o.name for o in OPTIMIZERS} == {*REAL, "adamw-bf16", "muon", "soap", "shampoo"}
     assert all(o.source and o.title for o in OPTIMIZERS)
 
 
