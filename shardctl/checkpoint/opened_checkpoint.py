@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.models.binding import is_maxtext
 from shardctl.training import add_states
 from shardctl.value import value_class
 
@@ -164,7 +165,10 @@ class OpenedCheckpoint:
         config = self.config or {}
         if self.model is not None or self.model_error is None or models.find_family(config) is None:
             return ()
-        return (f"the names do not fit the class in {CONFIG}, and are written as they are: {self.model_error.message}",)
+        why = self.model_error.message
+        if is_maxtext(self.stored.tensors):
+            why += f"; {self.model_error.hint}"
+        return (f"the names do not fit the class in {CONFIG}, and are written as they are: {why}",)
 
     def _kinds(self) -> str:
         """Return the tensors, layers taken together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
@@ -12,10 +12,13 @@ from shardctl.manifest import Tensor
 from shardctl.models.name_pattern import list_name_patterns
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model, ModelTensor
+
+_MAXTEXT: Final = ("params.params.decoder.", "params.params.token_embedder.")
+"""How names of MaxText's arrays begin (`TrainState` of flax, whose parameters are a tree `params`)."""
 
 
 def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
@@ -101,7 +104,17 @@ def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tu
         yield part, replace(held, spelling=(part,)) if part == tensor.name else held
 
 
+def is_maxtext(names: Iterable[str]) -> bool:
+    """Return whether arrays of MaxText are among those that have these names."""
+    return any(name.startswith(_MAXTEXT) for name in names)
+
+
 def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
+    if is_maxtext(unknown):
+        return (
+            "the arrays are MaxText's: say in [names] of --rules FILE what they are, which is possible for Qwen, or "
+            "convert them with its python -m maxtext.checkpoint_conversion.to_huggingface"
+        )
     kinds = {_erase_numbers(name) for name in model.tensors}
     readings = ([_erase_numbers(reading) for reading in _list_readings(model, name)] for name in unknown)
     if all(any(reading in kinds for reading in each) for each in readings):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.box import Box
 from shardctl.errors import UsageError, format_first_few
@@ -66,15 +66,18 @@ class NamingLine:
             yield self._seen(self.to.format(**numbers, **{counted: index}), stored, chunk, rest, at)
 
     def _seen(self, name: str, stored: Tensor, chunk: Chunk, shape: tuple[int, ...], where: Region) -> Tensor:
-        strides = where.strides
+        views = [_RowView(0, shape, 0, where.strides)]
         if self.shape is not None:
-            shape, strides = _reshape_strides(stored.name, shape, strides, self.shape)
-        if self.transposed:
-            if len(shape) != _MATRIX:
-                raise UsageError(f"[names] transposes {stored.name}, but it is {list(shape)}")
-            shape, strides = shape[::-1], strides[::-1]
-        there = replace(chunk, box=Box.whole(shape), where=replace(where, strides=strides))
-        return Tensor(name, stored.dtype, shape, (there,))
+            shape, views = _reshape_array(stored.name, shape, where.strides, self.shape)
+        if self.transposed and len(shape) != _MATRIX:
+            raise UsageError(f"[names] transposes {stored.name}, but it is {list(shape)}")
+        turn = -1 if self.transposed else 1
+        chunks = []
+        for view in views:
+            origin = (view.row, *(0,) * (len(shape) - 1)) if shape else ()
+            there = Region(where.file, where.offset + view.offset, view.strides[::turn])
+            chunks.append(replace(chunk, box=Box(origin[::turn], view.shape[::turn]), where=there))
+        return Tensor(name, stored.dtype, shape[::turn], tuple(chunks))
 
 
 @value_class
@@ -147,22 +150,52 @@ def _parse_line(pattern: str, said: object, path: str) -> NamingLine:
     return NamingLine(pattern, to, stacked, tuple(shape) if shape is not None else None, transposed)
 
 
-def _reshape_strides(
+class _RowView(NamedTuple):
+    """Rows of an array that is seen in another shape."""
+
+    row: int
+    """The first of them."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from where the array begins."""
+    strides: tuple[int, ...]
+    """Bytes."""
+
+
+def _reshape_array(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of the same elements seen in another shape, without moving any."""
+) -> tuple[tuple[int, ...], list[_RowView]]:
+    """Return the shape in full, and the same elements seen in it without moving any.
+
+    They are one view, or one for each index of dim 0: of heads between which those of other layers lie, as MaxText
+    stacks layers. Raises UsageError if neither is possible.
+    """
     size = prod(shape)
     known = prod(extent for extent in wanted if extent != -1)
     full = tuple(size // known if extent == -1 and known else extent for extent in wanted)
     if prod(full) != size:
         raise UsageError(f"[names] sees {name} as {list(wanted)}, but its shape is {list(shape)}")
     if not size:
-        return full, (0,) * len(full)
+        return full, [_RowView(0, full, 0, (0,) * len(full))]
+    whole = _reshape_strides(shape, strides, full)
+    if whole is not None:
+        return full, [_RowView(0, full, 0, whole)]
+    if full and full[0] % shape[0] == 0:
+        each = (full[0] // shape[0], *full[1:])
+        part = _reshape_strides(shape[1:], strides[1:], each)
+        if part is not None:
+            return full, [_RowView(n * each[0], each, n * strides[0], part) for n in range(shape[0])]
+    raise UsageError(f"[names] sees {name} as {list(wanted)}, which its stacked dim does not allow")
+
+
+def _reshape_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the strides of an array seen in another shape; None if its elements do not lie so."""
     import numpy as np
 
     seen = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, strides, writeable=False)
     try:
-        view = seen.reshape(full, copy=False)
-    except ValueError as error:
-        raise UsageError(f"[names] sees {name} as {list(wanted)}, which its stacked dim does not allow") from error
-    return full, view.strides
+        return seen.reshape(wanted, copy=False).strides
+    except ValueError:
+        return None

@@ -48,6 +48,28 @@ class TestReading:
         assert all(bool((ours[key] == theirs[key]).all()) and ours[key].dtype == theirs[key].dtype for key in ours)
         assert made.record.digest == digest(SOURCE).digest
 
+    def test_what_maxtext_converts_is_the_model_bit_for_bit(self, tmp_path):
+        given = FIXTURES / "torchtitan" / "qwen3" / "source"
+        names = SourceOptions(rules=FIXTURES / "maxtext" / "names.toml", config=given / "config.json")
+        made = reshard(FIXTURES / "maxtext" / "qwen3", tmp_path / "hf", ReshardOptions(to="hf"), source_options=names)
+        ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", given))
+        assert ours.keys() == theirs.keys()
+        assert all(bool((ours[key] == theirs[key]).all()) and ours[key].dtype == theirs[key].dtype for key in ours)
+        assert made.record.digest == digest(given).digest
+
+    def test_maxtexts_arrays_without_names_are_answered_with_what_to_do(self, tmp_path):
+        read = SourceOptions(config=FIXTURES / "torchtitan" / "qwen3" / "source" / "config.json")
+        done = reshard(FIXTURES / "maxtext" / "qwen3", tmp_path / "hf", ReshardOptions(to="hf"), source_options=read)
+        assert any("maxtext.checkpoint_conversion.to_huggingface" in warning for warning in done.warnings)
+        with pytest.raises(UnsupportedError, match="has no tensor") as raised:
+            reshard(
+                FIXTURES / "maxtext" / "qwen3",
+                tmp_path / "cut",
+                ReshardOptions(mesh=Mesh.of(tp=2)),
+                source_options=read,
+            )
+        assert "maxtext.checkpoint_conversion.to_huggingface" in str(raised.value.hint)
+
     @pytest.mark.parametrize("way", WAYS)
     def test_into_any_layout(self, way, tmp_path):
         reshard(ORBAX / way, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), source_options=NAMED)
@@ -150,6 +172,26 @@ class TestNames:
         save_file(arrays, tmp_path / "model.safetensors")
         return tmp_path / "model.safetensors", arrays
 
+    @pytest.mark.parametrize(("transposed", "stacked"), [(False, 0), (False, 1), (True, 1), (True, 2)])
+    def test_heads_between_which_other_layers_lie(self, tmp_path, transposed, stacked):
+        from safetensors.numpy import load_file as load
+        from safetensors.numpy import save_file
+
+        array = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+        save_file({"out.kernel": array}, tmp_path / "model.safetensors")
+        width = 5
+        names = self.say(
+            tmp_path,
+            f'"out.kernel" = {{ to = "l.{{n}}.o", stacked = {stacked}, shape = [-1, {width}], '
+            f"transposed = {str(transposed).lower()} }}",
+        )
+        reshard(tmp_path / "model.safetensors", tmp_path / "out", ReshardOptions(to="hf"), source_options=names)
+        made = load(tmp_path / "out" / "model.safetensors")
+        assert len(made) == array.shape[stacked]
+        for n in range(array.shape[stacked]):
+            expected = array.take(n, stacked).reshape(-1, width)
+            assert (made[f"l.{n}.o"] == (expected.T if transposed else expected)).all()
+
     def test_stacked_reshaped_and_transposed(self, stored, tmp_path):
         from safetensors.numpy import load_file as load
 
@@ -185,7 +227,7 @@ class TestNames:
             ('"up.kernel" = { to = "x", shape = [5] }\n"**" = ""', r"sees up.kernel as \[5\]"),
             ('"up.kernel" = { to = "x.{n}", stacked = 3 }\n"**" = ""', "stacked = 3 of up.kernel"),
             (
-                '"up.kernel" = { to = "x.{n}", stacked = 1, shape = [-1] }\n"**" = ""',
+                '"up.kernel" = { to = "x.{n}", stacked = 1, shape = [1, -1] }\n"**" = ""',
                 "which its stacked dim does not allow",
             ),
         ],
