@@ -134,7 +134,9 @@ class RankActivations:
         virtual = work.virtual_stages
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)
-        self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts)
+        vectors = [part.kind for part in holding.parts if not part.kind.matrix]
+        narrow = bool(vectors) and not any(v.trainable or v.dtype.bits > BY_NAME[work.dtype].bits for v in vectors)
+        self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts, narrow_base=narrow)
         self.kinds = self._list_kinds()
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}
         self.head = self._head() if self.last and anatomy.generates else ByteAmount()

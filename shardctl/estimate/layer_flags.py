@@ -31,8 +31,14 @@ _NORMS: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
 
-def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, *, parts: int) -> frozenset[Flag]:
-    """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided."""
+def list_model_flags(
+    anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, *, parts: int, narrow_base: bool = False
+) -> frozenset[Flag]:
+    """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided.
+
+    Of a `narrow_base`, embedding and norms are in the type that computes and not trained, so that between its layers
+    nothing is in fp32, even under autocast: RMS norms return the type that they read.
+    """
     style = anatomy.style
     flags: set[Flag] = {style.norm, "fused" if work.flash and not _is_unfused(style, work) else "scores"}
     flags.add("fused loss" if work.fused_loss else "compiled loss" if work.compiled == "all" else "eager loss")
@@ -46,7 +52,7 @@ def list_model_flags(anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, 
     named: Mapping[Flag, bool] = {
         "eager model": work.compiled == "none",
         "shared loss": work.profile == "fsdp2" and mesh.degree("tp") > 1,
-        "autocast": cast,
+        "autocast": cast and not (narrow_base and style.norm == "rms"),
         "drop within": work.dropout and style.inner_dropout,
         "kernel": style.activation != "relu",  # whose backward pass needs its result only
         "wide softmax": not narrow,

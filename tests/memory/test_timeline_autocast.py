@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from known_models import stock
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
+from shardctl.cli.program import run
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
@@ -67,3 +69,53 @@ def test_autocasts_moments_are_torchs(layers, tokens, recompute):
         assert (end.name, end.nbytes) == ("end of the forward pass", pytest.approx(most["forward"], rel=0.001))
     assert max(moment.nbytes for moment in passes) == pytest.approx(most["backward"], rel=0.001)
     assert max(moment.nbytes for moment in line.list_moments()) == pytest.approx(max(most.values()), rel=0.001)
+
+
+class LoraLinear(torch.nn.Module):
+    """A frozen matrix and two narrow ones beside it, in fp32 as PEFT has them."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys):
+    """Of a frozen base in 16 bits under autocast; the plan counts the inputs of frozen parameters too, within 1 %."""
+    layers, tokens, rank = 4, 8192, 16
+    tracker = Tracker()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        config = LlamaConfig(**SIZES, num_hidden_layers=layers)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name), rank))
+        model.train()
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with tracker, mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+            for tensor in (*model.parameters(), *model.buffers()):
+                tracker.see(tensor, "model")
+            tracker.armed = True
+            tracker.enter("forward")
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            tracker.enter("loss")
+            loss.backward()
+    base = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(base | {"torch_dtype": "bfloat16"}))
+    words = f"--lora-rank {rank} --lora-targets q_proj,k_proj,v_proj,o_proj --profile hf --recompute full --json"
+    run(["plan", str(path), "--for", "train", "--seq-len", str(tokens), "--microbatches", "1", *words.split()])
+    found = json.loads(capsys.readouterr().out)["timeline"]
+    moments = {moment["name"]: moment["allocated_bytes"] for moment in found["moments"]}
+    states = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # which a first step has not yet
+    assert found["largest"] == "backward pass of the loss"
+    assert moments["backward pass of the loss"] - states == pytest.approx(tracker.most["loss"], rel=0.01)
+    assert moments["end of the forward pass"] - states == pytest.approx(tracker.most["forward"], rel=0.01)
