@@ -1,4 +1,4 @@
-"""Compares plans of training with peaks that others measured and published, and writes the page estimates.md.
+"""Compares plans with what others measured and published, and writes the page estimates.md.
 
     python docs/benchmarks/estimates.py [--write]
 
@@ -24,14 +24,16 @@ from shardctl.cli.program import run
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "fixtures" / "configs_public"
 ROWS, PAGE = HERE / "estimates.json", HERE / "estimates.md"
-COUNTERS = ("allocated", "reserved", "device")
+COUNTERS = ("allocated", "reserved", "device", "cache")
+OUTSIDE = ("CUDA context", "NCCL communicators", "allocator slack", "keys and values", "kept free by the engine")
 GIB = 2**30
 INTRODUCTION = """\
-# How far plans of training are from what others measured
+# How far plans are from what others measured
 
 `python docs/benchmarks/estimates.py --write` writes this page. It runs `shardctl plan` for each published run, and
 compares what the plan says that a counter sees with what it measured, in GiB. Models and options of every row are in
-[estimates.json](estimates.json). A test compares this page with the program.
+[estimates.json](estimates.json). A test compares this page with the program. Of engines that serve, it is the room for
+caches that is compared, which logs say.
 
 No coefficient is fitted to these runs: each term is from the source of the runtime. But the runs of SimuMax showed
 which terms were missing (the gradients that nobody reads, what a layer of experts holds in its forward pass, the result
@@ -97,13 +99,13 @@ def read_config(model: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in merged.items() if value is not None or not base}
 
 
-def plan_row(model: dict[str, object], options: str, folder: Path) -> dict[str, object]:
+def plan_row(model: dict[str, object], use: str, options: str, folder: Path) -> dict[str, object]:
     """What `shardctl plan --json` says."""
     path = folder / "config.json"
     path.write_text(json.dumps(read_config(model)))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = run(["plan", str(path), "--for", "train", *shlex.split(options), "--json"])
+        code = run(["plan", str(path), "--for", use, *shlex.split(options), "--json"])
     if code not in {0, 3}:
         raise SystemExit(f"{options}: {err.getvalue()}{out.getvalue()}")
     return json.loads(out.getvalue())
@@ -114,21 +116,34 @@ def compare_rows() -> list[MeasuredPeak]:
     with tempfile.TemporaryDirectory() as folder:
         for source in json.loads(ROWS.read_text()):
             for row in source["rows"]:
-                said = plan_row(row["model"], f"{source['options']} {row['options']}", Path(folder))
+                use = "serve" if "cache" in row else "train"
+                said = plan_row(row["model"], use, f"{source['options']} {row['options']}", Path(folder))
                 ranks = [r for r in said["ranks"] if row.get("stage") in {None, r["coordinate"]["pp"]}]
                 for counter in COUNTERS:
                     if counter not in row:
                         continue
                     needs = [said["needs"][rank["needs"]] for rank in ranks]
-                    most = max(needs, key=lambda one: one["counters"][counter]["total_bytes"])
-                    sizes = [
-                        size / GIB + row.get("added", 0) for size in count_bytes(most, counter, source.get("context"))
-                    ]
+                    if counter == "cache":
+                        counted = count_cache_room(said)
+                    else:
+                        most = max(needs, key=lambda one: one["counters"][counter]["total_bytes"])
+                        counted = count_bytes(most, counter, source.get("context"))
+                    sizes = [size / GIB + row.get("added", 0) for size in counted]
                     others = row.get("others", {}) if counter == "allocated" else {}
-                    profile = said["purpose"]["workload"]["profile"]
+                    profile = said["purpose"]["workload"].get("profile", "serving")
                     about = (profile, others, row.get("missing", ""))
                     found.append(MeasuredPeak(source["id"], row["name"], counter, row[counter], *sizes, *about))
     return found
+
+
+def count_cache_room(said: dict[str, object]) -> list[float]:
+    """What the caches of the longest context take on a rank, and what if all else is the most or the least."""
+    work, terms = said["purpose"]["workload"], said["needs"][0]["terms"]
+    kept = next(term["term_bytes"] for term in terms if term["name"] == "keys and values")
+    room = kept * said["purpose"]["longest_context"] / work["context"]
+    inside = [term for term in terms if term["name"] not in OUTSIDE]
+    more, less = (sum(term[key] - term["term_bytes"] for term in inside) for key in ("high_bytes", "low_bytes"))
+    return [room, room - more, room - less]
 
 
 def count_bytes(needs: dict[str, object], counter: str, context: float | None) -> list[float]:
