@@ -168,6 +168,14 @@ class TestReading:
         assert unequal(ranks(tmp_path / "parts"), ranks(FIXTURES / "llama" / "0.25-tp2")) == []
         assert digest(tmp_path / "parts").digest == digest(source("llama/")).digest
 
+    @pytest.mark.parametrize("name", ["granite", "mistral", "phi3", "qwen2"])
+    def test_sglangs_arrays_of_some_models_are_those_of_the_oldest_profile(self, name, tmp_path):
+        given, saved = source(f"{name}/"), FIXTURES.parent / "sglang" / name
+        read = SourceOptions(config=given / "config.json")
+        assert digest(saved, source_options=read).digest == digest(given).digest
+        reshard(given, tmp_path / "out", reshard_options(f"{name}/0.11-tp2"))
+        assert unequal(ranks(tmp_path / "out"), ranks(saved)) == []
+
     def test_a_file_alone_is_a_safetensors_file(self):
         at = FIXTURES / "llama" / "0.25-tp2" / "model-rank-0-part-0.safetensors"
         assert detect_format(LocalSource(at)).name == "safetensors"
