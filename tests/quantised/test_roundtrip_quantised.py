@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 from reading import assert_same, of, read
+from transformers.integrations.bitnet import pack_weights
 
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
@@ -72,6 +76,27 @@ def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_m
     with pytest.raises(UnsupportedError, match="quantised weights by 'eetq' are not known") as caught:
         reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert "--rules FILE" in caught.value.hint
+
+
+def test_packed_weights_of_bitnet_stay_on_one_device_and_those_rounded_as_they_run_are_cut(tmp_path):
+    config = json.loads((Path(__file__).parents[2] / "fixtures" / "configs" / "bitnet.json").read_text())
+    settings = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+    packed = plain_state(config)
+    for name in [name for name in packed if name.endswith("_proj.weight")]:
+        packed[name] = pack_weights(packed[name].sign().to(torch.int8))
+        packed[f"{name}_scale"] = torch.ones(1).bfloat16()
+    offline = {**config, "quantization_config": {**settings, "quantization_mode": "offline"}}
+    source = write(tmp_path / "packed", offline, packed)
+    reshard(source, tmp_path / "hf", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "hf"), read(source))
+    with pytest.raises(UnsupportedError, match="packed weights of BitNet cannot be cut: each byte holds four rows"):
+        reshard(source, tmp_path / "no", ReshardOptions(mesh=Mesh.of(tp=2)))
+    online = {**config, "quantization_config": {**settings, "quantization_mode": "online"}}
+    source = write(tmp_path / "online", online, plain_state(config))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "back"), read(source))
+    assert read(tmp_path / "ranks", 0)["model.layers.0.self_attn.o_proj.weight"].shape == (32, 16)
 
 
 def test_a_mesh_to_another_mesh_directly(quantised, tmp_path):

@@ -21,6 +21,7 @@ FAMILY_FILES: Final = {
     "bart": ("bart", "m2m_100", "marian", "mbart", "pegasus", "whisper"),
     "bert": ("bert",),
     "big_bird": ("big_bird",),
+    "bitnet": ("bitnet",),
     "bloom": ("bloom",),
     "clip": ("clip", "clip_text_model", "clip_vision_model", "siglip"),
     "cohere": ("cohere", "cohere2"),

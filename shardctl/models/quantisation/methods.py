@@ -8,6 +8,7 @@ from shardctl.errors import UnsupportedError
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.autoround import AUTOROUND
 from shardctl.models.quantisation.awq import AWQ
+from shardctl.models.quantisation.bitnet import BITNET
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 METHODS: Final[tuple[QuantisationMethod, ...]] = (
     AUTOROUND,
     AWQ,
+    BITNET,
     BITSANDBYTES,
     COMPRESSED_TENSORS,
     FBGEMM,

@@ -1,0 +1,45 @@
+"""Describes BitNet: Llama's names, and norms of what attention and MLP hand to their last matrix.
+
+Names and shapes follow transformers 5 (`models/bitnet/modeling_bitnet.py`), of weights that are not packed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_OF_HEADS: Final = Row(f"{LAYER}.self_attn.attn_sub_norm.weight", "hidden")
+_OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")
+"""Both norms are over what all tp ranks have together; no engine says how it cuts them, and so they are whole."""
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
+    return facts.also(dims={"all_ffn": LogicalDim(facts.size("ffn"))})
+
+
+BITNET: Final = Family(
+    name="bitnet",
+    rows=(*EMBEDDING, *QKVO, _OF_HEADS, *GATED, _OF_MLP, *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_facts,
+    classes={"BitNetForCausalLM": ModelClass("model", "lm"), "BitNetModel": ModelClass()},
+    prefixes=("model",),
+    assumed=assume_sizes(128256, 2560, 6912, 30, 20),
+)
