@@ -33,6 +33,7 @@ from shardctl.libraries.safetensors.header import (
     looks_like_header,
     read_header,
 )
+from shardctl.libraries.safetensors.saved_apart import FOLDER, list_saved_apart, read_config_apart
 from shardctl.libraries.safetensors.sharding_info import KEY, VERSION_KEY, ArrayPlace, read_sharding_info
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.value import value_class
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _INDEXES: Final = SAFETENSORS + INDEX_SUFFIX
 _STANDARD_INDEX: Final = WHOLE_SAFETENSORS + INDEX_SUFFIX
-_RANK_FILE: Final = re.compile(r"shard-[0-9]{5}-(model-[0-9]{5}-of-[0-9]{5}\.safetensors)")
+_RANK_FILE: Final = re.compile(rf"(?:{FOLDER})?shard-[0-9]{{5}}-(model-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors)")
 """What torch's HuggingFaceStorageWriter writes and transformers >= 5.20 recognises."""
 
 
@@ -54,8 +55,10 @@ def detect_safetensors(source: Source) -> bool:
     given = find_given_file(source)
     if given is not None:
         return given.endswith((SAFETENSORS, _INDEXES)) or looks_like_header(source, given)
-    return any("/" not in path and path.endswith((SAFETENSORS, _INDEXES)) for path in source.files()) or bool(
-        list_unfinished_downloads(source, SAFETENSORS)
+    return (
+        any("/" not in path and path.endswith((SAFETENSORS, _INDEXES)) for path in source.files())
+        or bool(list_saved_apart(source))
+        or bool(list_unfinished_downloads(source, SAFETENSORS))
     )
 
 
@@ -96,7 +99,11 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     metadata, differing = _merge_metadata(headers)
     objects, left = list_side_files(source, set(headers))
     own_config, unlike = read_native_config(source, headers, tensors)
-    if own_config is not None:
+    apart = own_config is None and next(iter(headers)).startswith(FOLDER)
+    if apart:
+        own_config = read_config_apart(source)
+        objects = tuple(replace(each, policy="drop") if each.name.startswith(FOLDER) else each for each in objects)
+    elif own_config is not None:
         objects = tuple(replace(each, policy="drop") if each.name == PARAMS else each for each in objects)
     found = Manifest(
         format=FORMAT.name,
@@ -115,6 +122,7 @@ def _choose_files(source: Source) -> FileChoice:
     if given is not None:
         return choose_given_file(given, SAFETENSORS)
     names = [p for p in source.files() if "/" not in p and p.endswith(SAFETENSORS) and p not in ADAPTERS]
+    names = names or list_saved_apart(source)
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
     if any(_RANK_FILE.fullmatch(name) for name in names):
         _check_numbering(names)
