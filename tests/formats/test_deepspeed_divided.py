@@ -217,6 +217,17 @@ def test_blocks_in_another_order_are_put_where_they_belong(tmp_path):
     same(place, scan(place).tensors, {name: torch.cat([own[name][:, width:], own[name][:, :width]], 1)})
 
 
+def test_universal_says_which_arrays_are_of_experts(tmp_path):
+    """Without that, an engine with AutoEP refuses them: it would cut them as layers."""
+    reshard(FIXTURES / "ep-z2", tmp_path / "universal", ReshardOptions(to="universal"))
+    place = tmp_path / "universal" / "universal" / "zero"
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        found = torch.load(place / "model.layers.0.mlp.experts.w2" / f"{kind}.pt", weights_only=True)
+        assert (found["is_expert_param"], found["ep_num_experts"]) == (True, 4)
+        assert torch.equal(found["param"], read_own("ep-z2")[kind]["model.layers.0.mlp.experts.w2"])
+        assert "is_expert_param" not in torch.load(place / "lm_head.weight" / f"{kind}.pt", weights_only=True)
+
+
 def test_a_config_is_needed_for_the_models_names(tmp_path):
     reshard(FIXTURES / "ep-z2", tmp_path / "hf", ReshardOptions(to="hf"))
     assert load_file(tmp_path / "hf" / "model.safetensors")["model.layers.0.mlp.experts.w1"].shape == (4, 6, 8)

@@ -7,6 +7,7 @@ The files are those that DeepSpeed's converter writes (`checkpoint/ds_to_univers
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
@@ -44,6 +45,9 @@ _MODULE: Final = "mp_rank_00_model_states.pt"
 """What engines of stages 1 and 2 ask for."""
 _MODULE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """What those of stage 3 ask for: the same, without tensors."""
+_EXPERTS: Final = re.compile(r".*\.experts\.w[123]")
+"""What AutoEP calls its arrays of experts (DeepSpeed `checkpoint/ds_to_universal.py`)."""
+_STACK: Final = 3
 _LONGEST: Final = 255
 """Bytes of the name of a folder."""
 
@@ -113,6 +117,13 @@ def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mappi
     return [*found, (list(left), {})] if found and left else found
 
 
+def _describe_experts(parameter: str, shape: tuple[int, ...]) -> dict[Value, Value]:
+    """Describe an array of experts, which engines with AutoEP divide; they know it by the name, too."""
+    if _EXPERTS.fullmatch(parameter) is None or len(shape) != _STACK:
+        return {}
+    return {"is_expert_param": True, "ep_num_experts": shape[0]}
+
+
 @dataclass(slots=True)
 class _UniversalBuilder:
     """Collects files and the chunks that lie in them."""
@@ -130,7 +141,7 @@ class _UniversalBuilder:
         if "/" in parameter or "\0" in parameter or parameter in {"", ".", ".."} or len(parameter.encode()) > _LONGEST:
             raise UnsupportedError(f"{ascii(parameter)[:300]} cannot be the name of a folder")
         value = build_tensor_value(array.dtype, array.shape)
-        tree = value if kind == _STEP else {"cat_dim": 0, "param": value}
+        tree = value if kind == _STEP else {"cat_dim": 0, "param": value, **_describe_experts(parameter, array.shape)}
         self.saved(f"zero/{parameter}/{kind}.pt", tree, [replace(array, name=parameter)])
 
     def optimizer(self, groups: _Groups, step: _Number | None, parameters: int) -> None:
