@@ -15,7 +15,14 @@ from shardctl.libraries.deepspeed import writing as deepspeed_writing
 from shardctl.libraries.diffusers import reading as diffusers
 from shardctl.libraries.grok import reading as grok
 from shardctl.libraries.megatron import arrays as megatron_arrays
-from shardctl.libraries.megatron import dist_arrays, dist_reading, dist_writing, legacy_reading, legacy_writing
+from shardctl.libraries.megatron import (
+    dist_arrays,
+    dist_reading,
+    dist_writing,
+    fsdp_writing,
+    legacy_reading,
+    legacy_writing,
+)
 from shardctl.libraries.meta import llama4_arrays as meta_arrays
 from shardctl.libraries.meta import reading as meta
 from shardctl.libraries.meta import writing as meta_writing
@@ -62,6 +69,7 @@ LIBRARIES: Final = (
     KnownLibrary(rank_pickles.FORMAT),
     KnownLibrary(torch_save.FORMAT),
     KnownLibrary(dist_reading.FORMAT, dist_writing.LAYOUT, dist_arrays.SCHEMA),
+    KnownLibrary(layout=fsdp_writing.LAYOUT),
     KnownLibrary(legacy_reading.FORMAT, legacy_writing.LAYOUT, megatron_arrays.SCHEMA),
     KnownLibrary(trtllm.FORMAT, trtllm_writing.LAYOUT, trtllm_arrays.SCHEMA),
     KnownLibrary(deepseek.FORMAT, deepseek_writing.LAYOUT, deepseek_arrays.SCHEMA),

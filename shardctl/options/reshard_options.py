@@ -93,7 +93,7 @@ class ReshardOptions:
         str | None,
         CommandOption(
             HelpPanel.WRITING,
-            "How Megatron-LM will run the model, for --to megatron, such as layers=local,virtual=2.",
+            "How Megatron-LM will run the model, for --to megatron and fsdp_dtensor, such as layers=local.",
             metavar="TEXT",
         ),
     ] = None

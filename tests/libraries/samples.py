@@ -153,6 +153,7 @@ WRITERS = {
     "universal": WriterSample(modelless=True, refuses=FOLDERS),
     "meta": WriterSample(mesh=TWO, refuses=UNKNOWN),
     "torch_dist": WriterSample(mesh=TWO, refuses=UNKNOWN),
+    "fsdp_dtensor": WriterSample(mesh=TWO, refuses=UNKNOWN),
     "megatron": WriterSample(mesh=TWO, refuses=UNKNOWN),
     "trtllm": WriterSample(mesh=TWO, refuses=UNKNOWN),
     "deepseek": WriterSample(mesh=TWO, model=DEEPSEEK, refuses=UNKNOWN),

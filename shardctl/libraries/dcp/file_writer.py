@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.torch_save.item_writer import encode_tensor
@@ -18,7 +19,6 @@ from shardctl.manifest import CheckpointFile, Region, compute_dense_strides
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.box import Box
     from shardctl.dtype import DType
 
 VERSION: Final = "1.0.0"
@@ -81,6 +81,12 @@ class DcpFiles:
         self._note(key, None, len(item), None)
         self._described[key] = None
         self._size += len(item)
+
+    def scalar(self, key: str, dtype: DType, content: bytes) -> None:
+        """Add a tensor of one element, whose bytes are known."""
+        region = self.tensor(key, (), dtype, Box((), ()))
+        if region is not None:
+            self._literals.insert(-1, (region.offset, content))
 
     def tensor(self, key: str, shape: tuple[int, ...], dtype: DType, box: Box, padding: int = 0) -> Region | None:
         """Return where a box of a tensor is to be written.

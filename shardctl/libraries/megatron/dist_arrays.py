@@ -40,6 +40,10 @@ VOCABULARY: Final = "vocabulary"
 """The fact that says to how many rows the vocabulary is padded; not at all without it."""
 SPELT: Final = "spelt"
 """The fact that says that norms have every name that a version of the layers asks for; else any of them will do."""
+MODULES: Final = "modules"
+"""The fact that says that norms have the names of one kind of layers alone: `OWN` or `ENGINE`."""
+OWN, ENGINE = "own", "engine"
+"""megatron-core's local layers, and Transformer Engine's."""
 _FIRST: Final = ".linear_fc1."
 _HALVES: Final = ("_w", "_v")
 _NORMS: Final = (
@@ -70,6 +74,8 @@ class StackCell:
     """Whether a checkpoint may lack it, because the tensors are in another array, too."""
     dtype: DType | None = None
     """The type that it must have."""
+    first: bool = False
+    """Whether it stands before the first layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,9 +97,9 @@ def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
     parts = layers.build_model_parts(model, dialect)
     padded = dialect.number(VOCABULARY)
     (name, tokens), *others = layers.list_embeddings(parts)
-    yield _build_vocabulary_cell(name, tokens, padded)
+    yield replace(_build_vocabulary_cell(name, tokens, padded), first=True)
     for name, content in others:
-        yield StackCell(name, (content,))
+        yield StackCell(name, (content,), first=True)
     by_number = dialect.switch(LAYERS)
     for number in range(model.layers):
         wholes = list(layers.list_layer_arrays(parts, number, LayerVariant()))
@@ -131,7 +137,7 @@ def _list_layer_cells(
         if whole.expert is None:
             inner = further_layers.INNER if whole.name.startswith(further_layers.INNER) else ""
             local = whole.name.removeprefix(inner)
-            names = _list_array_names(local, experts=bool(experts), latent=latent, spelt=dialect.switch(SPELT))
+            names = _list_array_names(local, experts=bool(experts), latent=latent, dialect=dialect)
             for name in (f"{inner}{each}" for each in names):
                 optional = len(names) > 1 and not dialect.switch(SPELT)
                 yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
@@ -163,16 +169,19 @@ def _list_array_cells(
         yield StackCell(name + half, (piece,), whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
 
 
-def _list_array_names(local: str, *, experts: bool, latent: bool, spelt: bool) -> tuple[str, ...]:
+def _list_array_names(local: str, *, experts: bool, latent: bool, dialect: LibraryDialect) -> tuple[str, ...]:
     """List the names that versions of the layers have for an array: one, but for norms.
 
-    If `spelt`, those that local layers and Transformer Engine's ask for; else local layers' own name, too.
+    If `SPELT`, those that local layers and Transformer Engine's ask for; else local layers' own name, too; if `MODULES`
+    says of which layers, the name of their module.
     """
     asked = local
     for alone, fused in _NORMS if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
     engine = find_engine_name(f".{local}", experts=experts, latent=latent).removeprefix(".")
-    return tuple(dict.fromkeys((asked, engine) if spelt else (asked, engine, local)))
+    if dialect.text(MODULES):
+        return (local if dialect.text(MODULES) == OWN else engine,)
+    return tuple(dict.fromkeys((asked, engine) if dialect.switch(SPELT) else (asked, engine, local)))
 
 
 def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.torch_save.pickle_writer import PickleObject
 from shardctl.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import TrainingState
+    from shardctl.manifest import Chunk, Tensor, TrainingState
     from shardctl.settings import Setting
 
 SHARDING: Final = "fully_reshardable"
@@ -31,9 +32,11 @@ MASTERS: Final = "param"
 """The state that is the weights themselves."""
 SCHEDULE: Final = "opt_param_scheduler"
 """What the learning rate's schedule is called, before the names of its settings."""
-_STATES: Final = ("exp_avg", "exp_avg_sq")
+STATES: Final = ("exp_avg", "exp_avg_sq")
+STORED: Final = BY_NAME["F32"]
+"""The type of states and of the optimizer's own weights."""
 _STEP: Final = "step"
-_TYPE: Final = BY_NAME["F32"]
+_COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
 _KEY: Final = re.compile(r"optimizer\.state\.[^.]+\.(.+)")
 _PLAIN: Final[dict[str | int, Value]] = {
     "wd_mult": 1.0,
@@ -75,33 +78,44 @@ def list_trained(order: PackRequest) -> frozenset[str]:
     held: dict[str, set[str]] = {}
     for name in order.have.training.states if order.have.training is not None else ():
         state, parameter = split_state_name(name) or ("", name)
-        if state not in {*_STATES, _STEP}:
+        if state not in {*STATES, _STEP}:
             raise UnsupportedError(
-                f"{parameter} has a state {state}, and {TITLE}'s optimizer has only {' and '.join(_STATES)}",
+                f"{parameter} has a state {state}, and {TITLE}'s optimizer has only {' and '.join(STATES)}",
                 hint="add --optimizer-states drop",
             )
         held.setdefault(parameter, set()).add(state)
     for parameter, states in held.items():
-        missing = [state for state in _STATES if state not in states]
+        missing = [state for state in STATES if state not in states]
         if missing:
             raise UnsupportedError(f"{parameter} has no state {missing[0]}", hint="add --optimizer-states drop")
     return frozenset(held)
 
 
+def is_trained(cell: StackCell, trained: Collection[str]) -> bool:
+    """Return whether an array has optimizer states; raises UnsupportedError for one trained in part."""
+    tensors = {piece.tensor for composite in cell.pieces for piece in composite.pieces}
+    if tensors.isdisjoint(trained):
+        return False
+    if not tensors <= set(trained):
+        raise UnsupportedError(
+            f"{cell.name} of {TITLE} has optimizer states for all of {', '.join(sorted(tensors))}, or for none",
+            hint="add --optimizer-states drop",
+        )
+    return True
+
+
 def list_state_cells(cells: Collection[StackCell], trained: Collection[str]) -> Iterator[StackCell]:
     """List the cells of every state of the arrays of `cells`; raises UnsupportedError for one trained in part."""
     for cell in cells:
-        tensors = {piece.tensor for composite in cell.pieces for piece in composite.pieces}
-        if tensors.isdisjoint(trained):
-            continue
-        if not tensors <= set(trained):
-            raise UnsupportedError(
-                f"{cell.name} of {TITLE} has optimizer states for all of {', '.join(sorted(tensors))}, or for none",
-                hint="add --optimizer-states drop",
-            )
-        for state in (MASTERS, *_STATES):
-            pieces = cell.pieces if state == MASTERS else tuple(_rename_pieces(each, state) for each in cell.pieces)
-            yield replace(cell, name=f"optimizer.state.{state}.{cell.name}", pieces=pieces, dtype=_TYPE)
+        if is_trained(cell, trained):
+            yield replace(cell, name=f"optimizer.state.{MASTERS}.{cell.name}", dtype=STORED)
+            for state in STATES:
+                yield build_state_cell(cell, state, f"optimizer.state.{state}.{cell.name}")
+
+
+def build_state_cell(cell: StackCell, state: str, name: str) -> StackCell:
+    """Build the cell of a state of the array of `cell`, under `name`."""
+    return replace(cell, name=name, pieces=tuple(_rename_pieces(each, state) for each in cell.pieces), dtype=STORED)
 
 
 def _rename_pieces(content: CompositeArray, state: str) -> CompositeArray:
@@ -109,16 +123,41 @@ def _rename_pieces(content: CompositeArray, state: str) -> CompositeArray:
     return replace(content, pieces=tuple(pieces))
 
 
+def collect_states(training: TrainingState | None, stored: Iterable[tuple[str, Chunk]]) -> dict[str, Tensor]:
+    """Collect those of the states of which there are chunks among what is `stored`."""
+    chunks: dict[str, list[Chunk]] = {}
+    for name, chunk in stored:
+        chunks.setdefault(name, []).append(chunk)
+    states = training.states if training is not None else {}
+    return {n: replace(states[n], dtype=c[0].dtype, chunks=tuple(c)) for n, c in chunks.items() if n in states}
+
+
+def find_iteration(training: TrainingState | None) -> int:
+    """Find the number of the iteration: the loop's own, or the optimizer's steps."""
+    said = training.progress.get("iteration") if training is not None else None
+    return said if isinstance(said, int) else (training.step if training is not None else None) or 0
+
+
+def add_progress(args: Value, training: TrainingState) -> None:
+    """Change `args` to those of a run that has come as far as the training has."""
+    assert isinstance(args, PickleObject)  # noqa: S101 - as `build_arguments` makes it
+    number = {name: training.progress[name] for name in _COUNTS if name in training.progress}
+    said = args.state if isinstance(args.state, dict) else {}
+    said |= {"use_distributed_optimizer": True, "no_save_optim": False, "no_save_rng": True, **number}
+    said["iteration"] = find_iteration(training)
+    said |= {"clip_grad": training.clipping} if training.clipping is not None else {}
+
+
 def build_optimizer_state(training: TrainingState, *, routed: bool) -> dict[str | int, Value]:
     """Build what all ranks of the optimizer share; if `routed`, experts have an optimizer of their own."""
     common: list[dict[str | int, Value]] = []
     for expert in (False, True)[: 1 + routed]:
-        groups: list[Value] = [_build_group(training, expert=expert, decayed=each) for each in (True, False)]
+        groups: list[Value] = [build_group(training, expert=expert, decayed=each) for each in (True, False)]
         common.append({"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING})
     return dict(enumerate(common)) if routed else common[0]
 
 
-def _build_group(training: TrainingState, *, expert: bool, decayed: bool) -> dict[str | int, Value]:
+def build_group(training: TrainingState, *, expert: bool, decayed: bool) -> dict[str | int, Value]:
     """Build the settings of the group of matrices, or of vectors, which have no weight decay."""
     settings = _find_settings(training, expert=expert, decayed=decayed)
     rate = settings.get("lr", 0.0)

@@ -15,6 +15,7 @@ from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.dist_common import CommonState
 from shardctl.libraries.megatron.dist_groups import is_vector
 from shardctl.libraries.megatron.dist_keys import MegatronKeys
+from shardctl.libraries.megatron.names import find_newer_name
 from shardctl.libraries.megatron.namespace import parse_namespace
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.settings import as_steps
@@ -31,6 +32,7 @@ _SETTING: Final = re.compile(r"(optimizer\.param_to_group_meta\.(?:module\.)*(.+
 _PROGRESS: Final = re.compile(r"opt_param_scheduler\.[^.]+")
 _GROUPED: Final = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
 _SEQUENTIAL: Final = re.compile(r"(.+\.mlp\.experts)\.local_experts\.([0-9]+)\.(.+)")
+_EXPERT: Final = re.compile(r"(.+\.mlp\.experts)\.experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))(_[wv])?")
 _FURTHER: Final = re.compile(r"(mtp\.layers\.[0-9]+\.)mtp_model_layer\.(.+)")
 _STEP: Final = "step"
 _STAGES: Final = "pipeline_model_parallel_size"
@@ -55,6 +57,23 @@ def find_global_name(name: str) -> str:
     name = _FURTHER.sub(r"\1transformer_layer.\2", name)
     name = _GROUPED.sub(lambda found: f"{found[1]}.experts.{found[3]}.{found[2]}{found[4] or ''}", name)
     return _SEQUENTIAL.sub(r"\1.experts.\2.\3", name)
+
+
+def find_module_name(name: str, *, grouped: bool, older: bool = False) -> str:
+    """Find the name that a module's parameter has, of the name of its array, as `find_global_name` has it.
+
+    `grouped` says whether experts are in one module, `older` whether core is 0.16 or older.
+
+    >>> find_module_name("decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_w", grouped=True)
+    'decoder.layers.1.mlp.experts.linear_fc1.weight3_w'
+    >>> find_module_name("decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight", grouped=False)
+    'decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight'
+    """
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        local = f"{expert[3]}{expert[2]}" if grouped else f"local_experts.{expert[2]}.{expert[3]}"
+        name = f"{expert[1]}.{local}{expert[4] or ''}"
+    return name if older else find_newer_name(name)
 
 
 def sort_fsdp_keys(tensors: Iterable[str]) -> MegatronKeys:

@@ -16,10 +16,11 @@ from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron import layers
-from shardctl.libraries.megatron.args_writing import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
+from shardctl.libraries.megatron.args_writing import FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
+from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
 from shardctl.libraries.megatron.layers import TITLE
 from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name, find_newer_name
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
@@ -27,7 +28,6 @@ from shardctl.libraries.torch_save.item_writer import build_archive, build_tenso
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, Region
 from shardctl.models.config import ModelConfig
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,60 +39,7 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
 
 NAME: Final = "megatron"
-OPTION: Final = "megatron"
-_CHOICES: Final = {
-    "layers": ("transformer-engine", "local"),
-    "experts": ("sequential", "grouped"),
-    "padding": ("zeros", "last-row"),
-    "core": ("0.17", "0.16"),
-}
-_NUMBERS: Final = ("virtual", "multiple")
 _LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|eh_proj|output_layer)\.(weight|bias)")
-
-
-@value_class
-class MegatronOptions:
-    """Which of Megatron-LM's layers are to load the files, and how it runs them."""
-
-    local: bool = False
-    """Whether layers are megatron-core's own, `--transformer-impl local`; else Transformer Engine's."""
-    grouped: bool = False
-    """Whether experts are in one module, `--moe-grouped-gemm`."""
-    last_row: bool = False
-    """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
-    chunks: int = 1
-    """Chunks of layers on each stage, of a virtual pipeline."""
-    older: bool = False
-    """Whether core is 0.16 or older, which has another name for the module inside layers that predict; else 0.17."""
-    multiple: int = DIVISIBLE
-    """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
-
-    @classmethod
-    def parse(cls, text: str) -> MegatronOptions:
-        """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
-
-        >>> MegatronOptions.parse("layers=local,multiple=16")
-        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, multiple=16)
-        """
-        given: dict[str, str] = {}
-        for part in filter(None, text.split(",")):
-            key, _, value = part.partition("=")
-            number = key in _NUMBERS and value.isascii() and value.isdigit() and int(value) > 0
-            if (not number and value not in _CHOICES.get(key, ())) or key in given:
-                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES.items()]
-                raise UsageError(
-                    f"cannot read part {part!r} of --megatron",
-                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMBERS)))}",
-                )
-            given[key] = value
-        return cls(
-            given.get("layers") == "local",
-            given.get("experts") == "grouped",
-            given.get("padding") == "last-row",
-            int(given.get("virtual", 1)),
-            given.get("core") == "0.16",
-            int(given.get("multiple", DIVISIBLE)),
-        )
 
 
 def pack_megatron(order: PackRequest) -> Manifest:

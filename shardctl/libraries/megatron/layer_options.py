@@ -1,0 +1,63 @@
+"""Parses `--megatron`, which says which of Megatron-LM's layers will load what is written."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shardctl.errors import UsageError
+from shardctl.libraries.megatron.args_writing import DIVISIBLE
+from shardctl.value import value_class
+
+OPTION: Final = "megatron"
+_CHOICES: Final = {
+    "layers": ("transformer-engine", "local"),
+    "experts": ("sequential", "grouped"),
+    "padding": ("zeros", "last-row"),
+    "core": ("0.17", "0.16"),
+}
+_NUMBERS: Final = ("virtual", "multiple")
+
+
+@value_class
+class MegatronOptions:
+    """Which of Megatron-LM's layers are to load the files, and how it runs them."""
+
+    local: bool = False
+    """Whether layers are megatron-core's own, `--transformer-impl local`; else Transformer Engine's."""
+    grouped: bool = False
+    """Whether experts are in one module, `--moe-grouped-gemm`."""
+    last_row: bool = False
+    """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
+    chunks: int = 1
+    """Chunks of layers on each stage, of a virtual pipeline."""
+    older: bool = False
+    """Whether core is 0.16 or older, which has another name for the module inside layers that predict; else 0.17."""
+    multiple: int = DIVISIBLE
+    """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
+
+    @classmethod
+    def parse(cls, text: str) -> MegatronOptions:
+        """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
+
+        >>> MegatronOptions.parse("layers=local,multiple=16")
+        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, multiple=16)
+        """
+        given: dict[str, str] = {}
+        for part in filter(None, text.split(",")):
+            key, _, value = part.partition("=")
+            number = key in _NUMBERS and value.isascii() and value.isdigit() and int(value) > 0
+            if (not number and value not in _CHOICES.get(key, ())) or key in given:
+                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES.items()]
+                raise UsageError(
+                    f"cannot read part {part!r} of --megatron",
+                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMBERS)))}",
+                )
+            given[key] = value
+        return cls(
+            given.get("layers") == "local",
+            given.get("experts") == "grouped",
+            given.get("padding") == "last-row",
+            int(given.get("virtual", 1)),
+            given.get("core") == "0.16",
+            int(given.get("multiple", DIVISIBLE)),
+        )
