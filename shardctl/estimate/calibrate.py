@@ -13,6 +13,7 @@ from shardctl.estimate.workload import (
     CompiledPart,
     Float8Recipe,
     Offload,
+    OptimizerKernel,
     Recompute,
     RecomputedModule,
     Schedule,
@@ -48,6 +49,7 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "offload": get_args(Offload),
     "compiled": get_args(CompiledPart),
     "float8": get_args(Float8Recipe),
+    "optimizer_kernel": get_args(OptimizerKernel),
     "zero": (0, 1, 2, 3),
 }
 _MODULES: Final = get_args(RecomputedModule)

@@ -48,6 +48,10 @@ class TrainingScheme:
     optimizer: OptimizerSpec
     master: bool
     """Whether the optimizer updates fp32 copies that are kept beside the parameters."""
+    foreach: bool
+    """Whether the optimizer computes with all parameters at once, which copies them."""
+    said: bool
+    """Whether somebody said so, or that it does not."""
     decoupled: bool
     """Whether the optimizer is Megatron-LM's precision-aware one, which reads gradients as they are kept, and keeps of
     fp32 copies of bf16 parameters only the 16 bits that these lack."""
@@ -120,6 +124,8 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         gradient=_get_float_dtype(work.gradient_dtype) if work.gradient_dtype else usual,
         optimizer=known,
         master=known.master and resident != F32,
+        foreach=_has_foreach(runtime, known, work),
+        said=work.optimizer_kernel is not None,
         decoupled=work.moment_dtypes is not None,
         zero=work.zero,
         sharers=mesh.degree("dp") * mesh.degree("cp"),
@@ -147,6 +153,18 @@ def _choose_narrow_moments(known: OptimizerSpec, work: TrainingWorkload) -> Opti
             hint="leave out --exp-avg-dtype and --exp-avg-sq-dtype, or change that",
         )
     return narrow_moments(known, work.moment_dtypes)
+
+
+def _has_foreach(runtime: Runtime, known: OptimizerSpec, work: TrainingWorkload) -> bool:
+    """Return whether torch computes with all parameters at once; raises UsageError for kernels that there are not."""
+    if work.optimizer_kernel is None:
+        return runtime == "units"  # torch's own default; transformers' Trainer takes AdamW's fused one
+    if runtime not in {"units", "autocast"} or known.name not in {"adamw", "adamw-bf16"}:
+        raise UsageError(
+            "--optimizer-kernel says how torch's AdamW computes, which is known of the profiles fsdp2 and hf",
+            hint="leave it out",
+        )
+    return work.optimizer_kernel == "foreach"
 
 
 def _get_float_dtype(name: str) -> DType:

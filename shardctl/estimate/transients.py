@@ -82,7 +82,8 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
         )
     elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
         whole = plan.resident.nbytes((shared,))
-        some = shared if plan.runtime == "units" else plan.optimizer.trainer_copies * largest
+        about = (round(0.99 * whole), round(1.01 * whole)) if plan.foreach else None
+        some = shared if plan.foreach else plan.optimizer.trainer_copies * largest
         yield MemoryTerm(
             STEP,
             "workspace",
@@ -90,7 +91,7 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
             f"{plan.resident.unit_bytes} * elements",
             {"elements": some},
             _FOREACH if plan.runtime == "units" else _TRAINER,
-            interval=(0, max(whole, plan.resident.nbytes((some,)))),
+            interval=about if plan.said else (0, max(whole, plan.resident.nbytes((some,)))),
         )
 
 

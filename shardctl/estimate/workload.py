@@ -17,6 +17,7 @@ AttentionKernel = Literal["flash", "sdpa", "eager"]
 Offload = Literal["none", "cpu", "nvme"]
 CompiledPart = Literal["none", "layers", "all"]
 Float8Recipe = Literal["none", "tensorwise", "rowwise"]
+OptimizerKernel = Literal["fused", "foreach"]
 
 
 Engine = Literal["vllm", "sglang"]
@@ -120,6 +121,8 @@ class TrainingWorkload:
     """How torchao scales what enters the products of layers, if they are in float8; the head's stay as they are."""
     float8_gathered: bool = False
     """Whether FSDP2 gathers the matrices of layers in float8."""
+    optimizer_kernel: OptimizerKernel | None = None
+    """How torch's optimizers compute; None for what the profile's users have by default."""
 
     def count_passes(self, stages: int) -> int:
         """Count forward passes per optimizer step of one data-parallel rank.

@@ -370,6 +370,14 @@ class PlanOptions:
             flag="--float8-gather",
         ),
     ] = False
+    optimizer_kernel: Annotated[
+        Literal["fused", "foreach"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters. Default: foreach, with "
+            "hf fused.",
+        ),
+    ] = None
     calibration: Annotated[
         "Path | FittedCalibration | None",
         CommandOption(

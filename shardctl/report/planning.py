@@ -325,6 +325,7 @@ def format_workload(planned: PlanResult) -> str:
         *([f"all in {work.precision}"] if work.precision != "mixed" else []),
         *([f"moments in {' and '.join(work.moment_dtypes)}"] if work.moment_dtypes else []),
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
+        *([f"{work.optimizer_kernel} kernels of the optimizer"] if work.optimizer_kernel else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
         *([f"{work.attention} attention"] if work.attention != "flash" else []),
         *(["compiled layers" + " and loss" * (work.compiled == "all")] if work.compiled != "none" else []),

@@ -176,6 +176,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--exp-avg-sq-dtype",
         "--float8",
         "--float8-gather",
+        "--optimizer-kernel",
     }
 
 

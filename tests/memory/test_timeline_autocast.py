@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def follow(layers, tokens, *, recompute):
+def follow(layers, tokens, *, recompute, foreach):
     """The most bytes alive in each pass and in the optimizer's step of a second step."""
     tracker = Tracker()
     config = LlamaConfig(**SIZES, num_hidden_layers=layers)
@@ -34,7 +34,7 @@ def follow(layers, tokens, *, recompute):
         model.train()
         if recompute == "full":
             model.activation_checkpointing_enable()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as transformers' Trainer has it
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach, fused=not foreach)
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with tracker, mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
             for tensor in (*model.parameters(), *model.buffers()):
@@ -54,15 +54,19 @@ def follow(layers, tokens, *, recompute):
 
 
 @pytest.mark.parametrize(
-    ("layers", "tokens", "recompute"), [(4, 8192, "none"), (4, 8192, "full"), (8, 256, "none"), (8, 256, "full")]
-)
-def test_autocasts_moments_are_torchs(layers, tokens, recompute):
+    ("layers", "tokens", "recompute", "kernel"),
+    [
+        (4, 8192, "none", None), (4, 8192, "full", "fused"), (8, 256, "none", None), (8, 256, "full", "foreach"),
+    ],
+)  # fmt: skip
+def test_autocasts_moments_are_torchs(layers, tokens, recompute, kernel):
+    """By default AdamW is fused, as in transformers' Trainer."""
     config = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
     (holding,) = list_holdings(stock(config), Mesh.of(), [layers])
-    work = TrainingWorkload(tokens, profile="hf", recompute=recompute, microbatches=1)
+    work = TrainingWorkload(tokens, profile="hf", recompute=recompute, microbatches=1, optimizer_kernel=kernel)
     line = build_timeline(build_anatomy(config), holding, Mesh.of(), work, stages=[layers])
     *passes, step = line.list_moments()
-    most = follow(layers, tokens, recompute=recompute)
+    most = follow(layers, tokens, recompute=recompute, foreach=kernel == "foreach")
     assert step.nbytes == pytest.approx(most["step"], rel=0.001)
     if recompute == "full":
         end = passes.pop(0)
