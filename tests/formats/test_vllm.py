@@ -119,7 +119,7 @@ class TestReading:
         ("owner", "profiles"),
         [
             ("llama/0.25-tp2", "0.32 and 0.25"),
-            ("llama/0.11-tp2", "0.11"),
+            ("llama/0.11-tp2", "0.11, and of SGLang for some models"),
             ("gemma/0.25-tp2", "0.25"),
             ("gemma/0.32-tp2", "0.32 and 0.25"),  # as another tied model has it
             ("gemma2/0.25-tp2", "0.32 and 0.25"),
@@ -175,6 +175,13 @@ class TestReading:
         assert digest(saved, source_options=read).digest == digest(given).digest
         reshard(given, tmp_path / "out", reshard_options(f"{name}/0.11-tp2"))
         assert unequal(ranks(tmp_path / "out"), ranks(saved)) == []
+
+    def test_arrays_of_another_engine_are_answered_with_what_to_do(self, place):
+        at = place("llama/0.11-tp2")
+        renamed(at, "model.norm.weight", "model.last_norm.weight")
+        with pytest.raises(UnsupportedError, match=r"has no rank0/model\.last_norm\.weight") as raised:
+            digest(at)
+        assert "SGLang, whose files have the same names: convert the model that" in str(raised.value.hint)
 
     def test_a_file_alone_is_a_safetensors_file(self):
         at = FIXTURES / "llama" / "0.25-tp2" / "model-rank-0-part-0.safetensors"
@@ -372,7 +379,9 @@ class TestRefusals:
 
     def test_a_release_of_a_known_version(self, tmp_path):
         reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="0.11.2"))
-        assert inspect(tmp_path / "out").training.notes == ("the arrays are those of vLLM 0.11",)
+        assert inspect(tmp_path / "out").training.notes == (
+            "the arrays are those of vLLM 0.11, and of SGLang for some models",
+        )
 
     def test_stages_of_a_version_that_has_no_names_for_them(self, tmp_path):
         with pytest.raises(CutError, match=r"the files of vLLM 0\.25 have no names for stages"):

@@ -64,7 +64,7 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
             f"{schema.title} has no {format_first_few(unknown)} in {model.architecture or 'this model'}",
             hint=BRIDGE_ADAPTER
             if any(".adapter." in name for name in unknown)
-            else "the config may belong to another model, or the files to another version",
+            else f"the config may belong to another model, or the files to another version{schema.strangers}",
         )
     if missing:
         raise SourceError(

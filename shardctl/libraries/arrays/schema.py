@@ -38,6 +38,8 @@ class Schema:
     """Why it has no place for layers that predict further tokens, and where they are to be taken from."""
     left_behind: re.Pattern[str] | None = None
     """Names of arrays of such layers, which are left behind where the model has no place for them."""
+    strangers: str = ""
+    """Who else may have saved files that look alike, and what to do then."""
 
     def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
         """Yield the arrays of all ranks, each with its rank.

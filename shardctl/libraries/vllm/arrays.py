@@ -184,4 +184,5 @@ _FURTHER: Final = (
     '--to hf writes: --speculative-config \'{"method": "mtp", "model": "DRAFTER", "num_speculative_tokens": 1, '
     '"draft_load_config": {"load_format": "safetensors"}}\''
 )
-SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _FURTHER)
+_STRANGERS: Final = ", or to SGLang, whose files have the same names: convert the model that the engine was given"
+SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _FURTHER, strangers=_STRANGERS)

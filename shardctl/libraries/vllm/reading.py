@@ -28,6 +28,8 @@ _FILE: Final = re.compile(
 _QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
 """What vLLM's quantised layers have besides weights, or in their place."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
+_OLDEST: Final = ("0.11",)
+_SHARED: Final = ", and of SGLang for some models"
 _FETCH: Final = "every rank's files are needed; fetch the rest"
 
 
@@ -58,11 +60,14 @@ def scan_vllm(source: Source) -> Manifest:
         files=sizes,
         objects=side,
         warnings=left,
-        training=TrainingState(
-            writer="vLLM", ranks=len(files), notes=(f"the arrays are those of vLLM {' and '.join(profiles)}",)
-        ),
+        training=TrainingState(writer="vLLM", ranks=len(files), notes=(_describe_arrays(profiles),)),
         dialect=dialect,
     )
+
+
+def _describe_arrays(profiles: tuple[str, ...]) -> str:
+    """Describe whose arrays they are, of which nothing but their names tells."""
+    return f"the arrays are those of vLLM {' and '.join(profiles)}" + (_SHARED if profiles == _OLDEST else "")
 
 
 def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:
