@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
 from shardctl.errors import CutError, SourceError, UnsupportedError
+from shardctl.libraries.deepseek.arrays import SCHEMA
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
@@ -145,6 +147,12 @@ class TestRefusals:
         source = FIXTURES.parent / "trtllm" / "llama_pp3" / "source"
         with pytest.raises(UnsupportedError, match=r"is for DeepSeek-V2, V3 and V3\.2, not for LlamaForCausalLM"):
             reshard(source, tmp_path / "out", reshard_options(2))
+
+    def test_deepseek_v4_with_the_reason(self):
+        model = describe_model(json.loads((FIXTURES.parent / "configs" / "deepseek_v4.json").read_text()))
+        with pytest.raises(UnsupportedError, match="o_a_proj in bfloat16, scaled back from fp8") as caught:
+            SCHEMA.check(model)
+        assert "inference/convert.py" in caught.value.hint
 
     def test_files_that_are_missing(self, place):
         (place / "model1-mp4.safetensors").unlink()

@@ -126,6 +126,12 @@ def _count_experts(model: Model) -> int:
 
 def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that DeepSeek's code is not for."""
+    if model.family == "deepseek_v4":
+        raise UnsupportedError(
+            f"{TITLE} has DeepSeek-V4's o_a_proj in bfloat16, scaled back from fp8, beside weights that stay codes, "
+            "which is not written here",
+            hint="run inference/convert.py of the model's repository on the Hub",
+        )
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
         raise UnsupportedError(f"{TITLE} is for DeepSeek-V2, V3 and V3.2, not for {model.architecture or 'this model'}")
     for tensor in model.tensors.values():
