@@ -72,6 +72,7 @@ Flag = Literal[
     "chunked",
     "delta",
     "channel delta",
+    "copied gate",
     "short",
     "eager layer",
     "compiled layer",
@@ -87,7 +88,8 @@ whether the loss is computed in place of the logits; whether tokens are sent to 
 exchange heads; whether there is a norm behind the MLP; whether what flows between layers is wider than what computes;
 whether sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that of shared
 experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; whether norms read and return
-fp32, of which each matrix casts its own copy; how a recurrent layer computes its states;
+fp32, of which each matrix casts its own copy; how a recurrent layer computes its states, and whether
+it keeps the argument of its gate's activation;
 whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
 loss."""
 

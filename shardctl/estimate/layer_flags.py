@@ -117,6 +117,8 @@ def list_layer_flags(
         flags.add(_HEAD_NORMS[layer.head_norm])
     if layer.state is not None and layer.state.scan is not None:
         flags.add(layer.state.scan.kind)
+        if not layer.state.scan.bounded:
+            flags.add("copied gate")
     if layer.experts is not None:
         if style.wide_router:
             flags.add("wide router")

@@ -115,6 +115,8 @@ class LayerScan:
     """Of linear attention, the heads of queries and of keys."""
     chunk: int = 0
     """Tokens that are computed at once, where the config says so."""
+    bounded: bool = False
+    """Whether the gate of its result is a sigmoid, of which training keeps the result and not the argument."""
 
 
 @value_class
@@ -597,7 +599,9 @@ def _find_scan(named: RowDims) -> LayerScan | None:
         kind: Literal["channel delta", "delta"] = (
             "channel delta" if named.has("decay_rank") or named.has("decays") else "delta"
         )
-        return LayerScan(kind, named.size("values"), heads=named.size("value_heads"), key_heads=keys)
+        bounded = bool(named.facts.flags.get("sigmoid_gate", False))
+        heads = named.size("value_heads")
+        return LayerScan(kind, named.size("values"), heads=heads, key_heads=keys, bounded=bounded)
     return None
 
 

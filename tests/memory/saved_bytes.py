@@ -8,6 +8,7 @@ the kernels of recurrent layers (`recurrent_kernels.py`).
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,13 @@ def ask(model: torch.nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that autograd keeps, for as long as it does."""
+
+    tensor: torch.Tensor
+
+
 class SavedList:
     """Lists what autograd keeps of a forward pass, each storage once, without parameters and buffers."""
 
@@ -187,6 +195,7 @@ class SavedList:
         self.given: set[int] = set()
         self.held: list[object] = []  # so that no storage has the address of one that is gone
         self.found: dict[int, SavedTensor] = {}
+        self.alive: dict[int, list[weakref.ref[HeldTensor]]] = {}
         self.handles = []
         for name, module in model.named_modules():
             self.handles.append(module.register_forward_pre_hook(self.enter(name)))
@@ -197,8 +206,9 @@ class SavedList:
             self.handles.append(module.register_forward_pre_hook(self.begin(number), with_kwargs=True))
             self.handles.append(module.register_forward_hook(lambda *_, behind=behind: self.place.append(behind)))
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+    def pack(self, tensor: torch.Tensor) -> HeldTensor:
+        storage, held = tensor.untyped_storage(), HeldTensor(tensor.detach())
+        self.alive.setdefault(storage._cdata, []).append(weakref.ref(held))
         if storage._cdata not in self.own and storage._cdata not in self.found:
             where = "shared" if storage._cdata in self.given else self.place[-1]
             name, kind = self.inside[-1]
@@ -206,7 +216,15 @@ class SavedList:
                 where, name, kind, storage.nbytes(), tuple(tensor.shape), tensor.dtype
             )
             self.held.append(storage)
-        return tensor
+        return held
+
+    def list_alive(self) -> list[SavedTensor]:
+        """List what is still kept: what an indexer computed is not, of which only the choice of tokens goes on."""
+        return [
+            one
+            for key, one in self.found.items()
+            if "indexer" not in one.module or any(held() is not None for held in self.alive[key])
+        ]
 
     def enter(self, name: str) -> Any:
         return lambda module, _: self.inside.append((name, type(module).__name__))
@@ -232,8 +250,9 @@ def list_saved(
     """List what autograd keeps of a forward pass of so many sequences, with kernels of a CPU unless `replaced`."""
     saved = SavedList(model, paths)
     kernels = gpu_kernels(model) if replaced else nullcontext()
-    with kernels, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        model(**ask(model, batch, tokens))
+    with kernels, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+        made = model(**ask(model, batch, tokens))
     for handle in saved.handles:
         handle.remove()
-    return list(saved.found.values())
+    assert made is not None  # the graph is alive with it
+    return saved.list_alive()

@@ -59,8 +59,6 @@ NOT_KNOWN: Final[Mapping[str, str]] = {
     "longt5-summary": "attention to what is near",
     "minimax_m3_vl": "an indexer chooses",
     "minimax_m3_vl_text": "an indexer chooses",
-    "qwen4_exp": "several states of each token",
-    "qwen4_exp_text": "several states of each token",
     "recurrent_gemma": "a recurrent state",
     "voxtral_realtime": "norms that are scaled",
 }
@@ -198,6 +196,12 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
 def test_what_is_not_known_is_said(name):
     anatomy = build_anatomy(describe(name))
     with pytest.raises(UnsupportedError, match=NOT_KNOWN[name]):
+        estimate(anatomy, "eager", 2)
+
+
+def test_what_kimi_k3_keeps_is_not_known():
+    anatomy = build_anatomy(fixture("kimi_linear") | {"routed_expert_hidden_size": 16})
+    with pytest.raises(UnsupportedError, match="parts of Kimi-K3 that transformers has no class for"):
         estimate(anatomy, "eager", 2)
 
 

@@ -20,7 +20,7 @@ from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER
 from shardctl.models.families.qwen_moe import SHARED
 from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
 from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
         dims={
             "streams": LogicalDim(streams * hidden),
             "count": LogicalDim(streams),
+            "others": LogicalDim(streams - 1),
+            "history": LogicalDim(ngram - 1),
+            "padding": LogicalDim((config.size("ple_conv_kernel_size", 4) - 1) * ngram),
             "low_rank": LogicalDim(config.size("hc_lowrank", 320)),
             "index": LogicalDim(width),
             "index_q": LogicalDim(heads * width),
@@ -115,6 +118,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
         flags={
             "attention": _list_attention_layers(config),
             "indexer": heads > 0,
+            "sigmoid_gate": config.values.get("output_gate_type") == "sigmoid",
             "ple": _list_ngram_layers(config),
         },
     )
@@ -162,6 +166,37 @@ def _list_primes(start: int) -> Iterator[int]:
     return (n for n in count(start) if n > 1 and all(n % d for d in range(2, isqrt(n) + 1)))
 
 
+_FURTHER: Final = (
+    FurtherTensor("fp32 copies of further streams that are normed before each half, and normed", "norms", "others", 8),
+    FurtherTensor("statistics of their norms", "norm_rows", "others", 4),
+    *(
+        one
+        for half in ("attention", "the MLP")
+        for one in (
+            FurtherTensor(f"all streams normed, before {half}", dims="streams"),
+            FurtherTensor(f"shares of the streams in the input of {half}", dims="streams"),
+            FurtherTensor(f"those in their latent, before {half}", dims="low_rank"),
+            FurtherTensor(f"the same, activated, before {half}", dims="low_rank"),
+            FurtherTensor(f"shares of the streams in the result of {half}", dims="count"),
+            FurtherTensor(f"the same, doubled, behind {half}", dims="count"),
+            FurtherTensor(f"result of {half}, before the streams", "hidden"),
+        )
+    ),
+    FurtherTensor("numbers of the n-grams", dims="ngram_heads", width=8, when="ple"),
+    FurtherTensor("those before a sequence", "sequences", "history ngram_heads", 8, when="ple"),
+    FurtherTensor("what the table has of the n-grams", dims="ngram_hidden", when="ple"),
+    FurtherTensor("keys of the n-grams, normed", dims="streams", when="ple"),
+    FurtherTensor("queries of the streams, normed", dims="streams", when="ple"),
+    FurtherTensor("values of the n-grams", "hidden", when="ple"),
+    *(
+        FurtherTensor(f"the gate of the n-grams, {step}", dims="count", when="ple")
+        for step in ("as it is", "without its sign", "its root", "its sign", "activated")
+    ),
+    FurtherTensor("input of the convolution of n-grams", dims="streams", when="ple"),
+    FurtherTensor("what that is padded with", "sequences", "padding streams", when="ple"),
+    FurtherTensor("results of the convolution of n-grams", dims="streams", when="ple"),
+    FurtherTensor("mask of the tokens that an indexer chose", "pairs", width=1, when="attention", given=("fused",)),
+)
 QWEN4_EXP_TEXT: Final = Family(
     name="qwen4_exp_text",
     rows=(
@@ -186,7 +221,14 @@ QWEN4_EXP_TEXT: Final = Family(
         *build_fused_experts(),
         *build_fused_experts(layer=MTP_LAYER),
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms32",
+        experts_per_token=10,
+        narrow_experts=True,
+        masked=True,
+        further=_FURTHER,
+    ),
     aliases={"num_local_experts": "num_experts"},
     assumed={**QWEN3_5_MOE_TEXT.assumed, "num_experts": 512},
 )
