@@ -556,8 +556,9 @@ def test_states_that_megatron_does_not_have_are_refused():
         odd = {name.replace("exp_avg", "momentum_buffer"): tensor}
         manifest = replace(checkpoint.manifest, training=replace(training, states=odd))
         asked = ReshardOptions(to="torch_dist", optimizer_states="keep")
-        with pytest.raises(UnsupportedError, match="has a state momentum_buffer, and Megatron-LM's optimizer"):
+        with pytest.raises(UnsupportedError, match="has a state momentum_buffer, and Megatron-LM") as caught:
             plan_conversion(replace(checkpoint, manifest=manifest), asked)
+        assert "--to dcp" in caught.value.hint
 
 
 def run_program(*command: object) -> None:

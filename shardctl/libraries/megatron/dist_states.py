@@ -81,7 +81,7 @@ def list_trained(order: PackRequest) -> frozenset[str]:
         if state not in {*STATES, _STEP}:
             raise UnsupportedError(
                 f"{parameter} has a state {state}, and {TITLE}'s optimizer has only {' and '.join(STATES)}",
-                hint="add --optimizer-states drop",
+                hint="add --optimizer-states drop, or write --to dcp, which has a place for every state",
             )
         held.setdefault(parameter, set()).add(state)
     for parameter, states in held.items():
