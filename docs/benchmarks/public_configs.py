@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from measuring import ROOT, name_state
+
 from shardctl.api import Mesh, PlanOptions, ReshardOptions, plan
 from shardctl.errors import ShardctlError
 from shardctl.options.plan_options import find_device
@@ -71,7 +73,8 @@ def main():
     print("`python docs/benchmarks/public_configs.py` writes this page. It plans the")
     print(f"{len(rows)} configs of aiconfigurator-core{whose} with `--tp 8 --gpu h200`; {planned} are planned.")
     print("The columns are the parameters in billions, the GiB of weights on the rank that has most, the GiB")
-    print("that this rank needs to serve one sequence, and the seconds that planning takes.\n")
+    print("that this rank needs to serve one sequence, and the seconds that planning takes.")
+    print(f"All rows are of one state of the program, {name_state(ROOT)['commit']}.\n")
     print("| model | parameters | weights | needs | seconds |\n|---|---:|---:|---|---:|")
     for name, _, cells in rows:
         print(f"| {name} | {' | '.join(cells)} |")
