@@ -7,7 +7,6 @@ A layer's experts are three arrays there: `w1` has the gates, `w3` the up projec
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.binding import find_canonical_name
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model
 
-_EXPERTS: Final = re.compile(r"(.+)\.experts\.w1")
+_FIRST: Final = ".experts.w1"
+"""How the name of a layer's first array ends."""
 _SOURCES: Final = {
     "w1": ("gate_up_proj", 0, 2),
     "w3": ("gate_up_proj", 1, 2),
@@ -32,9 +32,8 @@ def bind_autoep_names(model: Model, stored: Manifest) -> Manifest:
     """Return `stored` with experts and routers under the model's names, if it has such arrays; else as it is."""
     arrays: dict[str, TensorFusion] = {}
     for name in stored.tensors:
-        found = _EXPERTS.fullmatch(name)
-        if found is not None:
-            arrays |= _build_layer(model, found[1])
+        if name.endswith(_FIRST):
+            arrays |= _build_layer(model, name.removesuffix(_FIRST))
     return bind_arrays(stored, arrays, _NOTE) if arrays else stored
 
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.checkpoint.adapter_checkpoint import summarise_adapter
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
@@ -169,9 +168,15 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         drafter=name_drafter(
             checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
         ),
-        adapter=summarise_adapter(checkpoint) if checkpoint.adapter else None,
+        adapter=_summarise_adapter(checkpoint) if checkpoint.adapter else None,
         parts=list_pipeline_parts(checkpoint.source, checkpoint.stored),
     )
+
+
+def _summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:
+    from shardctl.checkpoint.adapter_checkpoint import summarise_adapter  # what reads adapters, which most are not
+
+    return summarise_adapter(checkpoint)
 
 
 def _list_rules(checkpoint: OpenedCheckpoint) -> tuple[RuleRow, ...]:

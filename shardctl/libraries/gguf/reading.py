@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
-from shardctl.libraries.gguf.header import GgufHeader, read_header
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
+    from shardctl.libraries.gguf.header import GgufHeader
     from shardctl.storage import Source
 
 NAME: Final = "gguf"
@@ -50,6 +50,8 @@ def describe_gguf(source: Source, path: str) -> tuple[Manifest, dict[str, Any] |
 
     Raises as `read_header`.
     """
+    from shardctl.libraries.gguf.header import read_header  # few sources are such files
+
     header = read_header(source, path)
     tensors = {}
     for each in header.tensors:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.megatron.arguments import LISTS
 from shardctl.libraries.megatron.layers import get_embedding_name
-from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def build_arguments(order: PackRequest, mesh: Mesh, dtype: DType, more: Mapping[
 
     Raises UnsupportedError for a model that Megatron-LM's arguments cannot say.
     """
+    from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments  # only who writes needs it
+
     said: dict[str, Value] = {
         name: list(value) if isinstance(value, tuple) and name in LISTS else value
         for name, value in convert_config_to_arguments(order.config, order.model).items()

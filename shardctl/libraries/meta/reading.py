@@ -12,7 +12,6 @@ from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.meta import llama4_arrays
-from shardctl.libraries.meta.llama4_params import build_llama4_config
 from shardctl.libraries.meta.params import PARAMS, read_params
 from shardctl.libraries.meta.parts import BUFFERS, EMBEDDING, MetaRankFile, join_parts
 from shardctl.libraries.reader import Format, find_given_file
@@ -92,6 +91,8 @@ def _build_llama4_manifest(
     source: Source, parts: list[MetaRankFile], params: MetaParams | None, warnings: list[str]
 ) -> Manifest:
     """Build the manifest of Llama 4, whose arrays the schema takes apart, once the model is known."""
+    from shardctl.libraries.meta.llama4_params import build_llama4_config  # for one family
+
     dropped = {name for name in parts[0].views if _LLAMA4_BUFFERS.search(name)}
     shapes = {name: view.shape for name, view in parts[0].views.items()}
     embedded = EMBEDDING in shapes

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.meta import llama4_arrays
-from shardctl.libraries.meta.llama4_writing import pack_llama4
 from shardctl.libraries.meta.params import LLAMA3_THETA, PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
@@ -50,6 +49,8 @@ def pack_meta(request: PackRequest) -> Manifest:
     have, dtypes, placed = request.have, request.dtypes, request.placed
     model, config = request.model, request.config
     if model.family in llama4_arrays.FAMILIES:
+        from shardctl.libraries.meta.llama4_writing import pack_llama4  # for one family
+
         return pack_llama4(request, _number_file)
     if model.family != "llama":
         raise UnsupportedError(f"Meta's code is for Llama 2, 3 and 4, not for {model.architecture or 'this model'}")
