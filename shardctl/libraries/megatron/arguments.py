@@ -25,7 +25,9 @@ LAST_ROW: Final = "vocabulary_padded_with_last_row"
 PART: Final = "rotary_percent"
 SOME_WINDOWS: Final = "window_attn_skip_freq"
 WITHOUT_ROTATION: Final = "no_rope_freq"
-LISTS: Final = frozenset({"moe_layer_freq", SOME_WINDOWS, WITHOUT_ROTATION})
+LINEAR: Final = "linear_attention_freq"
+_VARIANT: Final = "experimental_attention_variant"
+LISTS: Final = frozenset({"moe_layer_freq", LINEAR, SOME_WINDOWS, WITHOUT_ROTATION})
 """Args that say something of each layer, as a list of ones and zeros."""
 USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
@@ -44,7 +46,7 @@ _UNKNOWN: Final[dict[str, Setting]] = {
     "qk_l2_norm": False,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
-    "experimental_attention_variant": None,
+    _VARIANT: None,
 }
 """The same of args that shardctl writes for those models only that have something else."""
 _CENTRED: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
@@ -56,9 +58,19 @@ _OWN: Final = {
     "phi3": {PART},
     "qwen2": {SOME_WINDOWS},
     "qwen3": {SOME_WINDOWS},
+    "qwen3_5_text": {PART, "attention_output_gate", _VARIANT},
+    "qwen3_next": {PART, "attention_output_gate", _VARIANT},
     "smollm3": {WITHOUT_ROTATION},
 }
 """By family, which of these may have other values."""
+DELTA: Final = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""The sizes of gated DeltaNet, and what core and the classes of transformers assume where they are not said."""
 YARN: Final = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -152,6 +164,8 @@ def _find_dense_type(said: ModelConfig) -> str | None:
     of_heads = said.switch("add_qkv_bias", default=biased)
     if said.switch("multi_latent_attention", default=False) or (biased and normed) or _count_dense_layers(said) != 0:
         return None
+    if _has_delta_layers(said):
+        return "qwen3_5_text" if normed and not of_heads else None
     if normed or of_heads != biased:
         return "qwen3" if normed and not of_heads else "qwen2"
     if said.switch("rotary_interleaved", default=False):
@@ -169,15 +183,24 @@ def _find_routed_type(said: ModelConfig) -> str | None:
     shared = said.values.get("moe_shared_expert_intermediate_size") is not None
     if biased:
         return None
-    if said.switch("multi_latent_attention", default=False):
-        return "deepseek_v3" if balanced else None
-    if balanced:
-        return "glm4_moe" if sigmoid else None
+    latent = said.switch("multi_latent_attention", default=False)
+    if latent or balanced:
+        return None if not balanced else "deepseek_v3" if latent else "glm4_moe" if sigmoid else None
     if _count_dense_layers(said) != 0:
         return None
+    if _has_delta_layers(said):
+        gated = shared and said.switch("moe_shared_expert_gate", default=False)
+        return "qwen3_next" if gated and normed and not of_heads else None
     if shared and said.switch("moe_shared_expert_gate", default=False) and of_heads and not normed:
         return "qwen2_moe"
     return None if shared or of_heads else "qwen3_moe" if normed else "mixtral"
+
+
+def _has_delta_layers(said: ModelConfig) -> bool:
+    """Return whether there is gated DeltaNet, beside attention with gates and norms less one, as Qwen has it."""
+    if said.text(_VARIANT, "") != "gated_delta_net" or not said.switch("attention_output_gate", default=False):
+        return False
+    return any(said.switch(name, default=False) for name in _CENTRED)
 
 
 def _count_dense_layers(said: ModelConfig) -> int | None:
@@ -230,7 +253,7 @@ def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
     values |= _build_own_values(said, family)
     if family == "nemotron":
         values["norm_eps"] = values.pop("rms_norm_eps")
-    if family in {"qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}:
+    if said.count("num_experts", 0) > 0:
         values |= _build_expert_config(said, family, ffn)
     return values
 
@@ -245,9 +268,12 @@ def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
         values["attention_bias"] = False
     elif family == "ernie4_5":
         values["use_bias"] = biased
-    if family in {"glm4_moe", "nemotron", "phi3"}:
+    if TRAITS[family].part is not None:
         values["partial_rotary_factor"] = part
-    if family == "smollm3":
+    if TRAITS[family].delta:
+        kinds = ["linear_attention" if mark else "full_attention" for mark in _list_marks(said, LINEAR)]
+        values |= {"layer_types": kinds, **{name: said.size(name, usual) for name, usual in DELTA.items()}}
+    elif family == "smollm3":
         values |= {"use_sliding_window": False, "no_rope_layers": _list_rotated_layers(said)}
     elif family == "glm4_moe":
         values["attention_bias"] = said.switch("add_qkv_bias", default=biased)
@@ -307,7 +333,7 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
             "routed_scaling_factor": said.values.get("moe_router_topk_scaling_factor") or 1.0,
             "num_nextn_predict_layers": said.count("mtp_num_layers", 0),
         }
-    if family == "qwen2_moe":
+    if family in {"qwen2_moe", "qwen3_next"}:
         values["shared_expert_intermediate_size"] = said.size("moe_shared_expert_intermediate_size")
     return {
         **values,

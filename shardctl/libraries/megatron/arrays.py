@@ -16,7 +16,7 @@ from shardctl.errors import CutError, SourceError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
-from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant, WholeArray
+from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.schema import ModelParts
+    from shardctl.libraries.megatron.whole_array import WholeArray
     from shardctl.mesh import Mesh
     from shardctl.models import Model
 

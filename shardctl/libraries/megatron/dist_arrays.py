@@ -16,6 +16,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
+from shardctl.libraries.megatron.delta_layers import PROJECTION
 from shardctl.libraries.megatron.layers import TITLE, LayerVariant
 from shardctl.libraries.megatron.names import find_engine_name
 from shardctl.value import value_class
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
-    from shardctl.libraries.megatron.layers import WholeArray
+    from shardctl.libraries.megatron.whole_array import WholeArray
     from shardctl.models import Model
 
 NAME: Final = "torch_dist"
@@ -133,11 +134,12 @@ def _list_layer_cells(
     """List the cells of a layer, at an index of some extent in each dim of the stack; `number` says on which stage."""
     experts = 1 + max((whole.expert for whole in wholes if whole.expert is not None), default=-1)
     latent = any("linear_kv_up_proj" in whole.name for whole in wholes)
+    delta = any(PROJECTION in whole.name for whole in wholes)
     for whole in wholes:
         if whole.expert is None:
             inner = further_layers.INNER if whole.name.startswith(further_layers.INNER) else ""
             local = whole.name.removeprefix(inner)
-            names = _list_array_names(local, experts=bool(experts), latent=latent, dialect=dialect)
+            names = _list_array_names(local, experts=bool(experts), latent=latent, delta=delta, dialect=dialect)
             for name in (f"{inner}{each}" for each in names):
                 optional = len(names) > 1 and not dialect.switch(SPELT)
                 yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
@@ -161,6 +163,10 @@ def _list_array_cells(
     Those of gate and up, if they are two.
     """
     place, counts = tuple(index for index, _ in stacked), tuple(count for _, count in stacked)
+    for part, piece in zip(whole.parts, whole.pieces if whole.parts else (), strict=True):
+        yield StackCell(f"{name}.{part}", (piece,), whole.dim, place, counts, layer, None, optional, whole.dtype)
+    if whole.parts:
+        return
     pieces = whole.pieces if _FIRST in name else (whole.content,)
     halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(pieces) == len(_HALVES) else ()
     if not halves:
@@ -169,16 +175,18 @@ def _list_array_cells(
         yield StackCell(name + half, (piece,), whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
 
 
-def _list_array_names(local: str, *, experts: bool, latent: bool, dialect: LibraryDialect) -> tuple[str, ...]:
+def _list_array_names(
+    local: str, *, experts: bool, latent: bool, delta: bool, dialect: LibraryDialect
+) -> tuple[str, ...]:
     """List the names that versions of the layers have for an array: one, but for norms.
 
     If `SPELT`, those that local layers and Transformer Engine's ask for; else local layers' own name, too; if `MODULES`
     says of which layers, the name of their module.
     """
     asked = local
-    for alone, fused in _NORMS if not latent else ():
+    for alone, fused in _NORMS[delta:] if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
-    engine = find_engine_name(f".{local}", experts=experts, latent=latent).removeprefix(".")
+    engine = find_engine_name(f".{local}", experts=experts, latent=latent, delta=delta).removeprefix(".")
     if dialect.text(MODULES):
         return (local if dialect.text(MODULES) == OWN else engine,)
     return tuple(dict.fromkeys((asked, engine) if dialect.switch(SPELT) else (asked, engine, local)))

@@ -70,7 +70,7 @@ _CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix"
 """What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
 _FOLDER: Final = "folder"
 """The fact that says in which folder the files are."""
-_WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
+_WEIGHT: Final = re.compile(r"\.weight(_w|_v|\.[a-z]+)?$")
 _LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
 _BEHIND_ATTENTION: Final = ".linear_proj"
 _STATELESS: Final = ("router", "embeddings", "output_layer")

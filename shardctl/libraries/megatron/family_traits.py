@@ -34,8 +34,11 @@ class CoreTraits:
     """Whether every layer has the window that a config says."""
     skips_rotation: bool = False
     """Whether some layers have no rotary embeddings."""
+    delta: bool = False
+    """Whether some layers have gated DeltaNet, and the attention of others has gates."""
 
 
+_QWEN3_NEXT: Final = CoreTraits(part=0.25, centred=True, delta=True)
 TRAITS: Final = {
     "arcee": CoreTraits(activation="relu2", gated=False),
     "deepseek_v3": CoreTraits(balanced=True),
@@ -50,7 +53,10 @@ TRAITS: Final = {
     "qwen2": CoreTraits(),
     "qwen2_moe": CoreTraits(),
     "qwen3": CoreTraits(),
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_moe": CoreTraits(),
+    "qwen3_next": _QWEN3_NEXT,
     "seed_oss": CoreTraits(),
     "smollm3": CoreTraits(theta=2_000_000.0, skips_rotation=True),
 }
@@ -77,3 +83,5 @@ MISSING: Final = {
     "olmoe": _WHOLE_NORMS,
 }
 """By family: what its models have that core's layers do not."""
+ENTANGLED: Final = {"gpt_oss": "experts whose gate and up columns take turns"}
+"""By family: what its models have that core's layers have, too, but that is in an order which no layout undoes."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
-from shardctl.errors import CutError, UsageError
+from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.dcp.file_writer import format_file_prefix
@@ -47,6 +47,7 @@ from shardctl.libraries.megatron.dist_states import (
     list_trained,
     note_unknown_progress,
 )
+from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.fsdp_keys import find_module_name
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
@@ -145,6 +146,10 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
 
 
 def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
+    if TRAITS[order.model.family].delta:
+        raise UnsupportedError(
+            "what Megatron-FSDP calls the parts of gated DeltaNet is not known", hint="write --to torch_dist"
+        )
     if order.mesh.degree("pp") > 1:
         raise CutError(
             "Megatron-FSDP counts the layers of every stage from 0, so that several stages have the same keys in one "

@@ -10,7 +10,8 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.megatron.layers import WholeArray, list_layer_arrays
+from shardctl.libraries.megatron.layers import list_layer_arrays
+from shardctl.libraries.megatron.whole_array import WholeArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

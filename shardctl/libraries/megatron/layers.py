@@ -14,7 +14,9 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts
-from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
+from shardctl.libraries.megatron.delta_layers import divide_gated_queries, list_delta_arrays
+from shardctl.libraries.megatron.family_traits import ENTANGLED, MISSING, TRAITS
+from shardctl.libraries.megatron.whole_array import WholeArray
 from shardctl.manifest import GAMMA_LESS_ONE
 from shardctl.value import value_class
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
     from shardctl.models import Model
 
 TITLE: Final = "Megatron-LM"
@@ -59,42 +60,6 @@ _BIAS_OF_ROUTER: Final = BY_NAME["F32"]
 
 
 @value_class
-class WholeArray:
-    """An array of the model, and how the ranks that share a layer divide it."""
-
-    name: str
-    """That of megatron-core's local layers, without the layer's."""
-    pieces: tuple[CompositeArray, ...]
-    """Each is divided by itself; a rank's parts, and the whole, are joined along dim 0."""
-    dim: int | None = None
-    """The dim along which they are divided; None for an array that every rank has whole."""
-    expert: int | None = None
-    """Of which routed expert it is."""
-    dtype: DType | None = None
-    """The type that it must have."""
-    groups: int = 0
-    """Into how many groups of heads each piece is cut, if those of a group follow each other."""
-
-    @property
-    def content(self) -> CompositeArray:
-        """All of it, as it would be on one rank."""
-        return self._group_by_group(range(self.groups)) if self.groups else join_arrays(self.pieces)
-
-    def share(self, index: int, count: int) -> CompositeArray:
-        """Return what rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
-        if self.dim is None or count == 1:
-            return self.content
-        if not self.groups:
-            return join_arrays([piece.share(self.dim, index, count) for piece in self.pieces])
-        if self.groups % count:  # a rank's rows begin or end inside of a group
-            return self.content.share(self.dim, index, count)
-        return self._group_by_group(range(index * self.groups // count, (index + 1) * self.groups // count))
-
-    def _group_by_group(self, groups: range) -> CompositeArray:
-        return join_arrays([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
-
-
-@value_class
 class LayerVariant:
     """What differs between versions of the layers."""
 
@@ -123,7 +88,10 @@ def list_layer_arrays(
         return
     have = f"model.layers.{number}"
     yield from _list_norm(parts, f"{have}.input_layernorm", "input_layernorm")
-    yield from _list_attention(parts, f"{have}.self_attn", variant)
+    if f"{have}.linear_attn.A_log" in parts:
+        yield from list_delta_arrays(parts, f"{have}.linear_attn")
+    else:
+        yield from _list_attention(parts, f"{have}.self_attn", variant)
     yield from _list_norm(parts, f"{have}.post_attention_layernorm", "pre_mlp_layernorm")
     routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
     if routed is None:
@@ -184,6 +152,10 @@ def check_model(model: Model) -> None:
         raise UnsupportedError(
             f"{TITLE}'s core has no layers for {model.architecture}: the model has {MISSING[model.family]}"
         )
+    if model.family in ENTANGLED:
+        raise UnsupportedError(
+            f"{TITLE}'s arrays of {model.architecture} are not made here: the model has {ENTANGLED[model.family]}"
+        )
     if model.family not in TRAITS or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise UnsupportedError(
             f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
@@ -209,8 +181,10 @@ def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iter
     for kind in _KINDS:
         if f"{have}.q_proj.{kind}" in parts:
             q, k, v = (parts[f"{have}.{part}_proj.{kind}"] for part in "qkv")
-            groups = k.shape[0] // parts.unit(f"{have}.k_proj.weight")
-            yield _build_qkv(kind, (q, k, v), groups, variant)
+            head = parts.unit(f"{have}.k_proj.weight")
+            gated = TRAITS[parts.model.family].delta
+            queries = divide_gated_queries(q, head) if gated else (q,)
+            yield _build_qkv(kind, (*queries, k, v), k.shape[0] // head, variant)
     if f"{have}.qkv_proj.weight" in parts:
         qkv = tuple(parts.divide(f"{have}.qkv_proj.weight"))
         groups = qkv[1].shape[0] // parts.unit(f"{have}.qkv_proj.weight")

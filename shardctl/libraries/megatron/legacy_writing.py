@@ -19,6 +19,7 @@ from shardctl.libraries.megatron import layers
 from shardctl.libraries.megatron.args_writing import FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
+from shardctl.libraries.megatron.delta_layers import PROJECTION
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
 from shardctl.libraries.megatron.layers import TITLE
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
 
 NAME: Final = "megatron"
-_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|eh_proj|output_layer)\.(weight|bias)")
+_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|(?:in|out)_proj|eh_proj|output_layer)\.(weight|bias)")
 
 
 def pack_megatron(order: PackRequest) -> Manifest:
@@ -190,13 +191,16 @@ class _ArrayNamer:
 
     def __call__(self, arrays: Sequence[ComposedArray]) -> Iterator[tuple[str, str, ComposedArray]]:
         """Yield the chunk's key, the name and the array of each."""
+        delta = {a.name.partition(f".{PROJECTION}")[0] for a in arrays if PROJECTION in a.name}
         routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
         for array in arrays:
             chunk, _, name = array.name.rpartition("/")
             layer = array.name.partition(".mlp.")[0].partition(".pre_mlp_layernorm.")[0]
             if not self._wanted.local:
-                experts = layer in routed
-                name = find_engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
+                linear = layer.partition(".input_layernorm.")[0] in delta
+                name = find_engine_name(
+                    name, experts=layer in routed, latent=self._latent, grouped=self._wanted.grouped, delta=linear
+                )
             if not self._wanted.older:
                 name = find_newer_name(name)
             yield chunk or "model", name, array

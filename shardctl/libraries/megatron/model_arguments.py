@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.arguments import LATENT, PART, SOME_WINDOWS, USUAL, WITHOUT_ROTATION, YARN, as_number
+from shardctl.libraries.megatron.arguments import (
+    DELTA,
+    LATENT,
+    LINEAR,
+    PART,
+    SOME_WINDOWS,
+    USUAL,
+    WITHOUT_ROTATION,
+    YARN,
+    as_number,
+)
 from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.layers import TITLE, count_experts, is_tied
 from shardctl.models.config import ModelConfig
@@ -34,7 +44,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     if model.family == "gpt2":
         return {**USUAL, "mtp_num_layers": None, **_build_gpt2_arguments(config, model)}
     said, own, traits = ModelConfig(config), model.tensors, TRAITS[model.family]
-    first = "model.layers.0.self_attn"
+    first = _find_attention(model)
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
     biased = f"{first}.o_proj.bias" in own
     if biased != ("model.layers.0.mlp.down_proj.bias" in own):
@@ -49,7 +59,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         "mtp_num_layers": None,
         "num_layers": model.layers,
         "hidden_size": hidden,
-        "ffn_hidden_size": said.size("intermediate_size"),
+        "ffn_hidden_size": said.size("intermediate_size", None if not traits.delta else 4 * hidden),
         "num_attention_heads": heads,
         "max_position_embeddings": said.size("max_position_embeddings", 4_096),
         "position_embedding_type": "rope",
@@ -68,6 +78,8 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         **_build_window_arguments(said, model),
         **_build_rope_arguments(said, traits, latent=latent),
     }
+    if traits.delta:
+        found |= _build_delta_arguments(said, model)
     if traits.centred:
         found["apply_layernorm_1p"] = True
     if traits.skips_rotation:
@@ -77,14 +89,31 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         found |= {"group_query_attention": False, "num_query_groups": heads, "kv_channels": hidden // heads}
     else:
         head = own[f"{first}.o_proj.weight"].shape[1] // heads
-        groups = said.size("num_key_value_heads", _count_key_heads(model, head))
+        groups = said.size("num_key_value_heads", _count_key_heads(model, first, head))
         found |= {"group_query_attention": groups != heads, "num_query_groups": groups, "kv_channels": head}
     return {**found, **_build_expert_arguments(said, model)}
 
 
-def _count_key_heads(model: Model, head: int) -> int | None:
+def _find_attention(model: Model) -> str:
+    """Find the first layer's attention that is not linear."""
+    names = (f"model.layers.{number}.self_attn" for number in range(model.layers))
+    return next((name for name in names if f"{name}.o_proj.weight" in model.tensors), "model.layers.0.self_attn")
+
+
+def _build_delta_arguments(said: ModelConfig, model: Model) -> dict[str, Setting]:
+    """Build what core is told of gated DeltaNet; where a config is silent as its class assumes."""
+    linear = (f"model.layers.{number}.linear_attn.A_log" in model.tensors for number in range(model.layers))
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "attention_output_gate": True,
+        LINEAR: tuple(map(int, linear)),
+        **{name: said.size(name, usual) for name, usual in DELTA.items()},
+    }
+
+
+def _count_key_heads(model: Model, attention: str, head: int) -> int | None:
     """Count heads of keys by the rows of their projection; None if it is in one array with others."""
-    keys = model.tensors.get("model.layers.0.self_attn.k_proj.weight")
+    keys = model.tensors.get(f"{attention}.k_proj.weight")
     return keys.shape[0] // head if keys is not None else None
 
 
@@ -96,15 +125,16 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
         any(f"model.layers.{number}.{module}.gate.weight" in own for module in ("mlp", "block_sparse_moe"))
         for number in range(model.layers)
     ]
+    delta, inner = TRAITS[model.family].delta, "moe_intermediate_size"
     shared = next((own[n].shape[0] for n in own if ".mlp.shared_expert" in n and n.endswith(".gate_proj.weight")), None)
     found: dict[str, Setting] = {
         "num_experts": count,
-        "moe_ffn_hidden_size": said.size("moe_intermediate_size", said.size("intermediate_size")),
+        "moe_ffn_hidden_size": said.size(inner if said.values.get(inner) is not None else "intermediate_size"),
         "moe_router_topk": said.size("num_experts_per_tok", 2),
         "moe_layer_freq": 1 if all(routed) else tuple(map(int, routed)),
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": any(name.endswith(".mlp.shared_expert_gate.weight") for name in own),
-        "moe_router_pre_softmax": model.family != "mixtral" and not said.switch("norm_topk_prob", default=False),
+        "moe_router_pre_softmax": not (model.family == "mixtral" or said.switch("norm_topk_prob", default=delta)),
         "moe_router_load_balancing_type": "none",
     }
     if not TRAITS[model.family].balanced:

@@ -15,8 +15,11 @@ EXTRA_STATE: Final = "_extra_state"
 _FURTHER: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
 """Names in layers that predict further tokens, as of core 0.17; before, and in `torch_dist`, the module has another."""
 _OLDER: Final = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
+_DELTA: Final = "self_attention.in_proj.layer_norm_"
+"""How Transformer Engine's layers begin the first norm of a layer with linear attention."""
 _FUSED: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    (_DELTA, "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
@@ -70,12 +73,12 @@ def find_local_name(name: str) -> str:
     return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
 
 
-def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False) -> str:
+def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False, delta: bool = False) -> str:
     """Find the name that Transformer Engine's layers have for an array of local ones.
 
     `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether
     its attention has latents, where the first norm does, and those of the latents do not; `grouped` whether experts are
-    in one module.
+    in one module; `delta` whether its attention is linear.
 
     >>> find_engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
@@ -85,6 +88,8 @@ def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = 
         return f"{single[1]}.{single[3]}{single[2]}"
     for fused, alone in _FUSED:
         of_latents, first = "_up_proj" in fused, alone == "input_layernorm."
+        if first and delta != (fused == _DELTA):
+            continue
         kept = latent if first else not latent if of_latents else experts
         if f".{alone}" in name and not kept:
             return name.replace(alone, fused)
