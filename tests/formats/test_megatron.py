@@ -301,6 +301,10 @@ class TestWriting:
         with pytest.raises(UnsupportedError, match=r"out_norm\.weight: 4 of its elements cannot be stored as gamma-1"):
             reshard(at, tmp_path / "out", ReshardOptions(to="megatron", only="text"))
 
+    def test_gated_delta_net_is_not_written_for_megatron_fsdp(self, tmp_path):
+        with pytest.raises(UnsupportedError, match="what Megatron-FSDP calls the parts of gated DeltaNet is not known"):
+            reshard(FIXTURES / "hf" / "qwen3-next", tmp_path / "out", ReshardOptions(to="fsdp_dtensor"))
+
     def test_transformer_engines_names_are_the_usual_ones(self, tmp_path):
         reshard(source("llama-tp1"), tmp_path / "out", ReshardOptions(to="megatron"))
         saved = torch.load(tmp_path / "out" / "release" / "mp_rank_00" / FILE, weights_only=False)
