@@ -1,0 +1,53 @@
+"""The moments of a step of DeepSpeed beside those of two processes on the CPU, as deepspeed_moments.py printed them."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed_moments import BUCKET, MODEL, SMALL, TOKENS
+from known_models import stock
+
+from shardctl.estimate import transients
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.training import build_timeline
+from shardctl.estimate.workload import TrainingWorkload
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import build_anatomy
+
+PRINTED = {
+    1: {"forward": 35185168, "backward": 38307604, "step": 47736336, "after": 27278344},
+    2: {"forward": 35185168, "backward": 35709464, "step": 47736336, "after": 27278344},
+    3: {"forward": 47195405, "backward": 43328797, "step": 48536357, "after": 28081933},
+}
+"""By stage of ZeRO; DeepSpeed 0.19.8, torch 2.13, whose AdamW has three more vectors of its part in a step."""
+
+
+@pytest.mark.parametrize("stage", PRINTED)
+def test_deepspeeds_moments(stage, monkeypatch):
+    monkeypatch.setattr(transients, "_REDUCE", BUCKET)
+    monkeypatch.setattr(transients, "_PERSISTENT", SMALL)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": MODEL["vocabulary"],
+        "num_key_value_heads": MODEL["kv_heads"], "hidden_size": MODEL["hidden"], "head_dim": MODEL["head_dim"],
+        "intermediate_size": MODEL["intermediate"], "num_attention_heads": MODEL["heads"],
+        "tie_word_embeddings": False, "num_hidden_layers": MODEL["layers"],
+    }  # fmt: skip
+    mesh, stages = Mesh.of(dp=2), [MODEL["layers"]]
+    holding, *_ = list_holdings(stock(config), mesh, stages)
+    work = TrainingWorkload(TOKENS, profile="deepspeed", zero=stage, microbatches=1)
+    line = build_timeline(build_anatomy(config), holding, mesh, work, stages=stages)
+    *passes, _ = line.list_moments()
+    terms = line.list_worst_terms()
+    printed = PRINTED[stage]
+    lasting = sum_terms(terms, category="optimizer").nbytes + sum_terms(terms, category="weights").nbytes
+    trained = holding.elements(trainable=True)
+    if stage < 3:  # gradients are gone after a step
+        assert lasting == pytest.approx(printed["after"], rel=0.001)
+        most = max(printed["forward"], printed["backward"])
+        assert most < max(moment.nbytes for moment in passes) < 1.06 * most
+        return
+    # The gradients of a rank's part have a buffer. Its passes are counted too low: what is gathered of so small a model
+    # stays, and there are buffers that nobody counts (docs/planning.md).
+    kept = trained + 2 * BUCKET
+    gathered = sum(t.nbytes for t in terms if t.name.startswith(("largest layer", "small tensors")))
+    assert lasting - gathered + kept == pytest.approx(printed["after"], rel=0.001)
