@@ -161,5 +161,5 @@ def test_a_hint_installs_the_packages_of_an_extra(extra, monkeypatch):
     wanted = PROJECT["optional-dependencies"][extra]
     lines = [f"{one}; extra == '{extra}'" for one in wanted]
     for needed in (lambda _: ["numpy>=1.26", *lines, "x; extra == 'dev'"], lambda _: []):
-        monkeypatch.setattr(extras, "requires", needed)
+        monkeypatch.setattr(importlib.metadata, "requires", needed)
         assert extras.format_install_command(extra) == f"pip install {' '.join(map(repr, wanted))}"

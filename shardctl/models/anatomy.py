@@ -411,9 +411,10 @@ class _AnatomyReader:
         states = {named.known("hidden"), named.known("streams"), named.known("both")}
         whole = [row for row in norms if row.dims.split()[-1] in states]
         self.norm = self.norm_kind(whole, rows)
-        mixed = named.known("inner")  # a recurrent mixer beside attention has a norm of its own
+        # A recurrent mixer beside attention has a norm of its own; so have BitNet's attention and MLP.
+        inside = {named.known("inner"), named.known("all_heads"), named.known("all_ffn")}
         heads = attention is not None and not attention.latent
-        within = [row for row in norms if row not in whole and row.dims != mixed] if heads else []
+        within = [row for row in norms if row not in whole and row.dims not in inside] if heads else []
         return ModelLayer(
             hidden=named.size("hidden"),
             attention=attention,

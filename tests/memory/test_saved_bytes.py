@@ -51,6 +51,7 @@ SCANS: Final = {"short", "delta", "channel delta", "chunked"}
 OTHER_KERNELS: Final = "a selective scan keeps what its kernel saves; test_activations_recurrent.py compares those"
 NOT_KNOWN: Final[Mapping[str, str]] = {
     "big_bird": "sparse blocks of attention",
+    "bitnet": "norms of what attention and MLP hand on",
     "deberta": "in fp32 only",
     "deepseek_v4": "several states of each token",
     "glm5_next": "several states of each token",

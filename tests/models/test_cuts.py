@@ -19,6 +19,7 @@ UNPLANNED = {
     "bart",
     "bert",
     "big_bird",
+    "bitnet",
     "bloom",
     "camembert",
     "clip",

@@ -34,10 +34,10 @@ KEPT = {
 DeBERTa's own, of which no estimate is made."""
 HEAD_NORM = re.compile(r"(^|\.)(q|k|qk|query|key)_(layer)?norm(\.|$)")
 WITHIN_MIXERS = re.compile(
-    r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_a_layernorm$|self_attn\.o_norm$|\.(q_a|q_b|kv|v)_norm$"
+    r"(^|\.)(mixer|mamba|linear_attn|indexer|router|\w+_hc)\.|_sub_norm$|_a_layernorm$|self_attn\.o_norm$|\.(q_a|q_b|kv|v)_norm$"
 )
 """Norms inside recurrent layers (of KDA in the module of attention), indexers, routers and what mixes streams, of
-values, and of what latent attention compresses."""
+values, of what latent attention compresses, and of what BitNet's attention and MLP hand to their last matrix."""
 
 
 def kept_by(norm):

@@ -19,12 +19,13 @@ from shardctl.models.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-_OF_HEADS: Final = Row(f"{LAYER}.self_attn.attn_sub_norm.weight", "hidden")
+_OF_HEADS: Final = Row(f"{LAYER}.self_attn.attn_sub_norm.weight", "all_heads")
 _OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")
 """Both norms are over what all tp ranks have together; no engine says how it cuts them, and so they are whole."""
 
@@ -32,7 +33,7 @@ _OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")
 def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
-    return facts.also(dims={"all_ffn": LogicalDim(facts.size("ffn"))})
+    return facts.also(dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))})
 
 
 BITNET: Final = Family(
@@ -41,5 +42,8 @@ BITNET: Final = Family(
     facts=_build_facts,
     classes={"BitNetForCausalLM": ModelClass("model", "lm"), "BitNetModel": ModelClass()},
     prefixes=("model",),
-    assumed=assume_sizes(128256, 2560, 6912, 30, 20),
+    traits=LayerTraits(
+        activation=("hidden_act", "relu2"), norm="rms", unmodelled="norms of what attention and MLP hand on"
+    ),
+    assumed={**assume_sizes(128256, 2560, 6912, 30, 20), "num_key_value_heads": 5},
 )
