@@ -1,5 +1,6 @@
 """The files around the program: the package page, the documentation site, templates and the changelog."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
