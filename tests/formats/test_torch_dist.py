@@ -32,8 +32,9 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.dcp.metadata import read_metadata
 from shardctl.libraries.megatron.dist_buckets import unpack_buckets
+from shardctl.libraries.megatron.dist_states import note_unknown_progress
 from shardctl.libraries.registry import detect_format
-from shardctl.manifest import Chunk, Region, Tensor
+from shardctl.manifest import Chunk, Region, Tensor, TrainingState
 from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
@@ -763,7 +764,7 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
         ({"num_hidden_layers": 3}, r"has shape \[2, 16\], but the model gives it \[3, 16\]"),
         ({"tie_word_embeddings": True}, "output_layer.weight"),
         ({"vocab_size": 65}, "embedding.word_embeddings.weight has 64 rows, but the model has 65 tokens"),
-        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "not known here"),
+        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "embeddings that are multiplied"),
     ):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config | changed))
@@ -811,3 +812,10 @@ def test_what_megatron_has_no_place_for_is_refused_by_name():
 def test_a_checkpoint_of_torch_alone_is_none_of_megatron():
     assert detect_format(LocalSource(FIXTURES / "dcp" / "fsdp2")).name == "dcp"
     assert detect_format(LocalSource(HERE / "stacked" / "iter")).name == "torch_dist"
+
+
+def test_a_number_of_steps_that_nobody_knows_is_said():
+    known, unknown = (TrainingState(step=step, progress={"iteration": 3}) for step in (3, None))
+    assert not [*note_unknown_progress(known)]
+    (warning,) = note_unknown_progress(unknown)
+    assert warning.startswith("no single number of steps is known: Megatron-LM gets 0")

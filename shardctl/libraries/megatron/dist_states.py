@@ -208,7 +208,11 @@ def build_schedule(training: TrainingState) -> dict[str | int, Value]:
 
 
 def note_unknown_progress(training: TrainingState) -> Iterator[str]:
-    """Note what Megatron-LM has to be told, because the source does not say it."""
+    """Note what Megatron-LM has to be told, because the source does not say it, or what is assumed."""
+    if training.step is None:
+        yield (
+            f"no single number of steps is known: {TITLE} gets 0, so that Adam corrects its averages as in a first step"
+        )
     if not training.progress:
         rate = _find_settings(training, expert=False, decayed=True)
         yield (

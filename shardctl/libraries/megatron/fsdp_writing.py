@@ -48,7 +48,6 @@ from shardctl.libraries.megatron.dist_states import (
     note_unknown_progress,
 )
 from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.libraries.megatron.fsdp_keys import find_module_name
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
 from shardctl.libraries.megatron.layers import TITLE, count_experts, get_embedding_name
@@ -168,6 +167,8 @@ def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
 
 def _rename_cell(cell: StackCell, trained: Collection[str], wanted: MegatronOptions) -> StackCell:
     """Name a cell as its parameter; trained weights are the optimizer's, in fp32."""
+    from shardctl.libraries.megatron.fsdp_keys import find_module_name  # loads what reads torch_dist
+
     name = find_module_name(cell.name, grouped=wanted.grouped, older=wanted.older)
     return replace(cell, name=f"{_WEIGHT}{name}", dtype=STORED if is_trained(cell, trained) else cell.dtype)
 
