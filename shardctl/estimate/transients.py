@@ -28,7 +28,11 @@ _REDUCE: Final = 500_000_000
 """Elements of a bucket that gradients are reduced in (DeepSpeed, `reduce_bucket_size`); transformers' "auto" sets
 the hidden size squared instead."""
 _LIVE: Final = 1_000_000_000
-"""Elements that stay gathered (DeepSpeed, `stage3_max_live_parameters`)."""
+"""Elements beyond which nothing is gathered ahead (DeepSpeed, `stage3_max_live_parameters`)."""
+_REUSED: Final = 1_000_000_000
+"""What is used again within so many elements stays gathered (DeepSpeed, `stage3_max_reuse_distance`)."""
+_AHEAD: Final = 50_000_000
+"""Elements that are gathered ahead, into one buffer (DeepSpeed, `stage3_prefetch_bucket_size`)."""
 _PERSISTENT: Final = 100_000
 """Tensors of at most so many elements are gathered once (DeepSpeed, `stage3_param_persistence_threshold`)."""
 _SUB_GROUP: Final = 1_000_000_000
@@ -210,17 +214,29 @@ class PartitionTransients:
 
     def _list_gathered(self) -> Iterator[MemoryTerm]:
         width = self.plan.compute.unit_bytes
+        # Where the forward pass ends, the last half of that distance is used again before its end.
+        stay = max(self.largest, min(self.whole, _REUSED // 2))
         yield MemoryTerm(
-            "largest layer, gathered, and its gradients",
+            "gathered weights that are used again soon, and gradients of the largest",
             "weights",
-            2 * width * self.largest,
-            f"{2 * width} * largest",
-            {"largest": self.largest},
+            width * (stay + self.largest),
+            f"{width} * (gathered + largest)",
+            {"gathered": stay, "largest": self.largest},
             _DEEPSPEED,
             interval=(
                 2 * width * self.largest,
                 width * (self.largest + max(self.largest, min(self.whole, _LIVE))),
             ),
+        )
+        ahead = min(self.whole, _AHEAD)
+        yield MemoryTerm(
+            "buffer that weights are gathered into",
+            "weights",
+            width * ahead,
+            f"{width} * elements gathered at once",
+            {"elements gathered at once": ahead},
+            _DEEPSPEED,
+            interval=(0, width * ahead),
         )
         yield MemoryTerm(
             "small tensors, never shared",

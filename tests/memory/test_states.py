@@ -216,7 +216,8 @@ def test_deepspeed_zero_3_as_its_documentation_counts():
     assert lasting(found) == 16 * shared
     assert inventory.elements / 4 <= shared <= inventory.elements / 4 + len(inventory.kinds) * 4
     held = passing(inventory, "dp=4", "layer", profile="deepspeed", zero=3)
-    assert held["largest layer, gathered, and its gradients"].nbytes == 4 * largest
+    gathered = held["gathered weights that are used again soon, and gradients of the largest"]
+    assert (gathered.low, gathered.nbytes) == (4 * largest, 2 * (min(inventory.elements, 500_000_000) + largest))
     step = next(t for t in found if t.name == STEP)
     assert step.low == 4 * shared
     assert lasting(found) - 2 * shared + step.low == 18 * shared

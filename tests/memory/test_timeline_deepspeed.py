@@ -41,13 +41,9 @@ def test_deepspeeds_moments(stage, monkeypatch):
     printed = PRINTED[stage]
     lasting = sum_terms(terms, category="optimizer").nbytes + sum_terms(terms, category="weights").nbytes
     trained = holding.elements(trainable=True)
-    if stage < 3:  # gradients are gone after a step
-        assert lasting == pytest.approx(printed["after"], rel=0.001)
-        most = max(printed["forward"], printed["backward"])
-        assert most < max(moment.nbytes for moment in passes) < 1.06 * most
-        return
-    # The gradients of a rank's part have a buffer. Its passes are counted too low: what is gathered of so small a model
-    # stays, and there are buffers that nobody counts (docs/planning.md).
-    kept = trained + 2 * BUCKET
-    gathered = sum(t.nbytes for t in terms if t.name.startswith(("largest layer", "small tensors")))
-    assert lasting - gathered + kept == pytest.approx(printed["after"], rel=0.001)
+    most = max(printed["forward"], printed["backward"])
+    assert most < max(moment.nbytes for moment in passes) < 1.08 * most
+    if stage == 3:  # what is gathered has gone, and the gradients of a rank's part have a buffer, as the bucket is one
+        gathered = sum(t.nbytes for t in terms if "gather" in t.name or t.name.startswith("small tensors"))
+        lasting += trained + 2 * BUCKET - gathered
+    assert lasting == pytest.approx(printed["after"], rel=0.001)  # gradients of other stages are gone after a step
