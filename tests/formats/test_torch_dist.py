@@ -819,3 +819,19 @@ def test_a_number_of_steps_that_nobody_knows_is_said():
     assert not [*note_unknown_progress(known)]
     (warning,) = note_unknown_progress(unknown)
     assert warning.startswith("no single number of steps is known: Megatron-LM gets 0")
+
+
+def test_settings_that_nobody_can_assign_are_said(tmp_path):
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(), optimizer_states="keep")
+    reshard(HERE / "trained" / "iter", tmp_path, asked, source_options=SourceOptions(config=model("trained")))
+    (path,) = tmp_path.glob("iter_*/common.pt")
+    with open_checkpoint(tmp_path) as made:
+        assert made.stored.training.groups
+    common = torch.load(path, weights_only=False)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    groups.append({**groups[0], "lr": 0.5})
+    torch.save(common, path)
+    (path.parent / "integrity.json").unlink(missing_ok=True)
+    with open_checkpoint(tmp_path) as made:
+        assert not made.stored.training.groups
+        assert any("several groups of one kind" in warning for warning in made.stored.warnings)

@@ -68,6 +68,12 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
         raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
     if weights != "module":
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
+    parted = assign_parameters(groups, tensors) if states else ()
+    if groups and states and not parted:
+        warnings.append(
+            "the optimizer has several groups of one kind, and no file says which parameters are in which: their "
+            "settings, such as lr and betas, are left behind"
+        )
     side, others = _list_side_objects(save, folder)
     return Manifest(
         format=name,
@@ -80,7 +86,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
             ranks=mesh.world if common is not None and common.arguments else count_writers(save.files),
             step=step,
             states=states,
-            groups=assign_parameters(groups, tensors) if states else (),
+            groups=parted,
             progress=common.progress if common is not None else {},
             clipping=read_clipping(common.arguments) if common is not None else None,
             notes=(*((SAVED,) if fsdp else ()), *_list_notes(keys, common, masters, weights), *notes),
