@@ -308,7 +308,7 @@ def test_another_model_is_refused_by_its_name(converted, tmp_path):
     other = tmp_path / "config.json"
     other.write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
     reshard_options, source_options = ReshardOptions(to="meta", mesh=Mesh.of(tp=2)), SourceOptions(config=other)
-    with pytest.raises(UnsupportedError, match="is for Llama 2 and 3, not for MistralForCausalLM"):
+    with pytest.raises(UnsupportedError, match="is for Llama 2, 3 and 4, not for MistralForCausalLM"):
         reshard(
             converted["llama2"] / "model.safetensors", tmp_path / "meta", reshard_options, source_options=source_options
         )

@@ -1,9 +1,10 @@
 """Gives a part of a model the weights of one rank, and has it meet the other ranks where tensor parallelism does.
 
 Ranks add what linears give whose inputs are cut, what embeddings and heads give whose tokens are cut, and what experts
-give; norms across heads see all heads, and norms over a group of channels that several ranks share see all of it. What
-keeps the largest of all columns of an MLP (Gemma 3n) sees all of them, though engines look at each rank's own. A table
-that cuts elsewhere, or through a head, makes each rank compute something else than the source.
+give; norms across heads or inside of an MLP see what all ranks have, and norms over a group of channels that several
+ranks share see all of it. What keeps the largest of all columns of an MLP (Gemma 3n) sees all of them, though engines
+look at each rank's own. A table that cuts elsewhere, or through a head, makes each rank compute something else than the
+source.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Torch = Any
 ReadSlots = Callable[[Iterable["TensorSlot"], "ModelWeights"], dict["TensorSlot", Torch]]
 """Gives what weights put into some slots."""
 _ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
+_INSIDE: Final = re.compile(r"(attn|ffn)_sub_norm")
+"""Norms of what attention and an MLP hand to their last matrix (BitNet)."""
 _KEEPER: Final = "_gaussian_topk"
 """What transformers calls the method of an MLP that sets all but the largest results of its gate to zero."""
 _STACK: Final = 3
@@ -128,9 +131,15 @@ class RankModule:
                 if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
                     self._after(self.copies[id(child)][1], lambda output: output * first)
         self._show_all_columns(original, mine)
+        self._meet_norms(original)
+
+    def _meet_norms(self, original: Torch) -> None:
+        """Have the norms in a module see what they are taken over, where several ranks have parts of it."""
         for name, child in original._modules.items():  # noqa: SLF001
             if child is not None and _ACROSS_HEADS.fullmatch(name):
                 self._show_all_heads(original, child, self.copies[id(child)][1])
+            elif child is not None and _INSIDE.fullmatch(name):
+                self._show_whole_products(original, child, self.copies[id(child)][1])
             elif child is not None and name == "norm":
                 self._show_whole_groups(child, self.copies[id(child)][1])
 
@@ -227,6 +236,17 @@ class RankModule:
             len(self.views.list_group(self.number, "tp")) // max(heads, 1), 1
         )  # of each head, on so many ranks
         mine.__dict__["forward"] = lambda states, *rest: forward(adding(states) / copies, *rest)
+
+    def _show_whole_products(self, parent: Torch, norm: Torch, mine: Torch) -> None:
+        """Have a norm inside of attention or an MLP see what all ranks give it, and each rank go on with its own."""
+        weight = self.slots.get((id(norm), "weight"))
+        beside = [self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None]  # noqa: SLF001
+        if weight is None or not any(
+            s is not None and s.shape[0] == weight.shape[0] and 0 in self._cut_dims(s) for s in beside
+        ):
+            return
+        adding, forward = self._adding("tp"), _get_forward(mine)
+        mine.__dict__["forward"] = lambda states: forward(adding(states)) * (states != 0)
 
     def _units(self, slot: TensorSlot) -> int:
         spec = self.views.specs.get(slot)
