@@ -219,16 +219,11 @@ class RankModule:
     def _show_all_heads(self, parent: Torch, norm: Torch, mine: Torch) -> None:
         """Have a norm across heads see those of all ranks: its weight is as long as a linear beside it is high."""
         weight = self.slots.get((id(norm), "weight"))
-        if weight is None or len(weight.shape) != 1:
-            return
-        beside = [self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None]  # noqa: SLF001
-        if not any(
-            s is not None and len(s.shape) > 1 and s.shape[0] == weight.shape[0] and 0 in self._cut_dims(s)
-            for s in beside
-        ):
+        beside = self._list_as_high(parent, weight)
+        if not any(len(slot.shape) > 1 and 0 in self._cut_dims(slot) for slot in beside):
             return
         cut = 0 in self._cut_dims(weight)
-        heads = max(self._units(s) for s in beside if s is not None and s.shape[0] == weight.shape[0])
+        heads = max(map(self._units, beside))
         if not cut and heads <= 1:
             return
         adding, forward = self._adding("tp"), type(mine).forward.__get__(mine)
@@ -240,13 +235,17 @@ class RankModule:
     def _show_whole_products(self, parent: Torch, norm: Torch, mine: Torch) -> None:
         """Have a norm inside of attention or an MLP see what all ranks give it, and each rank go on with its own."""
         weight = self.slots.get((id(norm), "weight"))
-        beside = [self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None]  # noqa: SLF001
-        if weight is None or not any(
-            s is not None and s.shape[0] == weight.shape[0] and 0 in self._cut_dims(s) for s in beside
-        ):
+        if not any(0 in self._cut_dims(slot) for slot in self._list_as_high(parent, weight)):
             return
         adding, forward = self._adding("tp"), _get_forward(mine)
         mine.__dict__["forward"] = lambda states: forward(adding(states)) * (states != 0)
+
+    def _list_as_high(self, parent: Torch, weight: TensorSlot | None) -> list[TensorSlot]:
+        """List the weights in a module that have as many rows as the norm beside them has elements."""
+        if weight is None or len(weight.shape) != 1:
+            return []
+        found = (self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None)  # noqa: SLF001
+        return [slot for slot in found if slot is not None and slot.shape[0] == weight.shape[0]]
 
     def _units(self, slot: TensorSlot) -> int:
         spec = self.views.specs.get(slot)
