@@ -158,12 +158,42 @@ def _compute_small_sums(data: Buffer, dtype: DType, shape: tuple[int, ...]) -> D
     return DigestSums(tuple((words.T @ keys.T + sums).ravel().tolist()))
 
 
+def compute_stacked_sums(data: NDArray[np.uint8], dtype: DType, shape: Sequence[int]) -> NDArray[np.uint64]:
+    """Compute the words ``[tensors, parts * lanes]`` of the sums over many whole tensors, one in each row of `data`.
+
+    They must be in one tile: at most 65,536 rows and columns.
+
+    Raises:
+        ValueError: the rows of `data` have not the bytes of a tensor, or it is too large.
+    """
+    *leading, width = dtype.unit_shape(shape) or (1,)
+    rows, each, n_parts = prod(leading), dtype.unit_elements, count_element_parts(dtype)
+    if not rows * width or max(rows, width * each) > _TILE:
+        raise ValueError(f"a tensor of shape {tuple(shape)} is empty or not in one tile")
+    units = _split_units(data, dtype, len(data) * rows, width)
+    keys = _draw_row_keys()[:, :rows] * _draw_tile_keys(0, 0)
+    total = np.zeros((len(data), n_parts, LANES), np.uint64)
+    widest = _BLOCK // (n_parts * min(len(units), _ROWS))
+    stretch = _STRETCH if dtype.bits > _BYTE else _CODES * each
+    for start, stop in _split_strips(0, width * each, widest, stretch):
+        strip, columns = units[:, start // each : stop // each], range(start, stop)
+        for a, b in _split_groups(len(data), n_parts * rows, len(columns), stretch):
+            dots = _multiply_rows(strip[a * rows : b * rows], dtype.bits, n_parts, columns, stretch)
+            total[a:b] += np.einsum("lpstr,lr->tpl", dots.reshape(*dots.shape[:3], b - a, rows), keys)
+    return total.reshape(len(data), -1)
+
+
 def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) -> str:
     """Compute the digest of a global tensor, 32 hexadecimal digits, from the sums over all its elements."""
     if len(sums.words) != count_element_parts(dtype) * LANES:
         raise ValueError(f"a digest of {dtype} takes {count_element_parts(dtype) * LANES} sums, not {len(sums.words)}")
-    text = f"{dtype} {_format_shape(tuple(shape))} {sums}"
-    return blake2b(text.encode(), digest_size=16, person=b"shardctl1 tensor").hexdigest()
+    return hash_tensor_sums(str(sums), dtype, shape)
+
+
+def hash_tensor_sums(text: str, dtype: DType, shape: Sequence[int]) -> str:
+    """Hash the sums over all elements of a tensor, as `DigestSums` writes them, to its digest."""
+    line = f"{dtype.name} {_format_shape(tuple(shape))} {text}"
+    return blake2b(line.encode(), digest_size=16, person=b"shardctl1 tensor").hexdigest()
 
 
 def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> str:
@@ -177,7 +207,7 @@ def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], st
         encoded = name.encode("utf-8", "surrogatepass")
         if encoded in entries:
             raise ValueError(f"two tensors are named {name!r}")
-        entries[encoded] = f"{digest} {dtype} {_format_shape(tuple(shape))} {len(encoded)}:"
+        entries[encoded] = f"{digest} {dtype.name} {_format_shape(tuple(shape))} {len(encoded)}:"
     state = blake2b(digest_size=16, person=b"shardctl1 ckpt")
     for encoded in sorted(entries):
         state.update(entries[encoded].encode() + encoded + b"\n")
@@ -331,25 +361,34 @@ def _add_strip(
     total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _RowKeys, columns: range, stretch: int
 ) -> None:
     """Add to `total` ``[parts, lanes]`` the sums over a strip ``[rows, units, words]`` at `columns` of the tensor."""
-    n_parts = len(total)
+    tile = columns.start // _TILE
+    for start, stop in _split_groups(len(units), len(total), len(columns), stretch):
+        dots = _multiply_rows(units[start:stop], bits, len(total), columns, stretch)
+        total += np.einsum("lpsr,lr->pl", dots, rows.keys(start, stop, tile))
+
+
+def _split_groups(rows: int, n_parts: int, columns: int, stretch: int) -> Iterator[tuple[int, int]]:
+    """Split rows, or what has some, into groups with so few sums that these are kept at a time."""
+    group = max(1, _GROUP // (n_parts * max(1, columns // stretch)))
+    for start in range(0, rows, group):
+        yield start, min(start + group, rows)
+
+
+def _multiply_rows(units: NDArray[Any], bits: int, n_parts: int, columns: range, stretch: int) -> NDArray[np.uint64]:
+    """Compute the products ``[lanes, parts, stretches, rows]`` of a strip of `columns` with their keys, as integers."""
     keys, before = _draw_column_keys()
-    tile, a = divmod(columns.start, _TILE)
+    a = columns.start % _TILE
     b = a + len(columns)
     narrow = bits <= _BYTE and min(units.shape[:2]) >= _NARROW
     less = _BIAS if narrow and bits == _BYTE else 0
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
-    stretches = 1 if narrow else max(1, len(columns) // stretch)
-    group = max(1, _GROUP // (n_parts * stretches))
-    for start in range(0, len(units), group):
-        stop = min(start + group, len(units))
-        dots = np.empty((LANES, n_parts, stretches, stop - start))
-        if narrow:
-            _multiply_codes(units[start:stop], bits, _draw_half_keys()[:, a:b], dots[:, 0, 0])
-        else:
-            _multiply_keys(units[start:stop], bits, keys[:, a:b], dots)
-        dots[:, :, 0] += ones * (1 + less)
-        exact = dots.astype(np.int64).view(np.uint64)
-        total += np.einsum("lpsr,lr->pl", exact, rows.keys(start, stop, tile))
+    dots = np.empty((LANES, n_parts, 1 if narrow else max(1, len(columns) // stretch), len(units)))
+    if narrow:
+        _multiply_codes(units, bits, _draw_half_keys()[:, a:b], dots[:, 0, 0])
+    else:
+        _multiply_keys(units, bits, keys[:, a:b], dots)
+    dots[:, :, 0] += ones * (1 + less)
+    return dots.astype(np.int64).view(np.uint64)
 
 
 def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:

@@ -28,6 +28,7 @@ LAYERS = (
             "mesh",
             "pieces",
             "placement",
+            "small_tensors",
             "tiles",
         ),
         *("record", "shares", "storage", "training", "views"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.other_weights import check_other_weights
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
-from shardctl.digest import compute_tensor_digest
 from shardctl.errors import format_first_few
 from shardctl.manifest import Region, first_byte
 from shardctl.record import RECORD
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
     from shardctl.storage.hashed_file import PromisedHash
+    from shardctl.verify.content_table import TensorContent
     from shardctl.verify.finding import Severity
     from shardctl.workers import ExecutionOptions
 
@@ -47,21 +47,18 @@ def run_content_level(
     level, began = LevelResult("content", strict=strict), time.monotonic()
     level.library, differing = compare_headers(checkpoint.source, checkpoint.stored)
     level.add(iter(differing))
-    tensors = list(checkpoint.whole.tensors.values())
+    tensors = sorted(checkpoint.whole.tensors.values(), key=first_byte)
     tracker = build_crc_tracker(checkpoint)
     noted = list_noted_hashes(checkpoint.source)
     hashing = HashingReader(checkpoint.source, {**stated, **noted})
     hashing.read_headers(checkpoint.stored)
-    found = content.measure_content(
-        sorted(tensors, key=first_byte),
-        CrcReader(hashing.read_at, tracker),
-        effort,
-        values=True,
-        phase="content",
-    )
-    digests = {t.name: compute_tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
-    for tensor in tensors:
-        level.add(_find_odd_values(tensor, found[tensor.name], finite=finite))
+    reader = CrcReader(hashing.read_at, tracker)
+    found = content.measure_content(tensors, reader, effort, values=True, phase="content")
+    by_name = {tensor.name: number for number, tensor in enumerate(tensors)}
+    each_digest = found.compute_digests()
+    digests = {name: each_digest[by_name[name]] for name in checkpoint.whole.tensors}
+    for tensor in checkpoint.whole.tensors.values():
+        level.add(_find_odd_values(tensor, found[by_name[tensor.name]], finite=finite))
         recorded = checkpoint.record.tensors.get(tensor.name) if checkpoint.record else None
         if recorded and recorded.digest != digests[tensor.name]:
             level.add(iter([_build_digest_finding(tensor, recorded.digest, digests[tensor.name])]))
@@ -95,7 +92,7 @@ def check_replicas(checkpoint: OpenedCheckpoint, effort: ExecutionOptions) -> It
         yield CheckFinding("error", "replicas", message, d.tensor, d.file, str(d.first))
 
 
-def _find_odd_values(tensor: Tensor, found: content.TensorContent, *, finite: bool) -> Iterator[CheckFinding]:
+def _find_odd_values(tensor: Tensor, found: TensorContent, *, finite: bool) -> Iterator[CheckFinding]:
     size, severity = tensor.size, _rate_nonfinite(finite=finite)
     if found.nans:
         message = f"{tensor.name} holds {found.nans:,} NaN of {size:,} elements"

@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardctl.digest import compute_tensor_digest
 from shardctl.errors import DestinationError, SourceError
 from shardctl.manifest import first_byte
 from shardctl.record import RECORD, SUMS, CheckpointRecord, hash_source_spans, parse_record
@@ -60,9 +59,8 @@ def find_finished_result(
     found = measure_content(tensors, source, effort, values=False, phase="already done, reading the source again")
     changed = [
         tensor.name
-        for tensor in tensors
-        if compute_tensor_digest(found[tensor.name].sums, tensor.dtype, tensor.shape)
-        != record.tensors[tensor.name].source_digest
+        for tensor, digest in zip(tensors, found.compute_digests(), strict=True)
+        if digest != record.tensors[tensor.name].source_digest
     ]
     changed += [
         side.name

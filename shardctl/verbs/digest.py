@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
-from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
+from shardctl.digest import compute_checkpoint_digest
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.manifest import first_byte
 from shardctl.value import value_class
@@ -63,11 +64,9 @@ def digest(
         require_agreement(tensors, checkpoint.source, effort)
         found = measure_content(tensors, checked_reader(checkpoint), effort, values=False)
         checkpoint.prove()
-        tensors.sort(key=lambda t: t.name)
-        rows = {
-            t.name: TensorDigest(compute_tensor_digest(found[t.name].sums, t.dtype, t.shape), t.dtype.name, t.shape)
-            for t in tensors
-        }
+        digests = dict(zip([t.name for t in tensors], found.compute_digests(), strict=True))
+        tensors.sort(key=attrgetter("name"))
+        rows = {t.name: TensorDigest(digests[t.name], t.dtype.name, t.shape) for t in tensors}
         return DigestResult(
             path=str(path),
             digest=compute_checkpoint_digest((t.name, t.dtype, t.shape, rows[t.name].digest) for t in tensors),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands
 from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
-from shardctl.digest import DigestSums, compute_box_sums
+from shardctl.digest import compute_box_sums
 from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill, first_byte
+from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
 from shardctl.value import value_class
+from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
@@ -28,35 +30,6 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.manifest import Chunk, Tensor
     from shardctl.workers import ExecutionOptions
-
-_FIRST_NONFINITE: Final = {
-    "F16": (0x7C00, 0x7C01),
-    "BF16": (0x7F80, 0x7F81),
-    "F32": (0x7F800000, 0x7F800001),
-    "F64": (0x7FF0000000000000, 0x7FF0000000000001),
-    "C64": (0x7F800000, 0x7F800001),
-    "F8_E5M2": (0x7C, 0x7D),
-    "F8_E4M3": (0x7F, 0x7F),
-}
-"""The lowest bits, less the sign, of an infinity and of a NaN of each float type with a sign.
-
-Those above them are NaN too. The types of 8 bits are those of the OCP (OFP8, 2023); only E5M2 has infinities."""
-_ONLY_NAN: Final = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
-"""The one NaN of the types that have one and no infinity: OCP's MX scales, and those without a negative zero."""
-_WORDS: Final = frozenset({1, 2, 4, 8})
-_SLICE: Final = 1 << 18
-"""Bytes looked at while they are in the core's cache."""
-
-
-@dataclass(slots=True)
-class TensorContent:
-    """What the elements of one tensor are."""
-
-    sums: DigestSums
-    nans: int = 0
-    infinities: int = 0
-    zero: bool = True
-    """Whether every byte is zero."""
 
 
 @value_class
@@ -102,6 +75,8 @@ class _ContentTask:
     ours: ChunkIndex
     theirs: ChunkIndex
     box: Box
+    number: int = 0
+    """The tensor's place in a list."""
 
 
 @value_class
@@ -157,36 +132,43 @@ class _DifferenceTally:
 
 def measure_content(
     tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, *, values: bool, phase: str = ""
-) -> dict[str, TensorContent]:
+) -> ContentTable:
     """Read every element once: digest sums and, with `values`, NaNs, infinities and zeros.
 
+    Small tensors that lie next to each other, in the order in which they are given, are read together.
     Raises CoverageError for a tensor with holes.
     """
     effort.watcher.begin(sum(tensor.nbytes for tensor in tensors), phase=phase)
-    found = {tensor.name: TensorContent(DigestSums.zero(tensor.dtype)) for tensor in tensors}
-    lock = threading.Lock()
+    found = ContentTable(tensors)
 
-    def tasks() -> Iterator[_ContentTask]:
-        for tensor in tensors:
+    def tasks() -> Iterator[_ContentTask | TensorRun]:
+        places = ((locate_small_tensor(tensor, tensor.chunks), tensor.nbytes) for tensor in tensors)
+        for run in split_runs(places, effort.block):
+            if run.size:
+                yield run
+                continue
+            tensor = tensors[run.numbers.start]
             index = ChunkIndex(cover_tensor(tensor))
             for box in split_bands(tensor.shape, tensor.dtype, effort.block, fastest=find_fastest_dim(index.chunks)):
-                yield _ContentTask(tensor, index, index, box)
+                yield _ContentTask(tensor, index, index, box, run.numbers.start)
 
-    def worker() -> Callable[[_ContentTask], None]:
+    def worker() -> Callable[[_ContentTask | TensorRun], None]:
         band, buffer = BandBuffer(effort.block), np.empty(effort.block, np.uint8)
 
-        def handle(task: _ContentTask) -> None:
+        def handle(task: _ContentTask | TensorRun) -> None:
+            if isinstance(task, TensorRun):
+                file, offset = first_byte(tensors[task.numbers.start])
+                effort.watcher.work_on(file)
+                reader.read_at(file, offset, buffer[: task.size].data)
+                found.add_run(task, buffer[: task.size], values=values)
+                effort.watcher.advance(task.payload)
+                return
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
             effort.watcher.work_on(first_byte(tensor)[0])
             band.read(reader, task.ours, task.box, buffer)
             sums = compute_box_sums(buffer[:nbytes], tensor.dtype, task.box, tensor.shape)
-            nans, infinities, zero = _count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
-            with lock:
-                content = found[tensor.name]
-                content.sums += sums
-                content.nans += nans
-                content.infinities += infinities
-                content.zero &= zero
+            odd = count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
+            found.add(task.number, TensorContent(sums, *odd))
             effort.watcher.advance(nbytes)
 
         return handle
@@ -330,29 +312,3 @@ def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:
 def _find_file(chunks: ChunkIndex, unit: Box) -> str:
     where = next(chunks.within(unit)).where
     return "" if isinstance(where, ConstantFill) else where.file
-
-
-def _count_odd_values(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int, bool]:
-    """Count the NaNs and infinities, and tell whether every byte is zero.
-
-    Of complex numbers each part counts; integers have neither. The largest word as an unsigned and as a signed number
-    tells whether there is any, which takes a tenth of the time of counting.
-    """
-    width = 4 if dtype.name == "C64" else dtype.unit_bytes
-    words = data.view(f"<u{width if width in _WORDS else 1}")
-    nans = infinities = largest = 0
-    for start in range(0, words.size, _SLICE // words.itemsize):
-        part = words[start : start + _SLICE // words.itemsize]
-        top = int(part.max())
-        largest = max(largest, top)
-        if dtype.name in _ONLY_NAN:
-            if top >= _ONLY_NAN[dtype.name]:
-                nans += int(np.count_nonzero(part == _ONLY_NAN[dtype.name]))
-        elif dtype.name in _FIRST_NONFINITE:
-            infinity, nan = _FIRST_NONFINITE[dtype.name]
-            sign = 1 << (8 * part.itemsize - 1)
-            if top >= sign | infinity or int(part.view(f"<i{part.itemsize}").max()) >= infinity:
-                size = part & (sign - 1)
-                nans += int(np.count_nonzero(size >= nan))
-                infinities += int(np.count_nonzero(size >= infinity))
-    return nans, max(infinities - nans, 0), not largest

@@ -82,7 +82,7 @@ def measure_values(path):
 
     with open_checkpoint(path) as checkpoint:
         tensors = list(checkpoint.manifest.tensors.values())
-        (found,) = measure_content(tensors, checkpoint.source, ExecutionOptions(), values=True).values()
+        (found,) = measure_content(tensors, checkpoint.source, ExecutionOptions(), values=True)
     return found.nans, found.infinities, found.zero
 
 
