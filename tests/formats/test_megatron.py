@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.megatron.family_traits import ENTANGLED, MISSING, TRAITS
+from shardctl.libraries.megatron.layers import check_model
 from shardctl.libraries.megatron.legacy_writing import MegatronOptions, _find_end_stages
+from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments
 from shardctl.libraries.megatron.names import find_engine_name, find_local_name
 from shardctl.libraries.megatron.ranks import build_least_mesh, list_mesh_folders
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.models.families import load_family
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
@@ -38,10 +42,17 @@ UNLIKE = {
     "qwen3-5-moe-tp2": {"architectures", "model_type"},
     "seed-oss-tp2": {"architectures", "model_type"},  # which has nothing that a Qwen2 with wider heads has not
     "glm4-moe-tp2": {"num_nextn_predict_layers"},
+    "glm4-moe-lite-pp2": {"architectures", "model_type"},  # which is DeepSeek-V3's layers
     "deepseek-v3-tp2": {"num_nextn_predict_layers"},  # the files have no such layer
 }
 """What args do not say as the config did."""
-LAYERS = {"llama-uneven": 4, "deepseek-v3-predicting-pp2": 3, "glm4-moe-predicting-pp2": 3, "qwen3-5-pp2": 3}
+LAYERS = {
+    "llama-uneven": 4,
+    "deepseek-v3-predicting-pp2": 3,
+    "glm4-moe-lite-pp2": 3,
+    "glm4-moe-predicting-pp2": 3,
+    "qwen3-5-pp2": 3,
+}
 FILE = "model_optim_rng.pt"
 
 
@@ -510,6 +521,11 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match=message):
             reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
 
+    def test_routers_that_core_has_with_sigmoids_only(self):
+        config = json.loads((FIXTURES.parent / "configs" / "ernie4_5_moe.json").read_text())
+        with pytest.raises(UnsupportedError, match="has routers that choose by softmaxes and a bias"):
+            check_model(describe_model(config))
+
     def test_what_core_lacks_is_said_of_families_that_are_known_and_not_written(self):
         assert [name for name in MISSING if load_family(name) is None] == []
         assert (MISSING | ENTANGLED).keys() & TRAITS.keys() == set()
@@ -525,6 +541,9 @@ class TestRefusals:
             ),
             ("arcee", {"hidden_act": "silu"}, "no activation 'silu'"),
             ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rotary embeddings of type 'longrope'"),
+            ("deepseek-v3", {"topk_group": 2}, "by the 1 best experts of each"),
+            ("glm4-moe-lite", {"rope_interleave": False}, "turns neighbours in latent attention"),
+            ("dots1", {"norm_topk_prob": False}, "divides the sigmoids"),
         ],
     )
     def test_what_the_args_cannot_say(self, model, changed, message, tmp_path):
@@ -534,6 +553,17 @@ class TestRefusals:
         (at / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedError, match=message):
             reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
+
+    @pytest.mark.parametrize("model", ["deepseek-v3", "dots1", "glm4-moe", "glm4-moe-lite"])
+    def test_a_silent_config_means_what_its_class_assumes(self, model):
+        kind = AutoConfig.from_pretrained(FIXTURES / "hf" / model)
+        said = {"n_routed_experts": 16, "num_hidden_layers": 3}
+        said |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True} if model == "dots1" else {}
+        whole = type(kind)(**said, architectures=kind.architectures).to_dict()
+        sparse = said | {"model_type": kind.model_type, "architectures": kind.architectures}
+        built = [convert_config_to_arguments(config, describe_model(config)) for config in (whole, sparse)]
+        unlike = {name: (value, built[1][name]) for name, value in built[0].items() if value != built[1][name]}
+        assert unlike.keys() <= {"max_position_embeddings"}
 
 
 class TestNames:

@@ -16,7 +16,7 @@ from shardctl.models import describe_model
 from shardctl.models.anatomy import build_anatomy
 from shardctl.options import SourceOptions
 
-UNBUILDABLE = ("qwen4_exp", "qwen4_exp_text")
+UNBUILDABLE = ("dots1", "qwen4_exp", "qwen4_exp_text")
 """Of whose default configs transformers 5.23 can build nothing."""
 WHATEVER = {"architectures", "model_type", "transformers_version", "dtype", "torch_dtype"}
 """What no config class has a default for."""

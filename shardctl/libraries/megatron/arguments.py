@@ -52,6 +52,7 @@ _UNKNOWN: Final[dict[str, Setting]] = {
 _CENTRED: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _OWN: Final = {
     "arcee": {"squared_relu"},
+    "dots1": {SOME_WINDOWS},
     "ernie4_5": {"rotary_interleaved"},
     "glm4_moe": {PART},
     "nemotron": {"squared_relu", PART},
@@ -185,7 +186,9 @@ def _find_routed_type(said: ModelConfig) -> str | None:
         return None
     latent = said.switch("multi_latent_attention", default=False)
     if latent or balanced:
-        return None if not balanced else "deepseek_v3" if latent else "glm4_moe" if sigmoid else None
+        windows = normed and not of_heads and said.values.get(SOME_WINDOWS) is not None
+        by_heads = None if not sigmoid else "dots1" if windows else "glm4_moe"
+        return None if not balanced else "deepseek_v3" if latent else by_heads
     if _count_dense_layers(said) != 0:
         return None
     if _has_delta_layers(said):
@@ -275,6 +278,8 @@ def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
         values |= {"layer_types": kinds, **{name: said.size(name, usual) for name, usual in DELTA.items()}}
     elif family == "smollm3":
         values |= {"use_sliding_window": False, "no_rope_layers": _list_rotated_layers(said)}
+    elif family == "dots1":
+        values |= {"attention_bias": False, "norm_topk_prob": True}
     elif family == "glm4_moe":
         values["attention_bias"] = said.switch("add_qkv_bias", default=biased)
         values["use_qk_norm"] = said.switch("qk_layernorm", default=False)

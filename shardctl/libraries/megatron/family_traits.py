@@ -6,8 +6,11 @@ Checked against megatron-core 0.16 and 0.19 (`transformer/transformer_config.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,41 @@ class CoreTraits:
     """Whether some layers have no rotary embeddings."""
     delta: bool = False
     """Whether some layers have gated DeltaNet, and the attention of others has gates."""
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """What else the config class of a family with latents or balanced routers assumes where a config is silent."""
 
 
+_LATENT: Final = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+_LITE: Final = {
+    **_LATENT,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "rms_norm_eps": 1e-5,
+}
+_GLM: Final = {"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
 _QWEN3_NEXT: Final = CoreTraits(part=0.25, centred=True, delta=True)
 TRAITS: Final = {
     "arcee": CoreTraits(activation="relu2", gated=False),
-    "deepseek_v3": CoreTraits(balanced=True),
+    "deepseek_v3": CoreTraits(balanced=True, assumed=_LATENT),
+    "dots1": CoreTraits(balanced=True, assumed={"norm_topk_prob": False}),
     "ernie4_5": CoreTraits(interleaved=True, theta=500_000.0),
-    "glm4_moe": CoreTraits(balanced=True, part=0.5),
+    "glm4_moe": CoreTraits(balanced=True, part=0.5, assumed=_GLM),
+    "glm4_moe_lite": CoreTraits(balanced=True, assumed=_LITE),
     "gpt2": CoreTraits(activation="gelu_new", gated=False, layer_norm=True),
     "llama": CoreTraits(),
     "mistral": CoreTraits(window=True),
@@ -67,6 +97,7 @@ _LATER_NORMS: Final = "norms of queries and keys behind the rotation, where its 
 _GEMMA: Final = f"{_AFTER}, and multiplies embeddings"
 MISSING: Final = {
     "apertus": "the activation xIELU, whose numbers are learned",
+    "ernie4_5_moe": "routers that choose by softmaxes and a bias, where its routers have a bias with sigmoids only",
     "exaone4": _AFTER,
     "gemma": "embeddings that are multiplied",
     "gemma2": f"{_GEMMA}; scores and logits are bounded",

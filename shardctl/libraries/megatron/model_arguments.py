@@ -5,7 +5,7 @@ Names are those of `megatron/training/arguments.py` in Megatron-LM core 0.16; `a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.arguments import (
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from shardctl.models.windows import WindowRule
     from shardctl.settings import Setting
 
+_BEST: Final = 2
+"""Experts of a group by whose scores DeepSeek-V3's routers and their like choose it."""
+
 
 def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
     """Return those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
@@ -43,7 +46,8 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     """
     if model.family == "gpt2":
         return {**USUAL, "mtp_num_layers": None, **_build_gpt2_arguments(config, model)}
-    said, own, traits = ModelConfig(config), model.tensors, TRAITS[model.family]
+    own, traits = model.tensors, TRAITS[model.family]
+    said = _complete_config(config, model).over(traits.assumed)
     first = _find_attention(model)
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
     biased = f"{first}.o_proj.bias" in own
@@ -66,7 +70,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         "add_position_embedding": False,
         "use_rotary_position_embeddings": True,
         "normalization": "LayerNorm" if traits.layer_norm else "RMSNorm",
-        "norm_epsilon": as_number(config.get(epsilon, default)),
+        "norm_epsilon": as_number(said.values.get(epsilon, default)),
         "swiglu": traits.gated,
         "squared_relu": traits.activation == "relu2",
         "openai_gelu": False,
@@ -85,13 +89,21 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     if traits.skips_rotation:
         found[WITHOUT_ROTATION] = _list_layers_without_rotation(said, model)
     if latent:
-        found |= {name: _as_integer(config.get(other)) for name, other in LATENT.items()}
+        if not said.switch("rope_interleave", default=True):
+            raise UnsupportedError(f"{TITLE} turns neighbours in latent attention, which this config does not")
+        found |= {name: _as_integer(said.values.get(other)) for name, other in LATENT.items()}
         found |= {"group_query_attention": False, "num_query_groups": heads, "kv_channels": hidden // heads}
     else:
         head = own[f"{first}.o_proj.weight"].shape[1] // heads
         groups = said.size("num_key_value_heads", _count_key_heads(model, first, head))
         found |= {"group_query_attention": groups != heads, "num_query_groups": groups, "kv_channels": head}
     return {**found, **_build_expert_arguments(said, model)}
+
+
+def _complete_config(config: Mapping[str, object], model: Model) -> ModelConfig:
+    """Return the config with what its class assumes where it is silent, as far as the family's table says."""
+    family = load_family(model.family)
+    return ModelConfig(config) if family is None else family.complete_config(ModelConfig(config))
 
 
 def _find_attention(model: Model) -> str:
@@ -125,11 +137,12 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
         any(f"model.layers.{number}.{module}.gate.weight" in own for module in ("mlp", "block_sparse_moe"))
         for number in range(model.layers)
     ]
-    delta, inner = TRAITS[model.family].delta, "moe_intermediate_size"
+    delta, first = TRAITS[model.family].delta, (".experts.0.gate_proj.weight", ".experts.0.w1.weight")
+    inner = next(own[name].shape[0] for name in own if name.endswith(first))
     shared = next((own[n].shape[0] for n in own if ".mlp.shared_expert" in n and n.endswith(".gate_proj.weight")), None)
     found: dict[str, Setting] = {
         "num_experts": count,
-        "moe_ffn_hidden_size": said.size(inner if said.values.get(inner) is not None else "intermediate_size"),
+        "moe_ffn_hidden_size": inner,
         "moe_router_topk": said.size("num_experts_per_tok", 2),
         "moe_layer_freq": 1 if all(routed) else tuple(map(int, routed)),
         "moe_shared_expert_intermediate_size": shared,
@@ -143,13 +156,19 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
         raise UnsupportedError(
             f"{TITLE} divides the sigmoids of chosen experts by their sum, which this config does not"
         )
+    groups, chosen = said.size("n_group", 1), said.size("topk_group", 1)
+    if groups > 1 and said.size("num_experts_per_tok") // chosen != _BEST:
+        raise UnsupportedError(
+            f"{TITLE} chooses groups by the {said.size('num_experts_per_tok') // chosen} best experts of each, which "
+            f"is num_experts_per_tok / topk_group; this model does so by the best {_BEST}"
+        )
     return {
         **found,
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": _as_integer(said.values.get("n_group")),
-        "moe_router_group_topk": _as_integer(said.values.get("topk_group")),
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
         "moe_router_topk_scaling_factor": as_number(said.values.get("routed_scaling_factor", 1.0)),
     }
 

@@ -31,6 +31,7 @@ FAMILY_FILES: Final = {
     "deepseek_sparse": ("deepseek_v32", "glm_moe_dsa"),
     "deepseek_v4": ("deepseek_v4",),
     "distilbert": ("distilbert",),
+    "dots": ("dots1",),
     "electra": ("electra",),
     "ernie": ("ernie4_5",),
     "ernie_moe": ("ernie4_5_moe",),

@@ -192,6 +192,7 @@ DEEPSEEK_V3: Final = Family(
         "n_routed_experts": 256,
         "n_shared_experts": 1,
     },
+    inner_kinds={"kimi_k2": {}},
 )
 GLM4_MOE: Final = Family(
     name="glm4_moe",
