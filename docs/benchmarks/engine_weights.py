@@ -36,8 +36,6 @@ REASONS = {
     "`std_bias` and `std_scale`, which are buffers there (4,668)",
     "nvidia--Gemma-4-31B-IT-NVFP4": "values of 10 layers that are the keys once more (55,050,240), less the buffers "
     "(4,728)",
-    "meta-llama--Llama-4-Scout-17B-16E-Instruct": "it cuts the projector of pictures, of which a plan gives every rank "
-    "the whole (7 of 8 parts of 78,643,200)",
     "MiniMaxAI--MiniMax-M2.5": "routers and their biases in fp32: 2 more bytes for 256 experts x 3,073 of 62 layers",
 }
 """What differs, where vLLM has more or less than is planned; each was computed by hand and is the whole difference."""
@@ -66,7 +64,6 @@ def count_engine_bytes(folder):
         max_model_len=2048,
         dtype="bfloat16",
         enforce_eager=True,
-        mm_encoder_tp_mode="data",  # towers whole on every rank, as they are planned
     )
     config: VllmConfig = arguments.create_engine_config()
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = TP
@@ -99,8 +96,11 @@ def main():
     logging.disable(logging.ERROR)
     print("# Weights of engines\n")
     print(f"Bytes of weights on rank 0 of tp {TP}: as planned from `config.json` alone, and of the parameters of the")
-    print("module that vLLM 0.32 builds on the meta device, with `--mm-encoder-tp-mode data`. Written by")
-    print("`python -m docs.benchmarks.engine_weights`. *In bf16* means that the config's quantisation was taken out.\n")
+    print(
+        "module that vLLM 0.32 builds on the meta device; both cut encoders of pictures over tp, as is the default of"
+    )
+    print("vLLM. Written by `python -m docs.benchmarks.engine_weights`. *In bf16* means that the config's quantisation")
+    print("was taken out.\n")
     lines, unbuilt, equal = [], [], 0
     for asked in names:
         name = asked.removesuffix(BF16)

@@ -67,11 +67,16 @@ def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def describe_model(
-    config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None
+    config: Mapping[str, object],
+    *,
+    kv_heads: KvHeads = "error",
+    stored: Manifest | None = None,
+    cut_towers: bool = False,
 ) -> Model:
     """Return the model that a decoded `config.json` describes.
 
     What is `stored` decides which weights are quantised where the config leaves it open; see `quantise_model`.
+    `cut_towers` cuts models that see or hear over tp, too, where a table says how.
     Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantised, and SourceError
     if a number it needs is absent or is none.
     """
@@ -95,7 +100,7 @@ def describe_model(
     share = kv_heads == "replicate"
     if stores_split_experts(config, stored):
         family = split_family(family) or family
-    model = build_model(family, architecture, ModelConfig(config), share_kv=share)
+    model = build_model(family, architecture, ModelConfig(config), share_kv=share, cut_towers=cut_towers)
     quantised = quantise_model(model, config, stored)
     plain = drop_quantisation_config(config)
     if quantised is model and plain != config:  # the family's own table has the arrays of quantised weights

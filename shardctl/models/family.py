@@ -38,6 +38,8 @@ class LogicalDim:
     even: bool = True
     """Whether the parts must be equal. A vocabulary's need not: DTensor cuts it in ceil-sized parts, unpadded. With a
     `noun`, the parts are of whole units, and no rank goes without: vLLM's MXFP4 blocks."""
+    tower_axis: str = ""
+    """The mesh axis that cuts it where towers are cut, as vLLM does unless it is told otherwise; empty for none."""
 
 
 @value_class

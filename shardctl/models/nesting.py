@@ -59,7 +59,7 @@ def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole
     """Return what the rows that `nest_rows` made need to know.
 
     `layer` is the pipeline layer of the inner model's first, None if its layers are none of the pipeline's; `whole`
-    keeps every tensor whole under tp.
+    keeps every tensor whole under tp unless towers are cut.
     """
     return FamilyFacts(
         dims={f"{word}{name}": _mark_dims_whole(dims) if whole else dims for name, dims in facts.dims.items()},
@@ -90,5 +90,5 @@ def _nest_condition(flag: str, word: str) -> str:
 
 def _mark_dims_whole(dims: LogicalDim | tuple[LogicalDim, ...]) -> LogicalDim | tuple[LogicalDim, ...]:
     if isinstance(dims, tuple):
-        return tuple(replace(dim, axis="") for dim in dims)
-    return replace(dims, axis="")
+        return tuple(replace(dim, axis="", tower_axis=dim.axis or dim.tower_axis) for dim in dims)
+    return replace(dims, axis="", tower_axis=dims.axis or dims.tower_axis)

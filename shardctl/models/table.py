@@ -77,6 +77,7 @@ class _ModelBuilder:
     member: ModelClass
     dtype: DType
     share: bool
+    cut_towers: bool
     parts: frozenset[str] = frozenset()
     spares: frozenset[str] = frozenset()
     tensors: dict[str, ModelTensor] = field(default_factory=dict)
@@ -179,8 +180,8 @@ class _ModelBuilder:
 
     def cut(self, fused: Sequence[LogicalDim]) -> tuple[AxisCut, ...]:
         """Return the cut that the logical dims fused along one dim ask for, if any."""
-        axis = fused[0].axis
-        if any(dim.axis != axis for dim in fused):
+        axis, *others = {dim.axis or (dim.tower_axis if self.cut_towers else "") for dim in fused}
+        if others:
             raise AssertionError(f"one axis must cut all of a fused dim: {fused}")
         if not axis:
             return ()
@@ -296,13 +297,16 @@ class _ModelBuilder:
         return ("layer", layer + at[0])
 
 
-def build_model(family: Family, architecture: str, config: ModelConfig, *, share_kv: bool) -> Model:
+def build_model(
+    family: Family, architecture: str, config: ModelConfig, *, share_kv: bool, cut_towers: bool = False
+) -> Model:
     """Build the model of a class of `family`, from its config alone.
 
-    `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks.
+    `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks;
+    `cut_towers` cuts models that see or hear over tp, too, where their tables say how.
     """
     facts = family.facts(family.complete_config(config))
-    builder = _ModelBuilder(facts, family.classes[architecture], config.dtype(), share_kv)
+    builder = _ModelBuilder(facts, family.classes[architecture], config.dtype(), share_kv, cut_towers)
     every_part = frozenset(w.removesuffix("?") for member in family.classes.values() for w in member.parts.split())
     plans = [plan for row in family.rows if (plan := builder.plan(row, every_part))]
     builder.expand(plans)

@@ -136,6 +136,14 @@ class PlanOptions:
             "--utilization, else none.",
         ),
     ] = None
+    towers: Annotated[
+        Literal["cut", "whole"] | None,
+        CommandOption(
+            HelpPanel.SERVING,
+            "Whether tp cuts encoders of pictures and sounds (vLLM: mm_encoder_tp_mode weights or data). Default: cut, "
+            "where it is known how.",
+        ),
+    ] = None
     utilization: Annotated[
         float | None,
         CommandOption(

@@ -132,13 +132,18 @@ class PlanResult(NotebookView):
 
 
 def describe_conversion(
-    path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None
+    path: str,
+    work: PlannedConversion,
+    near: Path,
+    plan_options: PlanOptions | None = None,
+    about: EstimatedModel | None = None,
 ) -> PlanResult:
     """Return a worked-out conversion, as numbers.
 
-    `near` is where free space is looked up. Without a purpose no forecast.
+    `near` is where free space is looked up. Without a purpose no forecast. `about` is the model as estimates see it, if
+    that is other than its files.
     """
-    about = build_estimated_model(work.checkpoint, work.reshard_options)
+    about = about or build_estimated_model(work.checkpoint, work.reshard_options)
     stages = work.stages or (about.inventory.layers,)
     conversion = ConversionCost(
         read_bytes=work.plan.read_bytes,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
@@ -16,7 +14,6 @@ from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.mesh import Mesh
-from shardctl.models import find_family
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import (
     BesideModel,
@@ -27,6 +24,7 @@ from shardctl.planning.estimated_model import (
 )
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
 from shardctl.planning.plan_result import PlanResult, describe_conversion, describe_unstored_model
+from shardctl.planning.tower_cuts import cut_towers
 from shardctl.planning.workload import choose_tuning, decide_use
 
 if TYPE_CHECKING:
@@ -63,7 +61,8 @@ def plan(
     with open_checkpoint(path, replace(source_options, described=True), excluded=excluded) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
-        about = _build_unstored_model(checkpoint, reshard_options, plan_options)
+        seen, towers = cut_towers(checkpoint, reshard_options, plan_options)
+        about = _build_unstored_model(seen, reshard_options, plan_options)
         if plan_options.beside:
             about = about or build_estimated_model(checkpoint, reshard_options)
             about = replace(about, beside=_build_beside_models(source_options, reshard_options, plan_options))
@@ -76,6 +75,7 @@ def plan(
         )
         if explored is not None and reshard_options.mesh is None:
             reshard_options, plan_options = _apply_best_mesh(reshard_options, plan_options, explored)
+            towers = cut_towers(checkpoint, reshard_options, plan_options)[1]
         reshard_options = _choose_even_stages(checkpoint, reshard_options, plan_options)
         if about is not None:
             if plan_options.out is not None:
@@ -83,9 +83,12 @@ def plan(
             planned = describe_unstored_model(str(path), checkpoint, reshard_options, plan_options, about)
         else:
             near = Path(destination or path)
-            planned = _plan_stored_model(str(path), checkpoint, reshard_options, plan_options, source_options, near)
+            about = build_estimated_model(seen, reshard_options)
+            planned = _plan_stored_model(
+                str(path), checkpoint, reshard_options, plan_options, source_options, near, about
+            )
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
-        assumed = [*shared, *_note_whole_towers(checkpoint, planned)]
+        assumed = [*shared, *towers]
         return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
 
 
@@ -134,24 +137,6 @@ def _choose_kv_heads(
     """
     serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
     return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
-
-
-def _note_whole_towers(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:
-    """Say which models that see or hear are taken to be whole on every tp rank."""
-    model, config = checkpoint.model, checkpoint.config
-    found = find_family(config) if model is not None and model.family and config is not None else None
-    if model is None or found is None or planned.mesh.degree("tp") == 1:
-        return []
-    sizes: Counter[str] = Counter()
-    for tensor in model.own():
-        for tower in found[0].towers:
-            if f".{tensor.name}".startswith((f".{tower}.", f".{model.prefix}.{tower}.")):
-                sizes[tower] += tensor.dtype.nbytes(tensor.shape)
-    return [
-        f"{tower}.** is taken to be whole on every tp rank, {format_memory_size(size)} on each, as in vLLM with "
-        "--mm-encoder-tp-mode data; the default of vLLM, weights, cuts the layers of encoders"
-        for tower, size in sizes.items()
-    ]
 
 
 def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:
@@ -211,6 +196,7 @@ def _plan_stored_model(
     plan_options: PlanOptions,
     source_options: SourceOptions,
     near: Path,
+    about: EstimatedModel,
 ) -> PlanResult:
     """Plan a model and its conversion, drafted for the least memory that can hold it where the limit is too low.
 
@@ -221,10 +207,9 @@ def _plan_stored_model(
     except MemoryBudgetError as error:
         if plan_options.out is not None:
             raise
-        about = build_estimated_model(checkpoint, reshard_options)
         planned = describe_unstored_model(path, checkpoint, reshard_options, plan_options, about)
         left = f"the conversion is not worked out: {error.message}; {error.hint}"
         return replace(planned, warnings=(*planned.warnings, left))
     if plan_options.out is not None:
         plan_file.write_plan_file(plan_options.out, work, source_options)
-    return describe_conversion(path, work, near, plan_options)
+    return describe_conversion(path, work, near, plan_options, about)

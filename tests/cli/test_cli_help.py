@@ -139,6 +139,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--encoder-len",
         "--batched-tokens",
         "--max-seqs",
+        "--towers",
         "--dcp",
         "--server",
         "--utilization",

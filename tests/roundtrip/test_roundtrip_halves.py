@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import add_predicting_layers, assert_same, config_of, save, stored
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardctl.amounts import format_memory_size
 from shardctl.cli.program import run
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
@@ -19,9 +18,7 @@ from shardctl.manifest import Manifest, Tensor
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.models.halves import find_text_half, find_vision_half
-from shardctl.options import PlanOptions, ReshardOptions, VerifyOptions
-from shardctl.options.plan_options import find_device
-from shardctl.verbs.plan import plan
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -351,23 +348,3 @@ def test_a_quantised_text_half_stays_quantised_and_becomes_numbers(tmp_path, out
     assert_same(stored(tmp_path / "numbers"), stored(tmp_path / "later"))
     assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
     assert verify(tmp_path / "numbers", VerifyOptions(level="full", against=tmp_path / "whole")).ok
-
-
-WHOLE = [("qwen3_vl", "visual"), ("llava", "vision_tower"), ("mllama", "vision_model")]
-
-
-@pytest.mark.parametrize(("name", "tower"), WHOLE)
-def test_a_plan_says_that_it_takes_towers_to_be_whole(name, tower, tmp_path):
-    config = config_of(name)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    own = [t for t in describe_model(config).own() if f".{tower}." in t.name]
-    assert own
-    assert not any("tp" in t.spec.axes for t in own)
-    size = format_memory_size(sum(t.dtype.nbytes(t.shape) for t in own))
-    said = (
-        f"{tower}.** is taken to be whole on every tp rank, {size} on each, as in vLLM with --mm-encoder-tp-mode data"
-    )
-    device = PlanOptions(device=find_device("h200"))
-    for mesh, expected in ((Mesh.of(tp=2), 1), (Mesh.of(pp=2), 0)):
-        found = plan(tmp_path, ReshardOptions(mesh=mesh), plan_options=device)
-        assert sum(line.startswith(said) for line in found.warnings) == expected

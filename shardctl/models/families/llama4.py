@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
+from shardctl.models.families.vision_towers import build_seeing_heads
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.towers import ModelTower, build_tower_family
@@ -93,36 +94,45 @@ _SEEN: Final = ".model.layers.{layer}"
 _VISION: Final = (
     Row(".class_embedding", "hidden"),
     Row(".positional_embedding_vlm", "positions hidden"),
-    Row(".patch_embedding.linear.weight", "hidden pixels"),
+    Row(".patch_embedding.linear.weight", "seen pixels"),
     *_build_biased_rows(".layernorm_pre", "hidden"),
     *_build_biased_rows(".layernorm_post", "hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.q_proj", "hidden hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.k_proj", "hidden hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.v_proj", "hidden hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.o_proj", "hidden hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.q_proj", "q hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.k_proj", "q hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.v_proj", "q hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.o_proj", "hidden q"),
     *_build_biased_rows(f"{_SEEN}.mlp.fc1", "ffn hidden"),
     *_build_biased_rows(f"{_SEEN}.mlp.fc2", "hidden ffn"),
     *_build_biased_rows(f"{_SEEN}.input_layernorm", "hidden"),
     *_build_biased_rows(f"{_SEEN}.post_attention_layernorm", "hidden"),
-    Row(".vision_adapter.mlp.fc1.weight", "adapter ffn"),
-    Row(".vision_adapter.mlp.fc2.weight", "adapted adapted"),
+    Row(".vision_adapter.mlp.fc1.weight", "adapter shuffled"),
+    Row(".vision_adapter.mlp.fc2.weight", "adapted inner"),
 )
 
 
 def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
     patch, image = config.size("patch_size", 14), config.size("image_size", 448)
+    hidden, adapted = config.size("hidden_size", 768), config.size("projector_output_dim", 4096)
     return FamilyFacts(
         dims={
-            "hidden": LogicalDim(config.size("hidden_size", 768)),
-            "ffn": LogicalDim(config.size("intermediate_size", 5632)),
+            "hidden": LogicalDim(hidden),
+            "seen": LogicalDim(hidden, axis="tp"),
+            "q": build_seeing_heads(hidden, config.size("num_attention_heads", 16)),
+            "ffn": LogicalDim(config.size("intermediate_size", 5632), axis="tp"),
+            "shuffled": LogicalDim(config.size("intermediate_size", 5632)),
             "positions": LogicalDim((image // patch) ** 2 + 1),
             "pixels": LogicalDim(config.size("num_channels", 3) * patch**2),
-            "adapter": LogicalDim(config.size("projector_input_dim", 4096)),
-            "adapted": LogicalDim(config.size("projector_output_dim", 4096)),
+            "adapter": LogicalDim(config.size("projector_input_dim", 4096), axis="tp"),
+            "adapted": LogicalDim(adapted),
+            "inner": LogicalDim(adapted, axis="tp"),
             "output": LogicalDim(config.size("vision_output_dim", 7680)),
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers", 34)))},
     )
+
+
+def _add_projector_facts(_: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+    return facts.also(dims={"joint": LogicalDim(facts.size("hidden"), tower_axis="tp")})
 
 
 _NESTED: Final = build_tower_family(
@@ -131,9 +141,10 @@ _NESTED: Final = build_tower_family(
     LLAMA4_TEXT,
     (
         ModelTower("vision_config", "vision_model", _VISION, _build_vision_facts),
-        Row(".multi_modal_projector.linear_1.weight", "hidden vision_output", on="first"),
+        Row(".multi_modal_projector.linear_1.weight", "joint vision_output", on="first"),
     ),
     under="language_model.model",
+    facts=_add_projector_facts,
 )
 LLAMA4: Final = replace(
     _NESTED,

@@ -85,9 +85,9 @@ def _build_projector_row(name: str, dims: str, when: str = "") -> Row:
 
 
 _TWO_LINEARS: Final = (
-    _build_projector_row("linear_1.weight", "hidden joined"),
-    _build_projector_row("linear_1.bias", "hidden", "projector_bias"),
-    _build_projector_row("linear_2.weight", "hidden hidden"),
+    _build_projector_row("linear_1.weight", "joint joined"),
+    _build_projector_row("linear_1.bias", "joint", "projector_bias"),
+    _build_projector_row("linear_2.weight", "hidden joint"),
     _build_projector_row("linear_2.bias", "hidden", "projector_bias"),
 )
 _LLAVA: Final = (
@@ -165,6 +165,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
     return facts.also(
         dims={
             "joined": LogicalDim(seen.size("hidden") * taken),
+            "joint": LogicalDim(facts.size("hidden"), tower_axis="tp"),
             "merged": LogicalDim(seen.size("hidden") * config.size("spatial_merge_size", 2) ** 2),
             "projection": LogicalDim(config.size("projection_dim", 2048)),
         },

@@ -27,8 +27,8 @@ QWEN_EYES: Final = (
     Row(f"{_BLOCK}.norm1.bias", "hidden", "!gated"),
     Row(f"{_BLOCK}.norm2.weight", "hidden"),
     Row(f"{_BLOCK}.norm2.bias", "hidden", "!gated"),
-    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "q+q+q hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden q"),
     *_build_linear_rows(f"{_BLOCK}.mlp.fc1", "ffn hidden", "!gated"),
     *_build_linear_rows(f"{_BLOCK}.mlp.fc2", "hidden ffn", "!gated"),
     *_build_linear_rows(f"{_BLOCK}.mlp.gate_proj", "ffn hidden", "gated"),
@@ -36,8 +36,8 @@ QWEN_EYES: Final = (
     *_build_linear_rows(f"{_BLOCK}.mlp.down_proj", "hidden ffn", "gated"),
     Row(".merger.ln_q.weight", "hidden"),
     Row(".merger.ln_q.bias", "hidden", "!gated"),
-    *_build_linear_rows(".merger.mlp.0", "merged merged"),
-    *_build_linear_rows(".merger.mlp.2", "output merged"),
+    *_build_linear_rows(".merger.mlp.0", "inner merged"),
+    *_build_linear_rows(".merger.mlp.2", "output inner"),
 )
 """Qwen2-VL's has biased norms and a plain MLP, that of Qwen2.5-VL norms without bias and a gated MLP."""
 
@@ -45,8 +45,8 @@ QWEN_EYES: Final = (
 def _build_merger_rows(name: str, normed: str) -> tuple[Row, ...]:
     return (
         *_build_linear_rows(f"{name}.norm", normed),
-        *_build_linear_rows(f"{name}.linear_fc1", "merged merged"),
-        *_build_linear_rows(f"{name}.linear_fc2", "output merged"),
+        *_build_linear_rows(f"{name}.linear_fc1", "inner merged"),
+        *_build_linear_rows(f"{name}.linear_fc2", "output inner"),
     )
 
 
@@ -55,8 +55,8 @@ QWEN3_EYES: Final = (
     Row(".pos_embed.weight", "positions hidden"),
     *_build_linear_rows(f"{_BLOCK}.norm1", "hidden"),
     *_build_linear_rows(f"{_BLOCK}.norm2", "hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "q+q+q hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden q"),
     *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc1", "ffn hidden"),
     *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc2", "hidden ffn"),
     *_build_merger_rows(".merger", "hidden"),
@@ -70,22 +70,32 @@ PIXTRAL_EYES: Final = (
     Row(f"{_LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
     Row(f"{_LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
     Row(f"{_LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
-    Row(f"{_LAYER}.attention.k_proj.weight", "hidden hidden"),
-    Row(f"{_LAYER}.attention.v_proj.weight", "hidden hidden"),
-    Row(f"{_LAYER}.attention.q_proj.weight", "hidden hidden"),
-    Row(f"{_LAYER}.attention.o_proj.weight", "hidden hidden"),
+    Row(f"{_LAYER}.attention.k_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.v_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.q_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.o_proj.weight", "hidden q"),
     Row(f"{_LAYER}.ffn_norm.weight", "hidden"),
 )
 
 
+def build_seeing_heads(hidden: int, heads: int) -> LogicalDim:
+    """Build the dim that the heads of a vision model share; in one where they do not divide, it is never cut."""
+    if hidden % heads:
+        return LogicalDim(hidden)
+    return LogicalDim(hidden, hidden // heads, "tp", noun="heads of the vision model")
+
+
 def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> FamilyFacts:
     config = config.called({"in_chans": "in_channels", "num_hidden_layers": "depth"})
+    merged = hidden * config.size("spatial_merge_size", 2) ** 2
     return FamilyFacts(
         dims={
             "hidden": LogicalDim(hidden),
-            "ffn": LogicalDim(ffn),
+            "q": build_seeing_heads(hidden, config.size("num_heads", 16)),
+            "ffn": LogicalDim(ffn, axis="tp"),
             "output": LogicalDim(output),
-            "merged": LogicalDim(hidden * config.size("spatial_merge_size", 2) ** 2),
+            "merged": LogicalDim(merged),
+            "inner": LogicalDim(merged, axis="tp"),
             "channels": LogicalDim(config.size("in_channels", 3)),
             "frames": LogicalDim(config.size("temporal_patch_size", 2)),
             "patch": LogicalDim(config.size("patch_size", 14)),
@@ -130,10 +140,12 @@ def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
 
 def build_pixtral_vision_facts(config: ModelConfig) -> FamilyFacts:
     """Build what the rows need to know of Pixtral's."""
+    hidden = config.size("hidden_size", 1024)
     return FamilyFacts(
         dims={
-            "hidden": LogicalDim(config.size("hidden_size", 1024)),
-            "ffn": LogicalDim(config.size("intermediate_size", 4096)),
+            "hidden": LogicalDim(hidden),
+            "q": build_seeing_heads(hidden, config.size("num_attention_heads", 16)),
+            "ffn": LogicalDim(config.size("intermediate_size", 4096), axis="tp"),
             "channels": LogicalDim(config.size("num_channels", 3)),
             "patch": LogicalDim(config.size("patch_size", 16)),
         },
