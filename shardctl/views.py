@@ -133,11 +133,11 @@ class ArrayView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewGroup:
-    """How each of some tensors runs through one array; the arrays of all layers are alike, and share it."""
+    """How some tensors, or parts of them, run through one array; the arrays of all layers are alike, and share it."""
 
     views: tuple[ArrayView, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors, in elements."""
+    parts: tuple[Box, ...]
+    """What of its tensor runs through each view."""
     _known: dict[object, list[PulledBox]] = field(default_factory=dict)
 
     def pulled(self, box: Box, strides: tuple[int, ...]) -> list[PulledBox]:
@@ -145,8 +145,8 @@ class ViewGroup:
         key = (box, strides)
         known = self._known.get(key)
         if known is None:
-            whole = map(Box.whole, self.shapes)
-            found = (_pull_whole_bytes(view, box, part, strides) for view, part in zip(self.views, whole, strict=True))
+            parts = zip(self.views, self.parts, strict=True)
+            found = (_pull_whole_bytes(view, box, part, strides) for view, part in parts)
             known = self._known[key] = [PulledBox(n, *one) for n, one in enumerate(found) if one is not None]
         return known
 

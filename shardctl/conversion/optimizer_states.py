@@ -148,7 +148,7 @@ def name_state_arrays(
     """Return the manifest and its arrays, each optimizer state named after the array of its parameter.
 
     A state that is not cut as its parameter, such as a step, is there once for an array of several experts, and is the
-    first one's; where experts have arrays of their own, each gets it.
+    first one's; where experts have arrays of their own, each gets it, as does each array with a part of a parameter.
 
     Raises UnsupportedError if states that are cut would not be in one array as their parameters are.
     """
@@ -157,19 +157,20 @@ def name_state_arrays(
     names = dict(form.names)
     for name, tensor in get_states(have).items():
         state, parameter = _split_name(name)
-        place = form.places.get(parameter)
+        places = form.places.get(parameter, ())
         whole = tensor.shape != have.tensors[parameter].shape
-        if name in form.places or (place is not None and place.position and whole):
+        arrays = [place.array for place in places if not place.position] if places else form.names[parameter][:1]
+        if name in form.places or (whole and not arrays):
             states |= {name: tensor} if name in form.places else {}
             continue
-        if place is not None and not whole:
+        if places and not whole:
             raise UnsupportedError(
-                f"{place.array} is one array of several experts, but not all of them have a state {state}",
+                f"{places[0].array} is one array of several experts, but not all of them have a state {state}",
                 hint="add --experts split, or --optimizer-states drop",
             )
         states[name] = tensor
-        names[name] = (format_state_name(state, place.array if place is not None else form.names[parameter][0]),)
-        for other in experts.get(parameter, ()) if place is None and whole else ():
+        names[name] = tuple(format_state_name(state, array) for array in arrays)
+        for other in experts.get(parameter, ()) if not places and whole else ():
             copy = format_state_name(state, other)
             if other in have.tensors and copy not in get_states(have):
                 states[copy] = replace(tensor, name=copy, spelling=())

@@ -1,12 +1,15 @@
-"""Describes arrays that hold several tensors, as transformers 5 holds all experts of a layer in two."""
+"""Describes arrays that hold several tensors or parts of some, as transformers 5 holds a layer's experts in two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex
+from shardctl.errors import UnsupportedError
+from shardctl.manifest import Region, compute_dense_strides
 from shardctl.value import value_class
 from shardctl.views import ArrayView
 
@@ -18,23 +21,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionPlaces:
-    """Where each of some tensors lies in one array; the layers of a model share it."""
+    """Where each of some tensors, or of their parts, lies in one array; the layers of a model share it."""
 
     shape: tuple[int, ...]
     """Of the array, in elements."""
     views: tuple[ArrayView, ...]
-    """Of each tensor, which together fill the array."""
+    """Of each part, which together fill the array."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensor that each part belongs to."""
     boxes: tuple[Box, ...]
-    """Each tensor, whole, in its own index space."""
+    """What each part is of its tensor; most are all of it."""
     index: BoxIndex
-    """The tensors' boxes within the array."""
+    """The parts' boxes within the array."""
+    declared: tuple[int, ...]
+    """The shape in which the array is stored: `shape`, or that with its last dims merged into one."""
 
     @classmethod
-    def of(cls, views: Sequence[ArrayView], shapes: Sequence[tuple[int, ...]]) -> FusionPlaces:
-        """Return the places of tensors of `shapes`, one view each."""
-        images = [view.image(shape) for view, shape in zip(views, shapes, strict=True)]
+    def of(
+        cls,
+        views: Sequence[ArrayView],
+        shapes: Sequence[tuple[int, ...]],
+        boxes: Sequence[Box] = (),
+        declared: tuple[int, ...] = (),
+    ) -> FusionPlaces:
+        """Return the places of `boxes` (default: all) of tensors of `shapes`, one view each."""
+        parts = tuple(boxes) or tuple(map(Box.whole, shapes))
+        images = [view.image(part.shape) for view, part in zip(views, parts, strict=True)]
         shape = tuple(max(image.stop[dim] for image in images) for dim in range(len(images[0].origin)))
-        return cls(shape, tuple(views), tuple(map(Box.whole, shapes)), BoxIndex(images))
+        return cls(shape, tuple(views), tuple(shapes), parts, BoxIndex(images), declared or shape)
+
+    def merge_dims(self, box: Box) -> Box:
+        """Return a box of the array in the index space of its declared shape.
+
+        Raises UnsupportedError for one that cuts the dims that are merged.
+        """
+        kept = len(self.declared) - 1
+        if self.declared == self.shape:
+            return box
+        if box.shape[kept:] != self.shape[kept:]:
+            raise UnsupportedError(f"an array of {list(self.declared)} cannot be cut at {box} of {list(self.shape)}")
+        return Box((*box.origin[:kept], 0), (*box.shape[:kept], self.declared[-1]))
+
+    def split_dims(self, chunk: Chunk) -> Chunk:
+        """Return a chunk of the declared array in the index space of `shape`.
+
+        Raises UnsupportedError for one that is not stored so that its last dim can be seen as several.
+        """
+        kept = len(self.declared) - 1
+        if self.declared == self.shape:
+            return chunk
+        box, merged, where = chunk.box, self.shape[kept:], chunk.where
+        if box.shape[-1] != self.declared[-1] or (
+            isinstance(where, Region) and where.strides[-1] != chunk.dtype.nbytes((1,))
+        ):
+            raise UnsupportedError(f"{chunk.name} is not stored row by row, so it cannot be seen in another shape")
+        if isinstance(where, Region):
+            where = replace(where, strides=(*where.strides[:-1], *compute_dense_strides(chunk.dtype, merged)))
+        return replace(chunk, box=Box((*box.origin[:-1], *(0,) * len(merged)), (*box.shape[:-1], *merged)), where=where)
 
 
 @value_class
@@ -44,7 +87,7 @@ class TensorFusion:
     name: str
     """The array's name in the state dict of transformers' class."""
     tensors: tuple[str, ...]
-    """Canonical names."""
+    """Canonical names, of each part one."""
     places: FusionPlaces
     """Where each of them lies."""
     stored: bool = False
@@ -56,24 +99,32 @@ class TensorFusion:
         return self.places.shape
 
     @property
+    def declared(self) -> tuple[int, ...]:
+        """The array's shape as it is stored, in elements."""
+        return self.places.declared
+
+    @property
     def renames(self) -> bool:
         """Whether it is one tensor as it is, and only its name differs."""
-        return len(self.tensors) == 1 and self.places.views[0].axes == tuple(range(len(self.shape)))
+        places = self.places
+        whole = len(self.tensors) == 1 and places.shapes[0] == places.boxes[0].shape == places.declared
+        return whole and places.views[0].axes == tuple(range(len(self.shape)))
 
     def taken_apart(self, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each canonical name, with what `stored`, which is this array, holds of that tensor.
+        """Yield the name of each part's tensor, with what `stored`, which is this array, holds of that part.
 
         Raises UnsupportedError if the array's elements are narrower than a byte and share one.
         """
         chunks: list[list[Chunk]] = [[] for _ in self.tensors]
         places = self.places
-        for chunk in stored.chunks:
+        for each in stored.chunks:
+            chunk = places.split_dims(each)
             for position, _ in places.index.overlapping(chunk.box):
                 part = places.views[position].pull(chunk, places.boxes[position])
                 if part is not None:
                     chunks[position].append(part)
-        for name, box, found in zip(self.tensors, places.boxes, chunks, strict=True):
-            yield name, replace(stored, shape=box.shape, chunks=tuple(found))
+        for name, shape, found in zip(self.tensors, places.shapes, chunks, strict=True):
+            yield name, replace(stored, shape=shape, chunks=tuple(found))
 
 
 @cache
@@ -115,3 +166,24 @@ def transpose_tensor(shape: tuple[int, ...]) -> FusionPlaces:
     """
     *rest, before, last = range(len(shape))
     return FusionPlaces.of([ArrayView((0,) * len(shape), (*rest, last, before))], (shape,))
+
+
+@cache
+def cut_rows(shape: tuple[int, ...], start: int, stop: int) -> FusionPlaces:
+    """Return some rows of a tensor of `shape`, which by themselves are an array.
+
+    >>> cut_rows((12, 6), 4, 8).shape
+    (4, 6)
+    """
+    box = Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+    return FusionPlaces.of([ArrayView.whole(len(shape))], (shape,), (box,))
+
+
+@cache
+def merge_last_dims(shape: tuple[int, ...]) -> FusionPlaces:
+    """Return a tensor of `shape` as a matrix of as many rows, as a convolution over patches is a linear layer.
+
+    >>> merge_last_dims((12, 3, 2, 4, 4)).declared
+    (12, 96)
+    """
+    return FusionPlaces.of([ArrayView.whole(len(shape))], (shape,), declared=(shape[0], prod(shape[1:])))

@@ -22,7 +22,7 @@ def bind_arrays(stored: Manifest, arrays: Mapping[str, TensorFusion], note: str)
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.tensors.items():
         fusion = arrays.get(name)
-        if fusion is None or fusion.shape != tensor.shape:
+        if fusion is None or fusion.declared != tensor.shape:
             tensors[name] = tensor
             continue
         for meant, part in fusion.taken_apart(tensor):
@@ -42,7 +42,7 @@ def _bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState, note
         if fusion is None:
             states[name] = tensor
             continue
-        alike = tensor.shape == fusion.shape
+        alike = tensor.shape == fusion.declared
         for meant, part in fusion.taken_apart(tensor) if alike else ((meant, tensor) for meant in fusion.tensors):
             new = format_state_name(state, meant)
             known = states.get(new)

@@ -17,7 +17,8 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "torchtitan"
-CASES = ("qwen3", "qwen3_moe", "deepseek_v3")
+CASES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe", "kimi_k25")
+TIED = ("qwen3", "qwen3_5")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -38,9 +39,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_save_of_torchtitan_is_the_model(case, tmp_path):
     dcp.save(load_file(FIXTURES / case / "titan.safetensors"), checkpoint_id=tmp_path / "titan", no_dist=True)
-    reshard(tmp_path / "titan", tmp_path / "hf", ReshardOptions(to="hf"), source_options=read_options(case))
+    form = "fused" if case == "qwen3_5_moe" else "keep"
+    reshard(
+        tmp_path / "titan", tmp_path / "hf", ReshardOptions(to="hf", experts=form), source_options=read_options(case)
+    )
     made = load_file(tmp_path / "hf" / "model.safetensors")
-    made.pop("lm_head.weight", None) if case == "qwen3" else None
+    made.pop("lm_head.weight", None) if case in TIED else None
     same(made, load_file(FIXTURES / case / "source" / "model.safetensors"))
     assert digest(tmp_path / "hf").digest == digest(FIXTURES / case / "source").digest
 
@@ -108,10 +112,8 @@ def test_what_torchtitan_does_not_have(tmp_path):
 def test_states_go_back_to_where_torchtitan_has_them(case, mesh, tmp_path):
     """Its optimizer is flat (`optimizer/utils.py`): `state.<array>.<state>`, `param_groups.<array>.<key>`."""
     weights = load_file(FIXTURES / case / "titan.safetensors")
-    if case == "qwen3":  # one parameter of two names, of which torch trains the first
-        trained = {name: value for name, value in weights.items() if name != "lm_head.weight"}
-    else:
-        trained = weights
+    second = {"lm_head.weight"} if case in TIED else set()  # one parameter of two names: torch trains the first
+    trained = {name: value for name, value in weights.items() if name not in second}
     flat: dict[str, object] = {}
     for number, (name, value) in enumerate(trained.items()):
         flat |= {f"state.{name}.exp_avg": value.float() + number, f"state.{name}.exp_avg_sq": value.float() ** 2}

@@ -10,7 +10,7 @@ from shardctl.record import RECORD
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
@@ -24,13 +24,13 @@ _TAIL: Final = 3
 
 @value_class
 class FusedPlace:
-    """Where in an array that holds several tensors one of them is."""
+    """Where in an array that holds several tensors, or parts of some, one of them is."""
 
     array: str
     """The array's name."""
     fusion: TensorFusion
     position: int
-    """The tensor's, among those of the fusion."""
+    """The part's, among those of the fusion."""
 
 
 @value_class
@@ -39,15 +39,19 @@ class ArrayForm:
 
     names: Mapping[str, tuple[str, ...]]
     """By tensor: the arrays of its own, several for a tie."""
-    places: Mapping[str, FusedPlace]
-    """By tensor: its place in an array that it shares; then its names do not count."""
+    places: Mapping[str, tuple[FusedPlace, ...]]
+    """By tensor: its places in arrays that it shares or into which it is divided; then its names do not count."""
     at_root: bool = False
     """Whether a saved state has the arrays at its root, as torchtitan saves, and not in a dict of their own."""
 
-    def array(self, name: str) -> str:
-        """Return the array that holds a tensor, the first of several; one that was filtered out keeps its own name."""
-        place = self.places.get(name)
-        return place.array if place is not None else next(iter(self.names.get(name, ())), name)
+    def arrays(self, name: str) -> tuple[str, ...]:
+        """Return the arrays that hold parts of a tensor, or of a tie the first; one filtered out keeps its own name."""
+        places = self.places.get(name)
+        return tuple(dict.fromkeys(place.array for place in places)) if places else self.names.get(name, (name,))[:1]
+
+    def list_arrays(self, tensors: Iterable[str]) -> list[str]:
+        """List the arrays that hold some tensors, each once."""
+        return list(dict.fromkeys(array for name in tensors for array in self.arrays(name)))
 
 
 def choose_form(
@@ -60,7 +64,7 @@ def choose_form(
     Raises UnsupportedError if the tensors of an array have several types.
     """
     names = {name: (spelled and tensor.spelling) or (name, *tensor.ties) for name, tensor in have.tensors.items()}
-    places: dict[str, FusedPlace] = {}
+    places: dict[str, tuple[FusedPlace, ...]] = {}
     put_prefix = _find_prefix(have) if spelled else str
     for fusion in fusions.values():
         found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
@@ -75,7 +79,7 @@ def choose_form(
             names[found[0].name] = (wanted,)
         else:
             _check_types(wanted, found, dtypes)
-            places |= {tensor.name: FusedPlace(wanted, fusion, n) for n, tensor in enumerate(found)}
+            _add_places(places, wanted, fusion)
     _check_distinct(names, places)
     return ArrayForm(names, places)
 
@@ -86,7 +90,7 @@ def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtyp
     Raises UnsupportedError for an array that would lack tensors or would hold several types.
     """
     names: dict[str, tuple[str, ...]] = {}
-    places: dict[str, FusedPlace] = {}
+    places: dict[str, tuple[FusedPlace, ...]] = {}
     for fusion in arrays.values():
         found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
         if len(found) < len(fusion.tensors):
@@ -96,7 +100,7 @@ def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtyp
             names[found[0].name] = (*names.get(found[0].name, ()), fusion.name)
         else:
             _check_types(fusion.name, found, dtypes)
-            places |= {tensor.name: FusedPlace(fusion.name, fusion, n) for n, tensor in enumerate(found)}
+            _add_places(places, fusion.name, fusion)
     extra = [name for name in have.tensors if name not in names and name not in places]
     if extra:
         raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
@@ -121,8 +125,14 @@ def add_state_places(form: ArrayForm, states: Mapping[str, TensorFusion], dtypes
         other = next((name for name in fusion.tensors if dtypes[name] != first), None)
         if other is not None:
             raise UnsupportedError(f"{fusion.name} would hold {first} and {dtypes[other]}, as of {other}")
-        places |= {name: FusedPlace(fusion.name, fusion, n) for n, name in enumerate(fusion.tensors)}
+        _add_places(places, fusion.name, fusion)
     return replace(form, places=places)
+
+
+def _add_places(places: dict[str, tuple[FusedPlace, ...]], array: str, fusion: TensorFusion) -> None:
+    """Add where in an array each part of its tensors is."""
+    for position, name in enumerate(fusion.tensors):
+        places[name] = (*places.get(name, ()), FusedPlace(array, fusion, position))
 
 
 def _find_prefix(have: Manifest) -> Callable[[str], str]:
@@ -146,9 +156,9 @@ def _find_prefix(have: Manifest) -> Callable[[str], str]:
     return lambda name: f"{words.get(name.partition('.')[0], name.partition('.')[0])}.{name.partition('.')[2]}"
 
 
-def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, FusedPlace]) -> None:
+def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, tuple[FusedPlace, ...]]) -> None:
     """Raise SourceError if two arrays would have one name, as a record says whose spellings are another tensor's."""
-    owners = {place.array: name for name, place in places.items()}
+    owners = {place.array: name for name, some in places.items() for place in some}
     for name, arrays in names.items():
         for array in arrays if name not in places else ():
             other = owners.setdefault(array, name)

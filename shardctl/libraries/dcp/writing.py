@@ -72,7 +72,7 @@ class _DcpBuilder:
             self._flat_settings(training, form)
             return
         for number, group in enumerate(training.groups):
-            members: list[Value] = list(dict.fromkeys(map(form.array, group.parameters)))
+            members: list[Value] = list(form.list_arrays(group.parameters))
             for name, value in (*group.settings.items(), ("params", members)):
                 way: _Way = (_OPTIMIZER, "param_groups", number, name)
                 self.files.object(_join_key_path(way), encode_object(value))
@@ -81,7 +81,7 @@ class _DcpBuilder:
     def _flat_settings(self, training: TrainingState, form: ArrayForm) -> None:
         """Add the settings of every array by itself, as torchtitan has them (`components/optimizer/utils.py`)."""
         for group in training.groups:
-            for array in dict.fromkeys(map(form.array, group.parameters)):
+            for array in form.list_arrays(group.parameters):
                 for name, value in group.settings.items():
                     if name not in _MEMBERS:
                         way: _Way = (_TRAINED, f"param_groups.{array}.{name}")

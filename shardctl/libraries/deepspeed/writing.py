@@ -110,7 +110,7 @@ def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mappi
     found: _Groups = []
     left = dict.fromkeys(trained)
     for group in training.groups if training is not None else ():
-        members = [name for name in dict.fromkeys(map(form.array, group.parameters)) if name in left]
+        members = [name for name in form.list_arrays(group.parameters) if name in left]
         for name in members:
             del left[name]
         found.append((members, dict(group.settings)))

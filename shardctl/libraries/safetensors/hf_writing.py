@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
+    from shardctl.manifest import Manifest, Tensor
 
 NAME: Final = "hf"
 _DIFFUSION: Final = "diffusion_pytorch_model.safetensors"
@@ -70,15 +70,26 @@ def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType])
     """List every array once, where its first tensor is."""
     known: dict[int, ViewGroup] = {}
     for tensor in have.tensors.values():
-        dtype, place = dtypes[tensor.name], form.places.get(tensor.name)
-        if place is None:
+        dtype, some = dtypes[tensor.name], form.places.get(tensor.name)
+        if some is None:
             for name in form.names[tensor.name]:
                 yield TensorArray.of(name, tensor, dtype, Box.whole(tensor.shape))
-        elif place.position == 0:
-            held, places = tuple(have.tensors[name] for name in place.fusion.tensors), place.fusion.places
-            if id(places) not in known:
-                known[id(places)] = ViewGroup(places.views, tuple(one.shape for one in held))
-            yield TensorArray(place.array, dtype, places.shape, Box.whole(places.shape), held, known[id(places)])
+            continue
+        for place in some:
+            if place.position == 0:
+                held, places = tuple(have.tensors[name] for name in place.fusion.tensors), place.fusion.places
+                if id(places) not in known:
+                    known[id(places)] = ViewGroup(places.views, places.boxes)
+                yield build_shared_array(place, dtype, Box.whole(places.shape), held, known[id(places)])
+
+
+def build_shared_array(
+    place: FusedPlace, dtype: DType, box: Box, tensors: tuple[Tensor, ...], views: ViewGroup
+) -> TensorArray:
+    """Build a box of an array that holds several tensors, or parts of some, in the shape in which it is declared."""
+    places = place.fusion.places
+    merged = places if places.declared != places.shape else None
+    return TensorArray(place.array, dtype, places.declared, places.merge_dims(box), tensors, views, merged)
 
 
 def _choose_part_name(arrays: Iterable[TensorArray]) -> str:

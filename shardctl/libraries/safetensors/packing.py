@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.safetensors.header import encode_header
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
@@ -13,7 +12,9 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from shardctl.box import Box
     from shardctl.dtype import DType
+    from shardctl.models.fusion import FusionPlaces
     from shardctl.views import ViewGroup
 
 
@@ -28,9 +29,11 @@ class TensorArray:
     """Of the larger array."""
     box: Box
     tensors: tuple[Tensor, ...]
-    """Those that the box may hold elements of."""
+    """Those that the box may hold elements of, of each part one."""
     views: ViewGroup | None = None
     """Where each of them lies in the larger array; None if that is the only one of them."""
+    merged: FusionPlaces | None = None
+    """Where they lie, if the array is declared with dims merged that the views have apart."""
     constant: ClassVar[bytes | None] = None
     """Nothing: tensors fill it."""
     padding: ClassVar[int] = 0
@@ -58,14 +61,15 @@ class TensorArray:
         dtype, name, tensors = self.dtype, self.name, self.tensors
         if self.views is None:
             yield tensors[0].name, Chunk(self.box, dtype, region, name)
-        elif dtype.unit_elements == 1:
+        elif dtype.unit_elements == 1 and self.merged is None:
             path, start = region.file, region.offset
             for number, box, shift, strides in self.views.pulled(self.box, region.strides):
                 yield tensors[number].name, Chunk(box, dtype, Region(path, start + shift, strides), name)
         else:
             stored = Chunk(self.box, dtype, region, name)
-            for tensor, view in zip(tensors, self.views.views, strict=True):
-                chunk = view.pull(stored, Box.whole(tensor.shape))
+            stored = self.merged.split_dims(stored) if self.merged is not None else stored
+            for tensor, view, part in zip(tensors, self.views.views, self.views.parts, strict=True):
+                chunk = view.pull(stored, part)
                 if chunk is not None:
                     yield tensor.name, chunk
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import merge_boxes
+from shardctl.box import Box, merge_boxes
+from shardctl.libraries.safetensors.hf_writing import build_shared_array
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
 from shardctl.libraries.writer import Layout
@@ -20,7 +21,6 @@ from shardctl.views import ViewGroup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardctl.box import Box
     from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "ranks"
 Known = dict[object, "_AlikeArrays"]
-"""What arrays of experts have in common, by what it is worked out from."""
+"""What arrays of several tensors, or of parts of some, have in common, by what it is worked out from."""
 
 
 def pack_ranks(request: PackRequest) -> Manifest:
@@ -64,37 +64,40 @@ def list_rank_arrays(
     order: list[TensorShard | list[tuple[TensorShard, FusedPlace]]] = []
     shared: dict[str, list[tuple[TensorShard, FusedPlace]]] = {}
     for piece in held:
-        place = form.places.get(piece.tensor.name)
-        if place is None:
+        places = form.places.get(piece.tensor.name)
+        if places is None:
             order.append(piece)
-        elif place.array in shared:
-            shared[place.array].append((piece, place))
-        else:
-            shared[place.array] = [(piece, place)]
-            order.append(shared[place.array])
+            continue
+        for place in places:
+            if place.array in shared:
+                shared[place.array].append((piece, place))
+            else:
+                shared[place.array] = [(piece, place)]
+                order.append(shared[place.array])
     for some in order:
         if isinstance(some, list):
-            yield _join_experts(some, dtypes[some[0][0].tensor.name], known)
+            yield _join_parts(some, dtypes[some[0][0].tensor.name], known)
         else:
             dtype = dtypes[some.tensor.name]
             for name in some.names:
                 yield [TensorArray.of(name, some.tensor, dtype, box) for box in some.boxes]
 
 
-def _join_experts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType, known: Known) -> list[TensorArray]:
-    """Return the fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
-    name, fusion = pieces[0][1].array, pieces[0][1].fusion
+def _join_parts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType, known: Known) -> list[TensorArray]:
+    """Return the fewest boxes of an array that hold `pieces` of its tensors; `known` are those of arrays before."""
+    place = pieces[0][1]
+    fusion = place.fusion
     key = (id(fusion.places), *(place.position for _, place in pieces), *(id(piece.boxes) for piece, _ in pieces))
     alike = known.get(key)
     if alike is None:
         alike = known[key] = _AlikeArrays.of(pieces)
     tensors = tuple(piece.tensor for piece, _ in pieces)
-    return [TensorArray(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
+    return [build_shared_array(place, dtype, box, tensors, alike.views) for box in alike.boxes]
 
 
 @value_class
 class _AlikeArrays:
-    """What the arrays of experts of all layers have in common on a rank."""
+    """What such arrays of all layers have in common on a rank."""
 
     boxes: list[Box]
     """Of the array."""
@@ -108,11 +111,16 @@ class _AlikeArrays:
         """Make them from those of one layer."""
         views = ViewGroup(
             tuple(place.fusion.places.views[place.position] for _, place in pieces),
-            tuple(piece.tensor.shape for piece, _ in pieces),
+            tuple(place.fusion.places.boxes[place.position] for _, place in pieces),
         )
         held = tuple(piece.boxes for piece, _ in pieces)
-        parts = zip(views.views, views.shapes, held, strict=True)
-        return cls(merge_boxes(view.image(shape, box) for view, shape, some in parts for box in some), views, held)
+        images = (
+            view.image(part.shape, Box(tuple(a - b for a, b in zip(own.origin, part.origin, strict=True)), own.shape))
+            for view, part, some in zip(views.views, views.parts, held, strict=True)
+            for box in some
+            if (own := box.intersect(part)) is not None
+        )
+        return cls(merge_boxes(images), views, held)
 
 
 def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: int | None) -> list[list[TensorArray]]:
