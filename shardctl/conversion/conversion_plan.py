@@ -35,7 +35,6 @@ from shardctl.conversion.optimizer_states import (
     spread_shared_states,
 )
 from shardctl.copyplan import CopyPlan, join_manifests
-from shardctl.dialect import LibraryDialect
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
@@ -56,7 +55,7 @@ from shardctl.value import value_class
 from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.libraries.arrays.form import ArrayForm
@@ -120,11 +119,6 @@ class PlannedConversion:
             return self.placed.stages
         return self.plan.want.dialect.stages if self.plan.want.dialect is not None else ()
 
-    def prefix(self, rank: int) -> str:
-        """Return what the paths of a rank's files begin with; empty where the layout has no files of ranks."""
-        dialect = self.plan.want.dialect or LibraryDialect(self.layout, self.mesh)
-        return get_layout(self.layout).prefix(dialect, rank)
-
     @property
     def write_bytes(self) -> int:
         """Bytes of all files of the result but its record."""
@@ -145,6 +139,30 @@ class PlannedConversion:
         return state.hexdigest()[:32]
 
 
+@value_class
+class DraftedConversion:
+    """A conversion of which is known what its layout is asked for, but not yet which bytes go where."""
+
+    checkpoint: OpenedCheckpoint
+    """With the weights that are wanted of it, such as those without quantisation."""
+    reshard_options: ReshardOptions
+    layout: Layout
+    mesh: Mesh
+    request: PackRequest
+    notes: tuple[str, ...]
+    """Warnings about the placement and the names."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads it may have."""
+        return _choose_threads(self.checkpoint, self.reshard_options)
+
+    def list_carried_files(self, files: Collection[str]) -> tuple[OpaqueObject, ...]:
+        """List the side files that travel along in their new form; the layout makes `files` itself."""
+        sides = list_carried_files(self.checkpoint, self.request.have, self.request.dtypes, self.layout)
+        return tuple(side for side in sides if side.name not in files)
+
+
 @pause_garbage_collection()
 def plan_conversion(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, least: bool = False
@@ -157,6 +175,14 @@ def plan_conversion(
     Raises UsageError for options that contradict each other, CutError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
+    return work_out_conversion(draft_conversion(checkpoint, reshard_options, least=least), least=least)
+
+
+@pause_garbage_collection()
+def draft_conversion(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, least: bool = False
+) -> DraftedConversion:
+    """Choose layout, types, names and the place of each tensor; raises as `plan_conversion`."""
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
     check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
@@ -168,7 +194,7 @@ def plan_conversion(
         else ()
     )
     limit = max(reshard_options.host_memory, _PLANNING_MEMORY) if least else reshard_options.host_memory
-    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), limit)
+    require_bookkeeping(len(tensors), sum([len(tensor.chunks) for tensor in tensors]), limit)
     have = add_optimizer_states(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
@@ -182,49 +208,58 @@ def plan_conversion(
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
         if mesh.world > 1:
             _require_lists(have, placed, limit)
-    want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
+    request = _build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes)
     notes = checkpoint.note_placement(mesh) if placed is not None else ()
     if layout.source_names:
         notes = (*notes, *checkpoint.note_names())
-    have = replace(have, warnings=(*have.warnings, *notes, *want.warnings))
+    return DraftedConversion(checkpoint, reshard_options, layout, mesh, request, notes)
+
+
+@pause_garbage_collection()
+def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> PlannedConversion:
+    """Work out which bytes go where; see `plan_conversion`."""
+    checkpoint, layout, request = drafted.checkpoint, drafted.layout, drafted.request
+    want = layout.pack(request)
+    have = replace(request.have, warnings=(*request.have.warnings, *drafted.notes, *want.warnings))
     plan = join_manifests(have, want)
-    if not reshard_options.allow_expansion:
+    if not drafted.reshard_options.allow_expansion:
         check_expansion(plan, checkpoint.encoded)
-    divide = partial(
-        divide_host_memory,
-        plan,
-        threads=_choose_threads(checkpoint, reshard_options),
-        beside=checkpoint.source.held_bytes,
-    )
-    impossible = ""
-    try:
-        budget = divide(reshard_options.host_memory)
-    except MemoryBudgetError as error:
-        if not least:
-            raise
-        reshard_options, impossible = replace(reshard_options, host_memory=error.needed), error.message
-        budget = divide(error.needed)
+    divide = partial(divide_host_memory, plan, threads=drafted.threads, beside=checkpoint.source.held_bytes)
+    reshard_options, budget, impossible = divide_memory(drafted.reshard_options, divide, least=least)
     return PlannedConversion(
         checkpoint=checkpoint,
         reshard_options=reshard_options,
         layout=layout.name,
-        mesh=mesh,
+        mesh=drafted.mesh,
         have=have,
         plan=plan,
-        placed=placed,
+        placed=request.placed,
         budget=budget,
-        carried=tuple(
-            side for side in list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
-        ),
+        carried=drafted.list_carried_files(want.files),
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
-        | _record_layout_changes(have, want, dtypes)
-        | _record_rules(checkpoint, placed),
+        | _record_layout_changes(have, want, request.dtypes)
+        | _record_rules(checkpoint, request.placed),
         impossible=impossible,
     )
+
+
+def divide_memory(
+    reshard_options: ReshardOptions, divide: Callable[[int], HostMemoryBudget], *, least: bool
+) -> tuple[ReshardOptions, HostMemoryBudget, str]:
+    """Divide the limit on host memory, with `least` the least that can hold it where the limit cannot.
+
+    Returns the options with the limit that counts, and why it is not the one that was given.
+    """
+    try:
+        return reshard_options, divide(reshard_options.host_memory), ""
+    except MemoryBudgetError as error:
+        if not least:
+            raise
+        return replace(reshard_options, host_memory=error.needed), divide(error.needed), error.message
 
 
 def _require_lists(have: Manifest, placed: PlacedCheckpoint, limit: int) -> None:

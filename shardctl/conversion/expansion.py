@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.copyplan import CopyPlan
-    from shardctl.manifest import Tensor
+    from shardctl.manifest import Manifest, Tensor
 
 _FACTOR: Final = 4
 """Bytes of tensors for one byte of the source. The most that a model in use ties is one embedding in four places (T5:
@@ -31,9 +31,7 @@ def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
     Casts and the copies of one box on several ranks do not count: they grow with what was asked for, not with what the
     source says.
     """
-    stored = sum(file.size for file in plan.have.files.values())
-    stored += (_MOST_DECODED // _FACTOR - 1) * sum(tensor.nbytes for tensor in encoded)
-    limit = _FACTOR * stored + _FREE
+    limit = compute_expansion_limit(plan.have, encoded)
     if plan.write_bytes <= limit:
         return
     wanted = 0
@@ -41,9 +39,20 @@ def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
         boxes = {(chunk.name, chunk.box) for chunk in copy.target.chunks}
         wanted += sum(copy.source.dtype.nbytes(box.shape) for _, box in boxes)
     if wanted > limit:
+        stored = _count_stored_bytes(plan.have, encoded)
         raise HostileError(
             f"the source stores {format_file_size(stored)}, but its tensors would take "
             f"{format_file_size(wanted)} when each name is "
             f"written out: more than {_FACTOR} times as much",
             hint="many names share one storage, or strides repeat elements; if that is intended, add --allow-expansion",
         )
+
+
+def compute_expansion_limit(have: Manifest, encoded: Sequence[Tensor] = ()) -> int:
+    """Compute the bytes of a result that are never refused as too many."""
+    return _FACTOR * _count_stored_bytes(have, encoded) + _FREE
+
+
+def _count_stored_bytes(have: Manifest, encoded: Sequence[Tensor]) -> int:
+    stored = sum(file.size for file in have.files.values())
+    return stored + (_MOST_DECODED // _FACTOR - 1) * sum(tensor.nbytes for tensor in encoded)

@@ -10,6 +10,8 @@ from shardctl.value import value_class
 from shardctl.workers import check_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.dtype import DType
 
@@ -96,11 +98,28 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
     block fits.
     """
     chunks = sum([len(c.source.chunks) + len(c.target.chunks) for c in plan.copies])
-    reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
-    casts = {(id(c.source.dtype), id(c.target.dtype)): c for c in plan.copies}.values()
-    buffers = 2 + max((_compute_cast_ratio(c.source.dtype, c.target.dtype) for c in casts), default=0)
+    casts = {(id(c.source.dtype), id(c.target.dtype)): (c.source.dtype, c.target.dtype) for c in plan.copies}
     aside = [copy for copy in plan.copies for chunk in copy.target.chunks if chunk.aside]
-    buffers += max((_compute_aside_ratio(copy) for copy in aside), default=0)
+    besides = max((_compute_aside_ratio(copy) for copy in aside), default=0)
+    return divide_counted_memory(len(plan.copies), chunks, casts.values(), limit, threads, beside, aside=besides)
+
+
+def divide_counted_memory(
+    tensors: int,
+    chunks: int,
+    casts: Iterable[tuple[DType, DType]],
+    limit: int,
+    threads: int,
+    beside: int,
+    *,
+    aside: float = 0,
+) -> HostMemoryBudget:
+    """Divide `limit` bytes as `divide_host_memory`, for so many tensors with so many chunks on both sides together.
+
+    `casts` are the types that tensors have and will have, `aside` what each byte of a source takes in further copies.
+    """
+    reserved = INTERPRETER + beside + PER_TENSOR * tensors + PER_CHUNK * chunks
+    buffers = 2 + max((_compute_cast_ratio(have, want) for have, want in casts), default=0) + aside
     check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
@@ -110,7 +129,7 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
     raise MemoryBudgetError(
         f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {-(-least // MIB)} MiB",
         needed=least,
-        hint=f"{reserved / MIB:.0f} MiB of that is the program and {len(plan.copies)} tensors in {chunks} chunks",
+        hint=f"{reserved / MIB:.0f} MiB of that is the program and {tensors} tensors in {chunks} chunks",
     )
 
 

@@ -66,6 +66,16 @@ def _give_no_prefix(dialect: LibraryDialect, rank: int) -> str:
 
 
 @value_class
+class PackMeasure:
+    """What a packed target takes, without where each tensor goes."""
+
+    files: Mapping[str, int]
+    """By path, the size of each file."""
+    chunks: int
+    """How many there are of all tensors together."""
+
+
+@value_class
 class Layout:
     """A layout that shardctl writes; every module that writes one ends in `LAYOUT = Layout(...)`."""
 
@@ -91,3 +101,6 @@ class Layout:
     """Whether arrays keep the names and the form that they have in the source, whatever `--names` says."""
     prefix: Callable[[LibraryDialect, int], str] = _give_no_prefix
     """What the paths of a rank's files begin with; the dialect says the mesh, and what the library's own names need."""
+    measure: Callable[[PackRequest], PackMeasure | None] | None = None
+    """Measures what `pack` would give of tensors that are stored whole, in a fraction of the time, and may return None
+    for what only packing can tell."""

@@ -24,11 +24,11 @@ from shardctl.storage.free_space import find_existing_parent, measure_free_space
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.conversion.measured_conversion import MeasuredConversion
     from shardctl.copyplan import CopyPlan
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.inventory import TensorInventory
@@ -120,8 +120,13 @@ class PlanResult(NotebookView):
     """Of an adapter: what is counted of its base, and what is not."""
     model: EstimatedModel | None = field(default=None, repr=False)
     """What was estimated, for further questions."""
-    copy_plan: CopyPlan | None = field(default=None, repr=False)
-    """What would be copied, where there is something to convert."""
+    plan_copy: Callable[[], CopyPlan] | None = field(default=None, repr=False, compare=False)
+    """Works out what would be copied, where there is something to convert."""
+
+    @property
+    def copy_plan(self) -> CopyPlan | None:
+        """What would be copied, worked out anew, where there is something to convert."""
+        return self.plan_copy() if self.plan_copy is not None else None
 
     @property
     def fits(self) -> bool:
@@ -133,12 +138,12 @@ class PlanResult(NotebookView):
 
 def describe_conversion(
     path: str,
-    work: PlannedConversion,
+    work: MeasuredConversion,
     near: Path,
     plan_options: PlanOptions | None = None,
     about: EstimatedModel | None = None,
 ) -> PlanResult:
-    """Return a worked-out conversion, as numbers.
+    """Return a conversion as numbers.
 
     `near` is where free space is looked up. Without a purpose no forecast. `about` is the model as estimates see it, if
     that is other than its files.
@@ -146,9 +151,9 @@ def describe_conversion(
     about = about or build_estimated_model(work.checkpoint, work.reshard_options)
     stages = work.stages or (about.inventory.layers,)
     conversion = ConversionCost(
-        read_bytes=work.plan.read_bytes,
+        read_bytes=work.read_bytes,
         write_bytes=work.write_bytes,
-        files=len(work.plan.want.files) + len(work.carried) + 1,
+        files=len(work.files) + len(work.carried) + 1,
         peak_memory_bytes=work.budget.projected,
         threads=work.budget.threads,
         block_bytes=work.budget.block,
@@ -162,9 +167,9 @@ def describe_conversion(
     return replace(found, warnings=(*work.have.warnings, *left, *filter(None, [work.impossible, besides])))
 
 
-def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:
+def _note_extra_bytes(work: MeasuredConversion, ranks: Sequence[RankPlan]) -> str:
     """Note what another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
-    if work.plan.want.dialect is None:
+    if work.dialect is None:
         return ""
     most = max(ranks, key=lambda rank: rank.file_bytes - rank.weight_bytes)
     more = most.file_bytes - most.weight_bytes
@@ -203,7 +208,7 @@ def _build_result(
     mesh: Mesh,
     stages: tuple[int, ...],
     plan_options: PlanOptions | None,
-    work: PlannedConversion | None,
+    work: MeasuredConversion | None,
     conversion: ConversionCost | None,
 ) -> PlanResult:
     forecast = estimate_workload(about, mesh, stages, plan_options)
@@ -241,7 +246,7 @@ def _build_result(
         ),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,
         model=about,
-        copy_plan=work.plan if work is not None else None,
+        plan_copy=work.plan_copy if work is not None else None,
     )
 
 
@@ -255,10 +260,10 @@ def _list_weight_types(inventory: TensorInventory) -> tuple[str, ...]:
 class _RankFiles:
     """Finds the files of weights of each rank by how their names begin, among as many files as there are ranks."""
 
-    def __init__(self, work: PlannedConversion | None) -> None:
+    def __init__(self, work: MeasuredConversion | None) -> None:
         self._work = work
-        files = work.plan.want.files if work is not None else {}
-        self._sizes = {path: file.size for path, file in files.items() if path.endswith(WEIGHT_SUFFIXES)}
+        files = work.files if work is not None else {}
+        self._sizes = {path: size for path, size in files.items() if path.endswith(WEIGHT_SUFFIXES)}
         self._turns = {path: turn for turn, path in enumerate(self._sizes)}
         self._sorted = sorted(self._sizes)
         self._known: dict[str, dict[str, int]] = {}

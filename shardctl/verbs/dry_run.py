@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.conversion.conversion_plan import prepare_source_options
+from shardctl.conversion.measured_conversion import measure_planned
 from shardctl.conversion.preparing import open_conversion
 from shardctl.errors import AccessError
 from shardctl.execute.staging import StagingArea
@@ -39,14 +40,16 @@ def rehearse_reshard(
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import check_bucket
 
-            return describe_conversion(str(path), work, check_bucket(work, destination, overwrite=overwrite))
+            return describe_conversion(
+                str(path), measure_planned(work), check_bucket(work, destination, overwrite=overwrite)
+            )
         if is_hub_address(destination):
             from shardctl.conversion.hub_output import check_branch
 
             options = destination_options or DestinationOptions()
-            return describe_conversion(str(path), work, check_branch(work, destination, options))
+            return describe_conversion(str(path), measure_planned(work), check_branch(work, destination, options))
         staging = StagingArea(Path(destination), overwrite=overwrite)
-        planned = describe_conversion(str(path), work, Path(destination))
+        planned = describe_conversion(str(path), measure_planned(work), Path(destination))
         place = find_existing_parent(staging.root.parent)
         if not staging.root.exists() and not os.access(place, os.W_OK | os.X_OK):
             raise AccessError(f"{place} cannot be written", hint="choose another destination")

@@ -10,6 +10,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import compile_pattern, plan_conversion, prepare_source_options
+from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
 from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
@@ -203,13 +204,16 @@ def _plan_stored_model(
     A conversion of so many pieces that not even their list is made is left out of the result, which says so.
     """
     try:
-        work = plan_conversion(checkpoint, reshard_options, least=True)
+        if plan_options.out is None:
+            work = measure_conversion(checkpoint, reshard_options, least=True)
+        else:
+            planned_work = plan_conversion(checkpoint, reshard_options, least=True)
+            plan_file.write_plan_file(plan_options.out, planned_work, source_options)
+            work = measure_planned(planned_work)
     except MemoryBudgetError as error:
         if plan_options.out is not None:
             raise
         planned = describe_unstored_model(path, checkpoint, reshard_options, plan_options, about)
         left = f"the conversion is not worked out: {error.message}; {error.hint}"
         return replace(planned, warnings=(*planned.warnings, left))
-    if plan_options.out is not None:
-        plan_file.write_plan_file(plan_options.out, work, source_options)
     return describe_conversion(path, work, near, plan_options, about)

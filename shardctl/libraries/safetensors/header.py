@@ -50,6 +50,8 @@ _STATE_MARK: Final = b'"optimizer.'
 _ENTRY_MARK: Final = b'"data_offsets"'
 """Every entry of a header has it once."""
 _LENGTH_BYTES: Final = 8
+_ALIGNED: Final = 8
+"""Spaces fill up the JSON to a multiple of it."""
 _FIRST_READ: Final = 1 << 16
 """Bytes of a file that is far away in which most headers fit."""
 _PER_ENTRY: Final = 160
@@ -57,9 +59,9 @@ _PER_ENTRY: Final = 160
 _BESIDES: Final = 512
 """Bytes of a header besides its entries: its length, its metadata, and what pads it."""
 _U64: Final = 1 << 64
-_METADATA: Final = "__metadata__"
-_quoted: Final = encode_basestring
-"""A string as JSON, characters beyond ASCII as they are."""
+METADATA: Final = "__metadata__"
+spell_text: Final = encode_basestring
+"""Spells a string as JSON, characters beyond ASCII as they are."""
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
 _PLAIN_MEMBER: Final = re.compile(
@@ -192,7 +194,7 @@ class _ParsedHeader:
                 known = _build_array(name, dtype, shape, 0, int(last) - int(first))
                 kind = kinds[dtype, extents] = known.dtype, known.shape, known.nbytes
             begin, nbytes = int(first), kind[2]
-            if int(last) - begin != nbytes or name in names or name == _METADATA or len(entries) == MOST_ARRAYS:
+            if int(last) - begin != nbytes or name in names or name == METADATA or len(entries) == MOST_ARRAYS:
                 break
             names.add(name)
             entries.append(HeaderArray(name, kind[0], kind[1], start + begin, nbytes))
@@ -203,7 +205,7 @@ class _ParsedHeader:
         if name in self._names:
             raise MalformedError(f"the name {name!r} appears twice")
         self._names.add(name)
-        if name == _METADATA:
+        if name == METADATA:
             if self._text.startswith("null", at):
                 return at + len("null")
             return walk_object(self._text, at, self._metadata_member)
@@ -219,11 +221,11 @@ class _ParsedHeader:
 
     def _metadata_member(self, key: str, at: int) -> int:
         if key in self.metadata:
-            raise MalformedError(f"the key {key!r} of {_METADATA} appears twice")
+            raise MalformedError(f"the key {key!r} of {METADATA} appears twice")
         try:
             self.metadata[key], at = parse_string(self._text, at)
         except MalformedError as error:
-            raise MalformedError(f"{_METADATA} maps strings to strings, but at {key!r}: {error}") from error
+            raise MalformedError(f"{METADATA} maps strings to strings, but at {key!r}: {error}") from error
         return at
 
 
@@ -324,27 +326,27 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     Raises:
         UnsupportedError: a name cannot be a tensor's, an array does not end on a byte, or the header is too large.
     """
-    entries = [f'"{_METADATA}":{_encode_compact_json(dict(sorted(metadata.items())))}'] if metadata else []
+    entries = [spell_metadata(metadata)] if metadata else []
     relative: dict[str, int] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     end = 0
     for name, dtype, shape in sorted(arrays, key=_get_file_order):
-        if name == _METADATA:
-            raise UnsupportedError(f"a safetensors file cannot hold a tensor named {_METADATA!r}")
+        if name == METADATA:
+            raise UnsupportedError(f"a safetensors file cannot hold a tensor named {METADATA!r}")
         assert name not in relative, f"two arrays named {name!r} in one file"  # noqa: S101 - a layout's bug
         kind = (dtype.name, tuple(shape))
         if kind not in sizes:
-            sizes[kind] = dtype.nbytes(shape), f'{{"dtype":"{dtype.name}","shape":{_encode_compact_json(list(shape))}'
+            sizes[kind] = dtype.nbytes(shape), spell_kind(dtype, shape)
         nbytes, said = sizes[kind]
-        entries.append(f'{_quoted(name)}:{said},"data_offsets":[{end},{end + nbytes}]}}')
+        entries.append(spell_entry(name, said, end, end + nbytes))
         relative[name] = end
         end += nbytes
     try:
-        text = f"{{{','.join(entries)}}}".encode()
+        text = join_members(entries).encode()
     except UnicodeEncodeError as error:
         odd = error.object[error.start : error.end]
         raise UnsupportedError(f"a name with the lone surrogate {odd!r} cannot be written as Unicode text") from error
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % _ALIGNED)
     if len(text) > LARGEST_HEADER:
         raise UnsupportedError(
             f"a header for {len(relative):,} tensors takes {len(text):,} bytes; safetensors allows {LARGEST_HEADER:,}"
@@ -353,13 +355,38 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     return EncodedHeader(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
 
 
+def measure_file(spelled: int, nbytes: int) -> int:
+    """Measure the file whose header takes `spelled` bytes of JSON, and whose arrays take `nbytes`."""
+    return _LENGTH_BYTES + spelled + -spelled % _ALIGNED + nbytes
+
+
+def join_members(members: Iterable[str]) -> str:
+    """Join the members of a header, each spelled already."""
+    return f"{{{','.join(members)}}}"
+
+
+def spell_metadata(metadata: Mapping[str, str]) -> str:
+    """Spell the member of a header that is no array."""
+    return f'"{METADATA}":{_encode_compact_json(dict(sorted(metadata.items())))}'
+
+
+def spell_kind(dtype: DType, shape: Sequence[int]) -> str:
+    """Spell what the entries of all arrays of a type and a shape have in common."""
+    return f'{{"dtype":"{dtype.name}","shape":{_encode_compact_json(list(shape))}'
+
+
+def spell_entry(name: str, kind: str, begin: int, end: int) -> str:
+    """Spell the entry of an array, whose `kind` is spelled already, between two bytes of the data."""
+    return f'{spell_text(name)}:{kind},"data_offsets":[{begin},{end}]}}'
+
+
 def _encode_compact_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-_ALIGNMENT: Final = {dtype.name: -position for position, dtype in enumerate(DTYPES)}
+ALIGNMENT: Final = {dtype.name: -position for position, dtype in enumerate(DTYPES)}
 """The library sorts by the position in its enum `Dtype`, whose order `DTYPES` repeats."""
 
 
 def _get_file_order(array: tuple[str, DType, Sequence[int]]) -> tuple[int, str]:
-    return _ALIGNMENT[array[1].name], array[0]
+    return ALIGNMENT[array[1].name], array[0]

@@ -8,13 +8,29 @@ as a distributed checkpoint (transformers/distributed/checkpoint.py). Both deman
 from __future__ import annotations
 
 import json
+import re
+from functools import lru_cache
+from itertools import accumulate
+from json.encoder import encode_basestring_ascii
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, merge_boxes
+from shardctl.libraries.safetensors.header import (
+    ALIGNMENT,
+    LARGEST_HEADER,
+    METADATA,
+    join_members,
+    measure_file,
+    spell_entry,
+    spell_kind,
+    spell_metadata,
+    spell_text,
+)
 from shardctl.libraries.safetensors.hf_writing import build_shared_array
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
-from shardctl.libraries.writer import Layout
+from shardctl.libraries.writer import Layout, PackMeasure
 from shardctl.value import value_class
 from shardctl.views import ViewGroup
 
@@ -29,6 +45,12 @@ if TYPE_CHECKING:
     from shardctl.pieces import TensorShard
 
 NAME: Final = "ranks"
+_BETWEEN: Final = ", "
+"""What stands between the entries of `DCP_SHARDING_INFO`."""
+_PLAIN: Final = re.compile(r"[ !#-\[\]-~]*")
+"""Characters that JSON spells as they are, each with one byte."""
+_quote: Final = encode_basestring_ascii
+"""A string as JSON, in ASCII."""
 Known = dict[object, "_AlikeArrays"]
 """What arrays of several tensors, or of parts of some, have in common, by what it is worked out from."""
 
@@ -42,9 +64,83 @@ def pack_ranks(request: PackRequest) -> Manifest:
     for rank, held in request.placed.ranks():
         files = _split_into_files(list_rank_arrays(held, request.form, dtypes, known), request.max_shard_size)
         for number, arrays in enumerate(files, 1):
-            path = f"{_number_files(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
+            path = _name_file(rank, number, len(files))
             builder.add(path, arrays, _build_sharding_info(arrays))
     return builder.manifest(NAME, have, dtypes)
+
+
+@value_class
+class _KindSize:
+    """What the arrays of one type, one box and one shape around it add to a file, but for their names and offsets."""
+
+    order: int
+    """Where the file has them, among other types."""
+    nbytes: int
+    spelled: int
+    """Characters of their entries in the header, and in the metadata there."""
+    boxes: tuple[Box, ...]
+    """As long as they are kept, no others have their id."""
+
+
+def measure_ranks(request: PackRequest) -> PackMeasure | None:
+    """Measure the files that `pack_ranks` packs, if each name has one box on a rank, and one file holds all of them.
+
+    The characters of headers are counted: what an array takes there depends on its kind, its name and the digits of its
+    offsets, which follow from the order of the file.
+    """
+    assert request.placed is not None  # noqa: S101 - as the layout says of its ranks
+    besides = join_members([spell_metadata(build_container_metadata(request.have) | _build_sharding_info(()))])
+    if request.form.places or request.max_shard_size is not None or not besides.isascii():
+        return None
+    kinds: dict[tuple[int, int], _KindSize] = {}
+    sizes, chunks = dict[str, int](), 0
+    for rank, held in request.placed.ranks():
+        rows, spelled = list[tuple[int, str, int]](), len(besides)
+        for piece in held:
+            dtype = request.dtypes[piece.tensor.name]
+            kind = kinds.get((id(piece.boxes), id(dtype)))
+            if kind is None:
+                if len(piece.boxes) != 1 or dtype.bits % 8:
+                    return None
+                kind = kinds[id(piece.boxes), id(dtype)] = _measure_kind(dtype, piece.tensor.shape, piece.boxes)
+            for name in piece.names:
+                rows.append((kind.order, name, kind.nbytes))
+                spelled += kind.spelled
+        size = _measure_rank_file(rows, spelled) if rows else 0
+        if size is None:
+            return None
+        if rows:
+            sizes[_name_file(rank, 1, 1)] = size
+        chunks += len(rows)
+    return PackMeasure(sizes, chunks)
+
+
+def _measure_rank_file(rows: list[tuple[int, str, int]], spelled: int) -> int | None:
+    """Measure a file of arrays, each with the place of its type, its name and its bytes; None if that is not plain.
+
+    `spelled` are the characters of the header without names and offsets.
+    """
+    rows.sort()
+    names = [name for _, name, _ in rows]
+    if len(set(names)) < len(names) or METADATA in names or not _PLAIN.fullmatch("".join(names)):
+        return None
+    ends = [str(end) for end in accumulate([nbytes for _, _, nbytes in rows])]
+    # Each name stands in the metadata, too; each array begins where the one before it ends, and the first at 0.
+    spelled += 2 * sum(map(len, names)) + 2 * sum(map(len, ends)) - len(ends[-1]) + len("0")
+    spelled += len(_BETWEEN) * (len(names) - 1)
+    return measure_file(spelled, int(ends[-1])) if spelled <= LARGEST_HEADER else None
+
+
+def _measure_kind(dtype: DType, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _KindSize:
+    (box,) = boxes
+    entry = f",{spell_entry('', spell_kind(dtype, box.shape), 0, 0)}"
+    place = spell_text(_spell_entry("", box.origin, shape))
+    spelled = len(entry) - len("00") + len(place) - len('""')
+    return _KindSize(ALIGNMENT[dtype.name], dtype.nbytes(box.shape), spelled, boxes)
+
+
+def _name_file(rank: int, number: int, count: int) -> str:
+    return f"{_number_files(rank)}model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
@@ -151,23 +247,27 @@ def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: i
     return files
 
 
+@lru_cache(maxsize=4096)  # arrays are alike
+def _spell_place(origin: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    return json.dumps({OFFSETS: list(origin), GLOBAL_SHAPE: list(shape)})
+
+
+def _spell_entry(name: str, origin: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Spell where in a larger array of a shape the array of this name is."""
+    return f"{_quote(name)}: {_spell_place(origin, shape)}"
+
+
 def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
-    """Build the metadata that says where in its global tensor each array is; what arrays share is spelled once."""
-    spelled: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
-    entries = []
-    for array in sorted(arrays, key=lambda a: a.name):
-        place = (array.box.origin, array.shape)
-        said = spelled.get(place)
-        if said is None:
-            said = json.dumps({OFFSETS: list(array.box.origin), GLOBAL_SHAPE: list(array.shape)})
-            spelled[place] = said
-        entries.append(f"{json.dumps(array.name)}: {said}")
-    return {VERSION_KEY: "1.0", KEY: f"{{{', '.join(entries)}}}"}
+    """Build the metadata that says where in its global tensor each array is."""
+    ordered = sorted(arrays, key=attrgetter("name"))
+    entries = [_spell_entry(array.name, array.box.origin, array.shape) for array in ordered]
+    return {VERSION_KEY: "1.0", KEY: f"{{{_BETWEEN.join(entries)}}}"}
 
 
 LAYOUT: Final = Layout(
     NAME,
     pack_ranks,
+    measure=measure_ranks,
     ranks="always",
     options=frozenset({"max_shard_size", "names", "experts"}),
     states="on request",
