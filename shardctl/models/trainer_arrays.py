@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.errors import SourceError
 from shardctl.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
@@ -30,11 +31,15 @@ def bind_arrays(stored: Manifest, arrays: Mapping[str, TensorFusion], note: str)
             chunks = part.chunks if known is None else (*known.chunks, *part.chunks)
             tensors[meant] = replace(part, name=meant, ties=(), chunks=chunks)
     training = stored.training
-    return replace(stored, tensors=tensors, training=training and _bind_states(arrays, training, note))
+    return replace(stored, tensors=tensors, training=training and bind_states(arrays, training, note))
 
 
-def _bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState, note: str) -> TrainingState:
-    """Return states that follow their parameters; what is not alike, such as a step, is every part's."""
+def bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState, note: str) -> TrainingState:
+    """Return states that follow their parameters; what is not alike, such as a step, is every part's.
+
+    `note` says in its notes on training how its names were understood. Raises SourceError for a state that has the dims
+    of its array in other sizes.
+    """
     states: dict[str, Tensor] = {}
     for name, tensor in stored.states.items():
         state, parameter = split_state_name(name) or ("", name)
@@ -43,6 +48,11 @@ def _bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState, note
             states[name] = tensor
             continue
         alike = tensor.shape == fusion.declared
+        if not alike and tensor.shape and len(tensor.shape) == len(fusion.declared):
+            raise SourceError(
+                f"the state {state} of {parameter} is {list(tensor.shape)}, but should be {list(fusion.declared)}",
+                hint="the optimizer may be that of another model; add --optimizer-states drop",
+            )
         for meant, part in fusion.taken_apart(tensor) if alike else ((meant, tensor) for meant in fusion.tensors):
             new = format_state_name(state, meant)
             known = states.get(new)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardctl.errors import SourceError
@@ -56,3 +56,35 @@ def test_a_config_that_is_none_is_an_error(tmp_path):
     (place / "model" / ".hf_metadata" / "config.json").write_text("[]")
     with pytest.raises(SourceError, match="is not an object"):
         inspect(place)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_states_of_grouped_experts_are_those_of_the_adapters(case, tmp_path):
+    """Weights have the names of the Hub, states those of Automodel's own arrays, which its adapters take apart so."""
+    expected = load_file(FIXTURES / f"moe_{case}.safetensors")
+    form = "keep" if case == "gpt_oss" else "split"
+    done = reshard(FIXTURES / f"moe_{case}", tmp_path / "dcp", ReshardOptions(to="dcp", experts=form))
+    assert not done.warnings
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    same(found["model"], {name: value for name, value in expected.items() if not name.startswith(STATES)})
+    held = found["optim"]["state"]
+    assert held.keys() == found["model"].keys()
+    assert {float(each["step"]) for each in held.values()} == {2}
+    states = {f"{kind}.{name}": each[kind] for name, each in held.items() for kind in ("exp_avg", "exp_avg_sq")}
+    same(states, {name: value for name, value in expected.items() if name.startswith(STATES)})
+    (group,) = found["optim"]["param_groups"]
+    assert (sorted(group["params"]), group["lr"]) == (sorted(held), 0.01)
+
+
+def test_states_of_another_number_of_experts_are_refused(tmp_path):
+    place = Path(shutil.copytree(FIXTURES / "moe_qwen3_moe", tmp_path / "cut"))
+    file = next((place / "model").glob("*.safetensors"))
+    weights = load_file(file)
+    kept = {name: value for name, value in weights.items() if ".experts.2." not in name}
+    gate = next(name for name in kept if name.endswith(".mlp.gate.weight"))
+    save_file({**kept, gate: kept[gate][:2].clone()}, file)
+    config = place / "model" / ".hf_metadata" / "config.json"
+    config.write_text(config.read_text().replace('"num_experts": 3', '"num_experts": 2'))
+    with pytest.raises(SourceError, match="gate_and_up_projs"):
+        reshard(place, tmp_path / "dcp", ReshardOptions(to="dcp"))

@@ -17,6 +17,8 @@ from shardctl.libraries.dcp.keys import (
 from shardctl.libraries.dcp.save import DcpSave, count_writers
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.models.automodel_names import GROUPED_NOTE, build_grouped_arrays, names_groups
+from shardctl.models.trainer_arrays import bind_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -109,14 +111,19 @@ class _SortedSave(DcpSave):
     def training(self, weights: Mapping[str, Tensor], model: _SortedSave) -> TrainingState:
         """Return optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
         version = self.metadata[0].version
-        return TrainingState(
+        arrays = {}
+        if names_groups(self.sorted.states):
+            arrays = build_grouped_arrays({name: tensor.shape for name, tensor in weights.items()})
+        named = {*weights, *arrays}
+        found = TrainingState(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
             ranks=count_writers(model.collector.files),
             step=find_steps_done(self.sorted, self.value),
-            states=build_named_states(self.sorted, weights, self.tensors, self.tensor, self.collector.warnings),
-            groups=build_parameter_groups(self.sorted, weights, self.value),
+            states=build_named_states(self.sorted, named, self.tensors, self.tensor, self.collector.warnings),
+            groups=build_parameter_groups(self.sorted, named, self.value),
             notes=tuple(model.notes()),
         )
+        return bind_states(arrays, found, GROUPED_NOTE) if arrays else found
 
     def notes(self) -> Iterable[str]:
         """Return how the keys were understood."""
