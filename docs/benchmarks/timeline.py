@@ -25,7 +25,7 @@ from reshard import warm
 
 from shardctl.bands import BandBuffer
 from shardctl.cli.program import run
-from shardctl.execute import engine
+from shardctl.execute import band_mover, small_copies
 from shardctl.storage.local import LocalSource, LocalTarget
 
 COLOURS = {"read": "#4c78a8", "digest": "#f58518", "arrange": "#e45756", "write": "#54a24b", "sync": "#b279a2"}
@@ -127,7 +127,12 @@ def reshard(source, target, threads, clock):
     """Run the program with the clock around its parts; returns when it ended, and its processor seconds."""
     for owner, name, what in (
         *((LocalSource, "read_at", "read"), (LocalTarget, "write_at", "write"), (LocalTarget, "sync", "sync")),
-        *((BandBuffer, "read", "arrange"), (BandBuffer, "write", "arrange"), (engine, "compute_box_sums", "digest")),
+        *(
+            (BandBuffer, "read", "arrange"),
+            (BandBuffer, "write", "arrange"),
+            (band_mover, "compute_box_sums", "digest"),
+        ),
+        *((small_copies, "compute_stacked_sums", "digest"), (small_copies, "_gather_pieces", "arrange")),
     ):
         clock.around(owner, name, what)
     more = ["--threads", str(threads)] if threads else []

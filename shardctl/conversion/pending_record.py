@@ -146,11 +146,8 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
     tensors, source_rows = {}, []
     for name, tensor in frame.record.tensors.items():
         have = frame.dtypes.get(name, tensor.dtype)
-        read, written = DigestSums.zero(have), DigestSums.zero(tensor.dtype)
-        for part in parts:
-            if name in part.source_sums:
-                read += part.source_sums[name]
-                written += part.output_sums[name]
+        read = _add_up([part.source_sums[name] for part in parts if name in part.source_sums], have)
+        written = _add_up([part.output_sums[name] for part in parts if name in part.output_sums], tensor.dtype)
         source_digest = compute_tensor_digest(read, have, tensor.shape)
         if frame.expected.get(name, source_digest) != source_digest:
             raise SourceError(
@@ -158,7 +155,8 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
                 f"{frame.expected[name]}",
                 hint=f"shardctl verify SRC --level full finds where; remove {RECORD} if it was changed on purpose",
             )
-        digest = compute_tensor_digest(written, tensor.dtype, tensor.shape)
+        same = have is tensor.dtype and written == read
+        digest = source_digest if same else compute_tensor_digest(written, tensor.dtype, tensor.shape)
         tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)
         if name not in frame.states:
             source_rows.append((name, have, tensor.shape, source_digest))
@@ -171,6 +169,10 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
         tensors=tensors,
         hashes={path: hashes[path] for path in frame.record.files},
     )
+
+
+def _add_up(sums: Sequence[DigestSums], dtype: DType) -> DigestSums:
+    return sum(sums[1:], sums[0]) if sums else DigestSums.zero(dtype)
 
 
 def add_sums_files(record: CheckpointRecord, sums: Mapping[str, bytes]) -> CheckpointRecord:

@@ -26,39 +26,29 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from math import prod
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from shardctl.bands import (
-    PAGE,
-    BandBuffer,
     ChunkIndex,
-    allocate_aligned,
     find_fastest_dim,
-    find_page_shift,
     split_bands,
 )
 from shardctl.box import Box
-from shardctl.cast import cast_elements
-from shardctl.digest import DigestSums, compute_box_sums
+from shardctl.digest import DigestSums
+from shardctl.execute.band_mover import BandMover, BandTask
 from shardctl.execute.journal import JournalEntry
 from shardctl.execute.provenance import Provenance
-from shardctl.manifest import ConstantFill, first_byte
+from shardctl.execute.small_copies import locate_small_copy
+from shardctl.manifest import Region, first_byte
 from shardctl.shares import WorkerPortion
+from shardctl.small_tensors import TensorRun, split_runs
 from shardctl.storage.crc_tracker import CrcReader
-from shardctl.value import value_class
 from shardctl.workers import NullWatcher, StopRequest, run_in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
-    from shardctl.bands import ByteReader
     from shardctl.copyplan import CopyPlan, TensorCopy
-    from shardctl.dtype import DType
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import BandJournal, Key
     from shardctl.storage import Source, WriteTarget
@@ -127,16 +117,6 @@ def execute_plan(
     return run.outcome
 
 
-@value_class
-class _BandTask:
-    key: Key
-    copy: TensorCopy
-    reads: ChunkIndex
-    writes: ChunkIndex
-    box: Box
-    counted: bool
-
-
 _Batch = tuple[list[tuple["Key", JournalEntry]], list[str]]
 """Journal rows, and the files to sync before they may be written."""
 
@@ -186,28 +166,51 @@ class _CopyRun:
         copies = ((copy, ChunkIndex(copy.reads)) for copy in self._plan.copies)
         self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
-    def tasks(self) -> Iterator[_BandTask]:
-        """Yield every band of every tensor, in the order of the source's bytes."""
-        for number, copy in enumerate(self._plan.copies):
+    def tasks(self) -> Iterator[BandTask | TensorRun]:
+        """Yield every band of every tensor, and runs of small tensors, in the order of the source's bytes."""
+        places = ((self._locate_small_copy(copy), copy.source.nbytes) for copy in self._plan.copies)
+        for run in split_runs(places, self._budget.block):
+            if run.size:
+                yield run
+                continue
+            number, copy = run.numbers.start, self._plan.copies[run.numbers.start]
             reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
             tile = find_fastest_dim([*copy.reads, *copy.target.chunks])
             bands = count()
             for portion in self._portions_of(copy):
                 shape, origin = portion.box.shape, portion.box.origin
                 for box in split_bands(shape, copy.source.dtype, self._budget.block, fastest=tile, origin=origin):
-                    yield _BandTask((number, next(bands)), copy, reads, writes, box, portion.counted)
+                    yield BandTask((number, next(bands)), copy, reads, writes, box, portion.counted)
+
+    def _locate_small_copy(self, copy: TensorCopy) -> Region | None:
+        """Return where a tensor is read from that may be moved with its neighbours.
+
+        None where what was read is proved band by band, or where an earlier run has left bands.
+        """
+        if self._journal is not None and len(self._journal):
+            return None
+        if copy.source.name in self._portions or self._source.promised:
+            return None
+        where = locate_small_copy(copy)
+        return None if where is None or (self._tracker is not None and self._tracker.heeds(where.file)) else where
 
     def _portions_of(self, copy: TensorCopy) -> tuple[WorkerPortion, ...]:
         return self._portions.get(copy.source.name) or (WorkerPortion(Box.whole(copy.source.shape), counted=True),)
 
-    def worker(self) -> Callable[[_BandTask], None]:
+    def worker(self) -> Callable[[BandTask | TensorRun], None]:
         """Return one thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
-            hands = _BandMover(self._budget, next(self._numbers), GAP if self._portions else 0)
+            hands = BandMover(self._budget, next(self._numbers), GAP if self._portions else 0)
         tracker = self._tracker
         reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
-        def handle(task: _BandTask) -> None:
+        def handle(task: BandTask | TensorRun) -> None:
+            if isinstance(task, TensorRun):
+                copies = self._plan.copies[task.numbers.start : task.numbers.stop]
+                self._progress.work_on(first_byte(copies[0].source)[0])
+                sums = hands.move_run(task, copies, self._source, self._target)
+                self._record_run(task, copies, sums, hands.written)
+                return
             self._progress.work_on(first_byte(task.copy.source)[0])
             entry = self._journal.find(task.key) if self._journal else None
             believed = entry is not None and self._provenance.believes(task.reads, task.box)
@@ -223,11 +226,9 @@ class _CopyRun:
 
         return handle
 
-    def _record(self, task: _BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False) -> None:
+    def _record(self, task: BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False) -> None:
         """Add a band's digests and bytes; sync and journal when enough has gathered."""
-        name, nbytes = task.copy.source.name, written.total()
-        done: list[str] = []
-        batch: _Batch = ([], [])
+        name = task.copy.source.name
         with self._lock:
             self._elements[name] += task.box.size
             if name in self._portions:
@@ -238,19 +239,39 @@ class _CopyRun:
                 _accumulate_sums(self.outcome.output_sums, name, entry.written)
             if task.counted and entry.overflowed:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
-            for path, count in written.items():
-                self._missing[path] -= count
-                if not self._missing[path]:
-                    done.append(path)
-            if kept:
-                self.outcome.kept_bytes += nbytes
-            else:
-                self.outcome.written_bytes += nbytes
-                self._unsynced.update(written)
-                self._unjournalled.append((task.key, entry))
-                self._unsynced_bytes += nbytes
-                if self._unsynced_bytes >= SYNC_BYTES:
-                    batch = self._take()
+            done, batch = self._count_written([] if kept else [(task.key, entry)], written)
+        self._report(done, batch, written.total(), kept=kept)
+
+    def _record_run(
+        self, run: TensorRun, copies: Sequence[TensorCopy], sums: Sequence[DigestSums], written: Counter[str]
+    ) -> None:
+        """Add the digests and bytes of small tensors, each of which is one band."""
+        found = {copy.source.name: each for copy, each in zip(copies, sums, strict=True)}
+        rows = [((number, 0), JournalEntry(each, each)) for number, each in zip(run.numbers, sums, strict=True)]
+        with self._lock:
+            self._elements.update({copy.source.name: copy.source.size for copy in copies})
+            self.outcome.source_sums.update(found)
+            self.outcome.output_sums.update(found)
+            done, batch = self._count_written(rows, written)
+        self._report(done, batch, written.total())
+
+    def _count_written(self, rows: list[tuple[Key, JournalEntry]], written: Counter[str]) -> tuple[list[str], _Batch]:
+        """Count bytes that are there, without `rows` from an earlier run; returns complete files and what to sync."""
+        done: list[str] = []
+        for path, size in written.items():
+            self._missing[path] -= size
+            if not self._missing[path]:
+                done.append(path)
+        if not rows:
+            self.outcome.kept_bytes += written.total()
+            return done, ([], [])
+        self.outcome.written_bytes += written.total()
+        self._unsynced.update(written)
+        self._unjournalled += rows
+        self._unsynced_bytes += written.total()
+        return done, self._take() if self._unsynced_bytes >= SYNC_BYTES else ([], [])
+
+    def _report(self, done: list[str], batch: _Batch, nbytes: int, *, kept: bool = False) -> None:
         self._progress.advance(nbytes, kept=kept)
         self._settle(*batch)
         for path in done:
@@ -297,116 +318,24 @@ class _CopyRun:
         for path, missing in self._missing.items():
             assert missing == 0, f"{path}: {missing} bytes were not written"  # noqa: S101 - our own second count
         for copy in self._plan.copies:
-            sums = DigestSums.zero(copy.source.dtype)
-            self.outcome.source_sums.setdefault(copy.source.name, sums)
-            self.outcome.output_sums.setdefault(copy.source.name, DigestSums.zero(copy.target.dtype))
-            seen = self._elements[copy.source.name]
-            wanted = sum(portion.box.size for portion in self._portions_of(copy))
-            assert seen == wanted, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
-            if wanted < prod(copy.source.shape):
-                self.outcome.whole_sums.pop(copy.source.name, None)
+            name = copy.source.name
+            if name not in self.outcome.source_sums:
+                self.outcome.source_sums[name] = DigestSums.zero(copy.source.dtype)
+                self.outcome.output_sums[name] = DigestSums.zero(copy.target.dtype)
+            size = copy.source.size
+            wanted = sum(each.box.size for each in self._portions_of(copy)) if name in self._portions else size
+            assert self._elements[name] == wanted, f"{name}: {self._elements[name]} elements seen"  # noqa: S101
+            if wanted < size:
+                self.outcome.whole_sums.pop(name, None)
         self.outcome.read_whole = frozenset(self._provenance.moved)
-
-
-class _BandMover:
-    """One thread's buffers, and what it does with them."""
-
-    def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
-        self._turn = number / budget.threads
-        self._band = BandBuffer(budget.block, gap)
-        self._data = self._read = allocate_aligned(budget.block)
-        self._cast = np.empty(0, np.uint8)
-        self._aside = np.empty(0, np.uint8)
-        self._aside_key: tuple[Key, DType] | None = None
-        self.written: Counter[str] = Counter()
-
-    def move(self, task: _BandTask, source: ByteReader, target: WriteTarget) -> JournalEntry:
-        """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
-        tensor, wanted = task.copy.source, task.copy.target
-        self._aside_key = None
-        chunks = list(task.writes.within(task.box))
-        shift = find_page_shift(chunks, task.box, wanted.dtype)
-        cast = wanted.dtype != tensor.dtype
-        data = self._data[0 if cast else shift :][: tensor.dtype.nbytes(task.box.shape)]
-        found = self._band.read(source, task.reads, task.box, data)
-        assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
-        read_sums = compute_box_sums(data, tensor.dtype, task.box, tensor.shape)
-        sums, overflowed = read_sums, 0
-        self._read = data
-        if cast:
-            nbytes = wanted.dtype.nbytes(task.box.shape)
-            data = self._cast_buffer(nbytes)[shift:][:nbytes]
-            overflowed = cast_elements(self._read, tensor.dtype, wanted.dtype, data).overflowed
-            sums = compute_box_sums(data, wanted.dtype, task.box, tensor.shape)
-        self.written = Counter()
-        turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
-        for chunk in chunks[turn:] + chunks[:turn]:
-            if not isinstance(chunk.where, ConstantFill):
-                given = data if chunk.dtype == wanted.dtype else self._cast_aside(task, chunk.dtype)
-                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, given)
-        return JournalEntry(read_sums, sums, overflowed)
-
-    def _cast_aside(self, task: _BandTask, dtype: DType) -> NDArray[np.uint8]:
-        """Return the band in the type of a copy that is written aside; bands of one task share it."""
-        key = (task.key, dtype)
-        if self._aside_key != key:
-            nbytes, have = dtype.nbytes(task.box.shape), task.copy.source.dtype
-            if self._aside.nbytes < nbytes:
-                self._aside = np.empty(0, np.uint8)
-                self._aside = np.empty(nbytes, np.uint8)
-            cast_elements(self._read, have, dtype, self._aside[:nbytes])
-            self._aside_key = key
-        return self._aside
-
-    def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return room for the output of a cast and a page more.
-
-        It is made once, and made larger only for a cast that widens more.
-        """
-        if self._cast.nbytes < nbytes + PAGE:
-            self._cast = np.empty(0, np.uint8)  # the old one goes before the new one comes
-            self._cast = allocate_aligned(nbytes)
-        return self._cast
-
-    def intact(self, task: _BandTask, target: WriteTarget, expected: DigestSums) -> bool:
-        """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
-        by_box: dict[Box, list[DigestSums]] = {}
-        dtype, shape = task.copy.target.dtype, task.copy.target.shape
-        nbytes = dtype.nbytes(task.box.shape)
-        buffer = self._data if nbytes <= self._data.nbytes else self._cast_buffer(nbytes)
-        for chunk in task.writes.within(task.box):
-            if isinstance(chunk.where, ConstantFill):
-                continue
-            if chunk.aside:
-                return False  # the journal has no digest of it; copying again is always right
-            self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
-            sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
-            by_box.setdefault(chunk.box, []).append(sums)
-        if sum(box.size for box in by_box) != task.box.size:
-            return False  # boxes that overlap in part cannot be added up; copying again is always right
-        total = DigestSums.zero(dtype)
-        for replicas in by_box.values():
-            if any(sums != replicas[0] for sums in replicas):
-                return False
-            total += replicas[0]
-        return total == expected
-
-    @staticmethod
-    def output_bytes(task: _BandTask) -> Counter[str]:
-        """Return the bytes a band has in each file."""
-        written: Counter[str] = Counter()
-        for chunk in task.writes.within(task.box):
-            if not isinstance(chunk.where, ConstantFill):
-                written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
-        return written
 
 
 def _count_payload_bytes(plan: CopyPlan) -> Counter[str]:
     """Count the bytes that tensors have in each file; together with the literals they must be all of it."""
     payload: Counter[str] = Counter(dict.fromkeys(plan.want.files, 0))
-    for _, chunk in plan.want.arrays():
-        if not isinstance(chunk.where, ConstantFill):
-            payload[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
+    places = [(c.where.file, c.dtype, c.box.shape) for _, c in plan.want.arrays() if isinstance(c.where, Region)]
+    for (path, dtype, shape), times in Counter(places).items():
+        payload[path] += times * dtype.nbytes(shape)
     return payload
 
 

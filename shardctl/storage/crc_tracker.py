@@ -169,6 +169,10 @@ class CrcTracker:
                 if span.offset <= piece.offset and piece.offset + piece.size <= span.offset + span.size:
                     self._insert(place, piece)
 
+    def heeds(self, path: str) -> bool:
+        """Return whether a file may have ranges of which a CRC-32 is stated."""
+        return bool(self._file(path).spans)
+
     def shares(self) -> Iterator[CrcShare]:
         """Yield the ranges that were read in part, but for those that were read in too many places to keep."""
         for path, file in self._files.items():

@@ -1,0 +1,144 @@
+"""Moves bands, and runs of small tensors: what one thread reads, digests, casts and writes, and its buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardctl.bands import PAGE, BandBuffer, ChunkIndex, allocate_aligned, find_page_shift
+from shardctl.cast import cast_elements
+from shardctl.digest import DigestSums, compute_box_sums
+from shardctl.execute.journal import JournalEntry
+from shardctl.execute.small_copies import move_run
+from shardctl.manifest import ConstantFill
+from shardctl.value import value_class
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardctl.bands import ByteReader
+    from shardctl.box import Box
+    from shardctl.copyplan import TensorCopy
+    from shardctl.dtype import DType
+    from shardctl.execute.budget import HostMemoryBudget
+    from shardctl.execute.journal import Key
+    from shardctl.small_tensors import TensorRun
+    from shardctl.storage import WriteTarget
+
+
+@value_class
+class BandTask:
+    """A band of a tensor to move."""
+
+    key: Key
+    copy: TensorCopy
+    reads: ChunkIndex
+    writes: ChunkIndex
+    box: Box
+    counted: bool
+    """Whether its digest sums count here, and not at another worker."""
+
+
+class BandMover:
+    """One thread's buffers, and what it does with them."""
+
+    def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
+        self._turn = number / budget.threads
+        self._band = BandBuffer(budget.block, gap)
+        self._data = self._read = allocate_aligned(budget.block)
+        self._cast = np.empty(0, np.uint8)
+        self._aside = np.empty(0, np.uint8)
+        self._aside_key: tuple[Key, DType] | None = None
+        self.written: Counter[str] = Counter()
+
+    def move(self, task: BandTask, source: ByteReader, target: WriteTarget) -> JournalEntry:
+        """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
+        tensor, wanted = task.copy.source, task.copy.target
+        self._aside_key = None
+        chunks = list(task.writes.within(task.box))
+        shift = find_page_shift(chunks, task.box, wanted.dtype)
+        cast = wanted.dtype != tensor.dtype
+        data = self._data[0 if cast else shift :][: tensor.dtype.nbytes(task.box.shape)]
+        found = self._band.read(source, task.reads, task.box, data)
+        assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
+        read_sums = compute_box_sums(data, tensor.dtype, task.box, tensor.shape)
+        sums, overflowed = read_sums, 0
+        self._read = data
+        if cast:
+            nbytes = wanted.dtype.nbytes(task.box.shape)
+            data = self._cast_buffer(nbytes)[shift:][:nbytes]
+            overflowed = cast_elements(self._read, tensor.dtype, wanted.dtype, data).overflowed
+            sums = compute_box_sums(data, wanted.dtype, task.box, tensor.shape)
+        self.written = Counter()
+        turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
+        for chunk in chunks[turn:] + chunks[:turn]:
+            if not isinstance(chunk.where, ConstantFill):
+                given = data if chunk.dtype == wanted.dtype else self._cast_aside(task, chunk.dtype)
+                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, given)
+        return JournalEntry(read_sums, sums, overflowed)
+
+    def move_run(
+        self, run: TensorRun, copies: Sequence[TensorCopy], source: ByteReader, target: WriteTarget
+    ) -> list[DigestSums]:
+        """Move small tensors, and return the sums of each; leaves the bytes written by file in `written`."""
+        data, scratch = self._data, self._band.scratch
+        sums, self.written = move_run(run, copies, source, target, data=data, scratch=scratch, turn=self._turn)
+        return sums
+
+    def _cast_aside(self, task: BandTask, dtype: DType) -> NDArray[np.uint8]:
+        """Return the band in the type of a copy that is written aside; bands of one task share it."""
+        key = (task.key, dtype)
+        if self._aside_key != key:
+            nbytes, have = dtype.nbytes(task.box.shape), task.copy.source.dtype
+            if self._aside.nbytes < nbytes:
+                self._aside = np.empty(0, np.uint8)
+                self._aside = np.empty(nbytes, np.uint8)
+            cast_elements(self._read, have, dtype, self._aside[:nbytes])
+            self._aside_key = key
+        return self._aside
+
+    def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return room for the output of a cast and a page more.
+
+        It is made once, and made larger only for a cast that widens more.
+        """
+        if self._cast.nbytes < nbytes + PAGE:
+            self._cast = np.empty(0, np.uint8)  # the old one goes before the new one comes
+            self._cast = allocate_aligned(nbytes)
+        return self._cast
+
+    def intact(self, task: BandTask, target: WriteTarget, expected: DigestSums) -> bool:
+        """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
+        by_box: dict[Box, list[DigestSums]] = {}
+        dtype, shape = task.copy.target.dtype, task.copy.target.shape
+        nbytes = dtype.nbytes(task.box.shape)
+        buffer = self._data if nbytes <= self._data.nbytes else self._cast_buffer(nbytes)
+        for chunk in task.writes.within(task.box):
+            if isinstance(chunk.where, ConstantFill):
+                continue
+            if chunk.aside:
+                return False  # the journal has no digest of it; copying again is always right
+            self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
+            sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
+            by_box.setdefault(chunk.box, []).append(sums)
+        if sum(box.size for box in by_box) != task.box.size:
+            return False  # boxes that overlap in part cannot be added up; copying again is always right
+        total = DigestSums.zero(dtype)
+        for replicas in by_box.values():
+            if any(sums != replicas[0] for sums in replicas):
+                return False
+            total += replicas[0]
+        return total == expected
+
+    @staticmethod
+    def output_bytes(task: BandTask) -> Counter[str]:
+        """Return the bytes a band has in each file."""
+        written: Counter[str] = Counter()
+        for chunk in task.writes.within(task.box):
+            if not isinstance(chunk.where, ConstantFill):
+                written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
+        return written
