@@ -147,6 +147,20 @@ def test_what_is_no_dense_copy_is_moved_by_itself():
     assert set(outcome.output_sums) == set(rows)
 
 
+def test_a_chunk_without_elements_before_the_one_that_is_read():
+    rows = make_rows(40)
+    have, want = store(rows, [whole]), store(rows, [whole])
+    files = make_files(have)
+    tensors = {}
+    for name, tensor in have.tensors.items():
+        nothing = Box((0,) * len(tensor.shape), (0, *tensor.shape[1:]))
+        strides = compute_dense_strides(tensor.dtype, nothing.shape)
+        empty = Chunk(nothing, tensor.dtype, Region("part 0", 0, strides), name)
+        tensors[name] = Tensor(name, tensor.dtype, tensor.shape, (empty, *tensor.chunks))
+    _, _, target = copy(Manifest("safetensors", tensors, have.files), want, files)
+    assert target.files["part 0"][3:] == files["part 0"][3:]
+
+
 def test_an_interrupted_run_keeps_small_tensors_that_are_intact(tmp_path):
     rows = make_rows()
     have, want = store(rows, [whole]), store(rows, [columns(0), columns(1)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.bands import PAGE, build_unit_slices, get_unit_type
 from shardctl.digest import DigestSums, compute_stacked_sums
-from shardctl.manifest import ConstantFill, compute_dense_strides, first_byte
+from shardctl.manifest import ConstantFill, Region, compute_dense_strides
 from shardctl.small_tensors import locate_small_tensor, stack_alike
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from shardctl.bands import ByteReader, ByteWriter
     from shardctl.copyplan import TensorCopy
     from shardctl.dtype import DType
-    from shardctl.manifest import Region
     from shardctl.small_tensors import TensorRun
 
 _Piece = tuple[str, int, int, int, Any]
@@ -55,10 +54,10 @@ def move_run(
 
     `data` has room for the run, `scratch` for as much and a page; `turn` says which share of the files comes last.
     """
-    file, _ = first_byte(copies[0].source)
+    regions = [where for copy in copies if isinstance(where := copy.reads[0].where, Region)]
     data = data[: run.size]
-    reader.read_at(file, run.offset, data.data)
-    begins = [first_byte(copy.source)[1] - run.offset for copy in copies]
+    reader.read_at(regions[0].file, run.offset, data.data)
+    begins = [where.offset - run.offset for where in regions]
     sums: list[DigestSums] = [DigestSums(())] * len(copies)
     for places, dtype, shape, rows in stack_alike(data, [(at, c.source) for at, c in zip(begins, copies, strict=True)]):
         for place, words in zip(places, compute_stacked_sums(rows, dtype, shape).tolist(), strict=True):
