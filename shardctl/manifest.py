@@ -107,7 +107,7 @@ class Tensor:
     @property
     def files(self) -> tuple[str, ...]:
         """The files that hold some of it, each once, in the order of the chunks."""
-        return tuple(dict.fromkeys(c.where.file for c in self.chunks if isinstance(c.where, Region)))
+        return tuple(dict.fromkeys([c.where.file for c in self.chunks if isinstance(c.where, Region)]))
 
 
 def first_byte(tensor: Tensor) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from shardctl.box import Box
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
+from shardctl.libraries.dcp import items
 from shardctl.libraries.dcp.items import ItemReader
 from shardctl.libraries.dcp.metadata import StoredItem
 from shardctl.libraries.dcp.save import _check_disjoint
@@ -78,6 +79,17 @@ def test_items_of_one_length_that_are_laid_out_differently_are_each_read_as_they
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     manifest = scan(tmp_path / "saved")
     assert {t.chunks[0].where.strides for t in manifest.tensors.values()} == {(32, 4), (4, 32)}
+    check(tmp_path / "saved", manifest.tensors, state)
+
+
+@pytest.mark.parametrize("near", [items._NEAR, 2000, 0])
+def test_the_last_of_many_items_is_compared_with_the_first(tmp_path, monkeypatch, near):
+    monkeypatch.setattr(items, "_NEAR", near)
+    plain = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    state = {f"a{n}": plain + n for n in range(5)} | {"b": plain.t()}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    manifest = scan(tmp_path / "saved")
+    assert manifest.tensors["b"].chunks[0].where.strides == (4, 32)
     check(tmp_path / "saved", manifest.tensors, state)
 
 

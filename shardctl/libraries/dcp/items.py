@@ -24,6 +24,8 @@ _HEAD: Final = 4 << 10
 """An item's bytes before its data; torch 2.13 has 704."""
 _SMALL: Final = 64 << 10
 """Bytes of an object that is remembered: a hyper-parameter takes one kilobyte, and every group has the same ones."""
+_NEAR: Final = 32 << 10
+"""Bytes of a file in which heads are read together: to read so many takes as long as two reads of a few."""
 _LARGE: Final = 64 << 20
 """Bytes of one that is still looked into: the names of a million parameters take as much."""
 NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
@@ -62,8 +64,8 @@ class ItemReader:
     def __init__(self, source: Source, *, later: bool = False) -> None:
         self._source = source
         self._later = later
-        self._unchecked: dict[str, dict[bytes, list[int]]] = {}
-        """Offsets of items, by their file and what they should begin with."""
+        self._unchecked: dict[str, list[tuple[int, bytes]]] = {}
+        """By file, the offsets of items, each with what it should begin with."""
         self._known: dict[tuple[int, str, tuple[int, ...]], _ItemLayout] = {}
         """By what two items must have in common to be laid out alike: length, type and shape."""
         self._values: dict[bytes, tuple[Setting] | None] = {}
@@ -78,8 +80,9 @@ class ItemReader:
         """
         kind = (item.length, dtype.name, shape)
         known = self._known.get(kind) if not item.transforms else None
-        if known is not None and self._begins_with(item, known.head):
-            return Region(item.file, item.offset + len(known.head), known.strides)
+        file, offset = item.file, item.offset
+        if known is not None and self._begins_with(file, offset, known.head):
+            return Region(file, offset + len(known.head), known.strides)
         where = f"{item.file}: {key!r}"
         if item.transforms:
             raise UnsupportedError(
@@ -92,23 +95,39 @@ class ItemReader:
             self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
         return region
 
-    def _begins_with(self, item: StoredItem, head: bytes) -> bool:
+    def _begins_with(self, file: str, offset: int, head: bytes) -> bool:
         """Return whether an item begins so, or take it for granted until `check_heads`."""
         if not self._later:
-            return read_bytes(self._source, item.file, item.offset, len(head)) == head
-        self._unchecked.setdefault(item.file, {}).setdefault(head, []).append(item.offset)
+            return read_bytes(self._source, file, offset, len(head)) == head
+        unchecked = self._unchecked.get(file)
+        if unchecked is None:
+            unchecked = self._unchecked[file] = []
+        unchecked.append((offset, head))
         return True
 
     def check_heads(self) -> None:
         """Raise SourceError for an item that does not begin as was taken for granted; its place is not known then."""
         for file, heads in self._unchecked.items():
-            for head, offsets in heads.items():
-                found = bytearray(len(head))
-                for offset in offsets:
-                    self._source.read_at(file, offset, memoryview(found))
-                    if found != head:
-                        raise SourceError(f"{file}: the item at byte {offset:,} is not laid out as others are")
+            heads.sort()
+            begin = end = 0
+            near: list[tuple[int, bytes]] = []
+            for offset, head in heads:
+                if near and offset + len(head) - begin > _NEAR:
+                    self._compare_heads(file, begin, end, near)
+                    near = []
+                if not near:
+                    begin, end = offset, 0
+                near.append((offset, head))
+                end = max(end, offset + len(head))
+            self._compare_heads(file, begin, end, near)
         self._unchecked.clear()
+
+    def _compare_heads(self, file: str, begin: int, end: int, heads: list[tuple[int, bytes]]) -> None:
+        """Compare heads that lie near to each other with the stretch of the file that holds all of them."""
+        found = read_bytes(self._source, file, begin, end - begin)
+        for offset, head in heads:
+            if not found.startswith(head, offset - begin):
+                raise SourceError(f"{file}: the item at byte {offset:,} is not laid out as others are")
 
     def _read(self, item: StoredItem, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
         require_saved_item(self._source, item.file, item.offset, item.length, where)

@@ -7,7 +7,6 @@ It is a bare pickle of torch's own classes (torch `distributed/checkpoint/metada
 from __future__ import annotations
 
 from dataclasses import field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shardctl.box import Box
@@ -19,7 +18,7 @@ from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits
-from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
+from shardctl.libraries.torch_save.pickle_tree import CallNode, FoldedCall, GlobalNode
 from shardctl.libraries.torch_save.tensors import as_sizes
 from shardctl.settings import is_text
 from shardctl.storage import read_bytes
@@ -122,9 +121,15 @@ class DcpMetadata:
 
     def list_unused_items(self) -> Iterator[str]:
         """List the keys of items that are neither a box of a tensor nor an object."""
-        used: set[tuple[str, tuple[int, ...] | None]] = {(key, None) for key in self.objects}
-        used.update((key, box.origin) for key, tensor in self.tensors.items() for box in tensor.boxes)
-        return (key for key, origin in self.items if (key, origin) not in used)
+        alike: dict[tuple[int, ...], frozenset[tuple[int, ...] | None]] = {}
+        used: dict[str, frozenset[tuple[int, ...] | None]] = {key: frozenset({None}) for key in self.objects}
+        for key, tensor in self.tensors.items():
+            boxes = tuple(map(id, tensor.boxes))  # layers share them
+            if boxes not in alike:
+                alike[boxes] = frozenset(box.origin for box in tensor.boxes)
+            used[key] = alike[boxes]
+        unknown = frozenset[tuple[int, ...] | None]()
+        return (key for key, origin in self.items if origin not in used.get(key, unknown))
 
 
 def read_metadata(source: Source, path: str) -> DcpMetadata:
@@ -184,6 +189,10 @@ class _MetadataReader:
         self.hashes: dict[int, tuple[object, ...]] = {}
         """Of places that were met, the first with each hash."""
         self.clashes = 0
+        self.boxes: dict[tuple[tuple[int, ...], ...], Box] = {}
+        """By origin, extents and the shape of the tensor, the boxes that were admitted: layers share theirs."""
+        self.origins: set[tuple[int, ...]] = set()
+        """Of items, those that were admitted."""
 
     def malformed(self, what: str) -> NoReturn:
         raise SourceError(f"{self.path} is malformed: {what}")
@@ -235,21 +244,26 @@ class _MetadataReader:
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
             self.malformed(f"tensor {key!r} has no list of boxes")
-        boxes = []
+        boxes, known = [], self.boxes
         for chunk in chunks:
             if is_folded(chunk, CHUNK):
                 origin, extents = chunk.values
             else:
                 attributes = self.fields(chunk, f"a box of {key!r}", str(CHUNK))
                 origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
-            if len(origin) != len(extents) or len(origin) != len(shape):
-                self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
-            self.admit((origin, extents, shape))
-            box, inside = _build_box(origin, extents, shape)
-            if not inside:
-                self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
-            boxes.append(box)
+            boxes.append(known.get((origin, extents, shape)) or self.box(key, origin, extents, shape))
         return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
+
+    def box(self, key: str, origin: tuple[int, ...], extents: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        """Return a box of a tensor; raises SourceError for one that is not inside the tensor."""
+        if len(origin) != len(extents) or len(origin) != len(shape):
+            self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
+        self.admit((origin, extents, shape))
+        box = Box(origin, extents)
+        if not Box.whole(shape).contains(box):
+            self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
+        self.boxes[origin, extents, shape] = box
+        return box
 
     def dtype(self, node: object, key: str) -> str:
         """Return the type, which alone of the properties means anything."""
@@ -288,7 +302,7 @@ class _MetadataReader:
     def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         for index, info in stored.items():
-            if is_folded(index, INDEX):
+            if type(index) is FoldedCall and index.function is INDEX:  # as `is_folded`, without a call for each
                 key, origin = index.values
             else:
                 state = self.fields(index, "the place of an item", str(INDEX))
@@ -296,15 +310,17 @@ class _MetadataReader:
                 if not isinstance(key, str):
                     self.malformed("an item has no name")
                 origin = None if offset is None else self.size(offset, key)
-            if origin is not None:
+            if origin is not None and origin not in self.origins:
                 self.admit(origin)
-            if (key, origin) in found:
+                self.origins.add(origin)
+            place = key, origin
+            if place in found:
                 self.malformed(f"it says twice where {key!r} at {origin} is")
-            found[key, origin] = self.item(key, info)
+            found[place] = self.item(key, info)
         return found
 
     def item(self, key: str, node: object) -> StoredItem:
-        if is_folded(node, INFO):
+        if type(node) is FoldedCall and node.function is INFO:
             file, offset, length = node.values
             transforms: object = ()
         else:
@@ -316,6 +332,8 @@ class _MetadataReader:
             known = self.files[file] = self.file(key, file)
         if type(offset) is not int or type(length) is not int or not (0 <= offset < _FAR and 0 <= length < _FAR):
             self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
+        if transforms == ():  # nearly all
+            return StoredItem(known, offset, length)
         if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
             self.malformed(f"{key!r} was changed in ways that are not named")
         return StoredItem(known, offset, length, tuple(transforms))
@@ -334,10 +352,3 @@ class _MetadataReader:
 
 def _is_call_of(node: object, kind: str) -> bool:
     return isinstance(node, CallNode) and str(node.function) == kind
-
-
-@lru_cache(maxsize=1 << 17)
-def _build_box(origin: tuple[int, ...], extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, bool]:
-    """Build the box, and find out whether it is in the shape, once: layers are alike, and so are their boxes."""
-    box = Box(origin, extents)
-    return box, Box.whole(shape).contains(box)

@@ -28,6 +28,8 @@ INFO: Final = GlobalNode(f"{_MODULE}.filesystem", "_StorageInfo")
 _SIZE: Final = GlobalNode("torch", "Size")
 _AT_ONCE: Final = 4096
 """Objects folded between two looks at what was spent."""
+_REMEMBERED: Final = 1 << 17
+"""Numbers and boxes that are remembered by how they are spelled."""
 
 _GET: Final = rb"(?:h.|j....)"
 _INTEGER: Final = rb"(?:K.|M..|J....|\x8a\x05.....|\x8a\x06......)"
@@ -53,6 +55,9 @@ class MetadataShortcut:
     def __init__(self) -> None:
         self._dims: dict[bytes, tuple[int, ...] | None] = {}
         self._texts: dict[bytes, str] = {}
+        self._integers: dict[bytes, int] = {}
+        self._boxes: dict[tuple[bytes, bytes], FoldedCall] = {}
+        """Boxes by how they are spelled: those of layers that are alike are one object, which nobody changes."""
 
     def fold(self, state: PickleState) -> None:
         """Fold what follows the object on top of the stack, if it is one of a kind that is known."""
@@ -67,14 +72,14 @@ class MetadataShortcut:
         if form is None or _recall(state, form) != (CHUNK, "offsets", _SIZE, "sizes", _SIZE):
             return
         matched, data = _compile_chunks(form.groups()).match, state.data
-        stack, dims, pos, count = state.stack, self._dims, state.pos, 0
+        stack, boxes, pos, count = state.stack, self._boxes, state.pos, 0
         while count < _AT_ONCE and (match := matched(data, pos)) is not None:
             first, second = match.groups()
-            origin = dims[first] if first in dims else self._parse_dims(first)
-            shape = dims[second] if second in dims else self._parse_dims(second)
-            if origin is None or shape is None:
+            spelled = first, second
+            box = boxes.get(spelled) or self._parse_box(spelled)
+            if box is None:
                 break
-            stack.append(FoldedCall(CHUNK, (origin, shape)))
+            stack.append(box)
             pos, count = match.end(), count + 1
         state.pos = pos
         state.memo += _CHUNK_MEMO * count
@@ -89,20 +94,30 @@ class MetadataShortcut:
             return
         matched, data = _compile_items(form.groups()).match, state.data
         stack, memo, dims, texts, pos, count = state.stack, state.memo, self._dims, self._texts, state.pos, 0
+        integers, parse = self._integers, self._parse_integer
+        recalled: dict[bytes, Any] = {}  # what the memo holds does not change here; it only grows
         while count < _AT_ONCE and (match := matched(data, pos)) is not None:
             new_key, known_key, place, new_file, known_file, offset, length = match.groups()
             origin = dims[place] if place in dims else self._parse_dims(place)
-            key = _recall_one(state, known_key) if new_key is None else texts.get(new_key) or self._parse_text(new_key)
-            begin, nbytes = _parse_integer(offset), _parse_integer(length)
+            if new_key is not None:
+                key = texts.get(new_key) or self._parse_text(new_key)
+            elif known_key in recalled:
+                key = recalled[known_key]
+            else:
+                key = recalled[known_key] = _recall_one(state, known_key)
+            begin = integers[offset] if offset in integers else parse(offset)
+            nbytes = integers[length] if length in integers else parse(length)
             if origin is None or type(key) is not str:
                 break
             before = len(memo)
             memo += (PASSED,) * 7 if new_key is None else (PASSED, PASSED, key, *(PASSED,) * 5)
-            if new_file is None:
-                file = _recall_one(state, known_file)
-            else:
+            if new_file is not None:
                 file = texts.get(new_file) or self._parse_text(new_file)
                 memo.append(file)
+            elif known_file in recalled:
+                file = recalled[known_file]
+            else:
+                file = recalled[known_file] = _recall_one(state, known_file)
             if type(file) is not str:
                 del memo[before:]
                 break
@@ -110,6 +125,22 @@ class MetadataShortcut:
             pos, count = match.end(), count + 1
         state.pos = pos
         state.spent += (4 * NODE + FLAT) * count
+
+    def _parse_integer(self, code: bytes) -> int:
+        number = _parse_integer(code)
+        if len(self._integers) < _REMEMBERED:
+            self._integers[code] = number
+        return number
+
+    def _parse_box(self, spelled: tuple[bytes, bytes]) -> FoldedCall | None:
+        """Parse origin and shape of a box; None if a number is negative."""
+        origin, shape = (self._dims[code] if code in self._dims else self._parse_dims(code) for code in spelled)
+        if origin is None or shape is None:
+            return None
+        box = FoldedCall(CHUNK, (origin, shape))
+        if len(self._boxes) < _REMEMBERED:
+            self._boxes[spelled] = box
+        return box
 
     def _parse_dims(self, code: bytes) -> tuple[int, ...] | None:
         """Parse the numbers of a tuple; None if one is negative, which is for others to refuse."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -50,13 +51,14 @@ class DcpSave:
 
     def _check_items(self) -> None:
         """Check that every file is there, every item inside it, and that no two share a byte."""
-        by_file: dict[str, list[tuple[int, int, str]]] = {}
-        archives: dict[str, list[tuple[int, int]]] = {}
+        by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        archives: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for each in self.metadata:
             for (key, _), item in each.items.items():
-                by_file.setdefault(item.file, []).append((item.offset, item.end, key))
+                file, offset, length = item.file, item.offset, item.length
+                by_file[file].append((offset, offset + length, key))
                 if not item.transforms:
-                    archives.setdefault(item.file, []).append((item.offset, item.length))
+                    archives[file].append((offset, length))
         files = self.source.files()
         gaps = sorted(path for path in by_file if path not in files)
         if gaps:
@@ -103,11 +105,12 @@ class DcpSave:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:
-            items = each.items
+            items, locate = each.items, self.items.region
             for box in each.tensors[key].boxes if key in each.tensors else ():
-                if 0 not in box.shape or (box.shape == declared.shape and (key, box.origin) in items):
-                    item = items.get((key, box.origin)) or self.item(each, key, box.origin)
-                    yield Chunk(box, dtype, self.items.region(item, key, dtype, box.shape), key)
+                item, shape = items.get((key, box.origin)), box.shape
+                if 0 not in shape or (shape == declared.shape and item is not None):
+                    item = item or self.item(each, key, box.origin)
+                    yield Chunk(box, dtype, locate(item, key, dtype, shape), key)
         if not declared.boxes and 0 not in declared.shape:
             raise SourceError(f"{key!r} {list(declared.shape)} is described without a box that holds any of it")
 
