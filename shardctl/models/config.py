@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.dtype import BY_NAME, BY_TORCH
@@ -104,6 +105,15 @@ class ModelConfig:
         if not isinstance(value, bool):
             raise SourceError(f"{self.file} has {key} = {value!r} where true or false is expected")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a finite number that is not zero; raises SourceError if it is anything else."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value) or not value:
+            raise SourceError(f"{self.file} has {key} = {value!r} where a number is expected")
+        return float(value)
 
     def text(self, key: str, default: str) -> str:
         """Return a string; raises SourceError if it is anything else."""

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
+from shardctl.libraries.trtllm.arrays import SCHEMA
 from shardctl.libraries.trtllm.config import interpret_config
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.models.config import ModelConfig
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.pieces import split_layers_evenly
@@ -40,6 +42,13 @@ PADDED = {"llama_tied_tp2": 63, "llama_padded_tp2": 63, "llama_padded_cut_tp2": 
 """Those whose vocabulary is padded, and how many tokens it has."""
 WRITTEN = tuple(name for name in CASES if not name.startswith("llama_padded"))
 """Those whose vocabulary Megatron-LM did not pad to 256 rows: what is written is padded for tp only."""
+CONVERTED = {
+    "deepseek_tp2": (Mesh.of(tp=2), "bf16"),
+    "deepseek_tp2_ep2": (Mesh.of(tp=2, ep=2), "bf16"),
+    "nemotron_nas_tp8": (Mesh.of(tp=8), "keep"),
+    "nemotron_nas_pp2": (Mesh.of(pp=2), "keep"),
+}
+"""Those that TensorRT-LLM's own converters made; routers are float32 there."""
 NEEDED = (
     *("architecture", "dtype", "logits_dtype", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_size", "intermediate_size", "hidden_act", "norm_epsilon", "rotary_base"),
@@ -200,6 +209,43 @@ class TestWriting:
                 assert split_layers_evenly(layers, count) == tuple(len(part) for part in parts)
 
 
+class TestConverters:
+    """What TensorRT-LLM's own converters make, of which no config is kept."""
+
+    @pytest.mark.parametrize("name", CONVERTED)
+    def test_every_array_is_theirs(self, name, tmp_path):
+        mesh = CONVERTED[name][0]
+        reshard(
+            FIXTURES / name / "source",
+            tmp_path,
+            ReshardOptions(to="trtllm", mesh=mesh),
+            source_options=SourceOptions(kv_heads="replicate"),
+        )
+        paths = sorted((FIXTURES / name / "converted").glob("rank*.safetensors"))
+        assert [path.name for path in paths] == [f"rank{n}.safetensors" for n in range(mesh.world)]
+        for path in paths:
+            theirs, ours = load_file(path), load_file(tmp_path / path.name)
+            assert ours.keys() == theirs.keys()
+            assert [key for key in theirs if not same(ours[key], theirs[key])] == []
+        assert verify(tmp_path, VerifyOptions(against=str(FIXTURES / name / "source"))).ok
+
+    @pytest.mark.parametrize("name", CONVERTED)
+    def test_they_are_read_bit_for_bit(self, name, tmp_path):
+        """With the config that is written here, because the fixtures have none."""
+        mesh, dtype = CONVERTED[name]
+        options = SourceOptions(kv_heads="replicate")
+        reshard(
+            FIXTURES / name / "source",
+            tmp_path / "ours",
+            ReshardOptions(to="trtllm", mesh=mesh),
+            source_options=options,
+        )
+        theirs = Path(shutil.copytree(FIXTURES / name / "converted", tmp_path / "theirs"))
+        shutil.copy(tmp_path / "ours" / "config.json", theirs / "config.json")
+        back = reshard(theirs, tmp_path / "hf", ReshardOptions(to="hf", dtype=dtype))
+        assert back.record.digest == digest(FIXTURES / name / "source").digest
+
+
 class TestRefusals:
     def test_more_tokens_than_were_exported(self):
         with pytest.raises(SourceError, match="vocab_size 256, but the model has 300 tokens"):
@@ -274,8 +320,57 @@ class TestRefusals:
 
     def test_a_model_of_another_family(self, tmp_path):
         source = FIXTURES.parent / "deepseek_mp" / "bf16" / "source"
-        with pytest.raises(UnsupportedError, match="arrays of DeepseekV3ForCausalLM are not known"):
+        with pytest.raises(UnsupportedError, match="of DeepseekV3ForCausalLM stores products of"):
             reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("gemma2", "checkpoint of Gemma2ForCausalLM stores norms plus one"),
+            ("starcoder2", "TensorRT-LLM's arrays of Starcoder2ForCausalLM are not known here"),
+            ("glm4_moe", "list of models for trtllm-build does not have Glm4MoeForCausalLM"),
+        ],
+    )
+    def test_a_model_says_whether_the_engine_had_it(self, name, message):
+        config = json.loads((FIXTURES.parent / "configs" / f"{name}.json").read_text())
+        with pytest.raises(UnsupportedError, match=message) as error:
+            SCHEMA.check(describe_model(config))
+        assert error.value.hint == "use --to hf, which TensorRT-LLM's PyTorch backend loads if it has the model"
+
+    @pytest.mark.parametrize(
+        ("name", "changed", "message"),
+        [
+            ("deepseek", {"num_hidden_layers": 3, "first_k_dense_replace": 2}, "experts in every layer but the first"),
+            ("deepseek", {"attention_bias": True}, "has no place for .*q_proj.bias of DeepseekForCausalLM"),
+            ("nemotron-nas", {}, "has no place for .*bias of DeciLMForCausalLM"),
+        ],
+    )
+    def test_a_variant_that_its_class_has_not(self, name, changed, message):
+        config = json.loads((FIXTURES.parent / "configs_hub" / f"{name}.json").read_text())
+        with pytest.raises(UnsupportedError, match=message):
+            SCHEMA.check(describe_model({**config, **changed}))
+
+    def test_routing_that_its_deepseek_has_not(self, tmp_path):
+        source = Path(shutil.copytree(FIXTURES / "deepseek_tp2" / "source", tmp_path / "source"))
+        say(source, routed_scaling_factor=2.5)
+        with pytest.raises(UnsupportedError, match="no factor of experts"):
+            reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
+
+    def test_layers_that_its_config_lists_by_itself(self, tmp_path):
+        """As its converter writes them; shardctl writes the Hub's blocks, which its class takes as well."""
+        source, out = FIXTURES / "nemotron_nas_pp2" / "source", tmp_path / "out"
+        reshard(source, out, ReshardOptions(to="trtllm", mesh=Mesh.of(pp=2)))
+        attention, none = {"impl": "attention", "num_key_value_heads": 4}, {"impl": "no_op"}
+        mlp = {"impl": "mlp", "intermediate_size": 256}
+        layers = [(attention, mlp), (none, mlp), (attention, none), (attention, mlp)]
+        say(out, block_configs=None, layer_configs=[{"attention": one, "ffn": other} for one, other in layers])
+        assert digest(out).digest == digest(source).digest
+        say(out, layer_configs=[{"attention": {"impl": "linear"}, "ffn": mlp}] * 4)
+        with pytest.raises(UnsupportedError, match=r"a layer of .*linear"):
+            scan_checkpoint(LocalSource(out))
+        say(out, layer_configs=[])
+        with pytest.raises(SourceError, match="layer_configs that do not speak of 4 layers"):
+            scan_checkpoint(LocalSource(out))
 
     def test_an_architecture_that_is_not_known(self, place):
         at = place("llama_tp8")

@@ -21,6 +21,16 @@ STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 FAMILIES = {
     "llama": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50_000.0}}, Mesh.of(tp=8)),
     "llama-tied-biased": ({"vocab_size": 97}, Mesh.of(tp=2, pp=2)),
+    "granite": (
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+        },
+        Mesh.of(tp=4, pp=2),
+    ),
     "mistral": ({}, Mesh.of(tp=4)),
     "mixtral": ({}, Mesh.of(tp=2, pp=2, ep=2)),
     "qwen2": ({}, Mesh.of(tp=8)),

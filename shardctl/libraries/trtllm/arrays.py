@@ -1,10 +1,10 @@
-"""Describes the arrays of TensorRT-LLM: what each `rankN.safetensors` holds of a Llama, Mistral or Qwen.
+"""Describes the arrays of TensorRT-LLM: what each `rankN.safetensors` holds of a Llama and of what is built like one.
 
-Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py` and `qwen/convert.py`,
-and of NVIDIA's exporter in Megatron-LM core 0.16, `megatron/core/export/trtllm`: the query, key and value rows of a
-rank one behind another, ``mlp.fc`` the gate and ``mlp.gate`` the up projection, experts stacked with up before gate,
-layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/mapping.py` (`Mapping.pp_layers`: even
-ones).
+Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py`, `qwen/convert.py`,
+`deepseek_v1/convert.py` and `nemotron_nas/convert.py`, and of NVIDIA's exporter in Megatron-LM core 0.16,
+`megatron/core/export/trtllm`: the query, key and value rows of a rank one behind another, ``mlp.fc`` the gate and
+``mlp.gate`` the up projection, experts stacked with up before gate, layers counted anew on every stage. Ranks and
+stages are those of `tensorrt_llm/mapping.py` (`Mapping.pp_layers`: even ones).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
+from shardctl.libraries.trtllm.engine_models import explain_missing_model
 from shardctl.pieces import split_layers_evenly
 from shardctl.value import value_class
 
@@ -34,7 +35,11 @@ EMBEDDING_DIM: Final = "embedding_dim"
 VOCABULARY: Final = "vocabulary"
 """The fact that says how many rows the vocabulary had before it was padded for tp: Megatron-LM pads it itself, to a
 multiple of 128 x tp. Without it, there are as many rows as tokens."""
-FAMILIES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+SEARCHED: Final = "nemotron-nas"
+"""The family whose layers may lack attention or the MLP, which it calls `ffn`."""
+FAMILIES: Final = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "deepseek", SEARCHED}
+)
 """Those whose config and arrays are known here; others of the same names have other norms or multipliers."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
@@ -42,6 +47,7 @@ _NORM: Final = "model.norm.weight"
 _KINDS: Final = ("weight", "bias")
 _MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
 _QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+_SHARED: Final = ("shared_expert", "shared_experts")
 _ROUTER: Final = BY_NAME["F32"]
 
 
@@ -120,6 +126,20 @@ def _cut_embedding(here: _TrtllmRank, dialect: LibraryDialect) -> CompositeArray
 
 
 def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    if f"{have}.self_attn.q_proj.weight" in here:
+        yield from _list_attention_entries(here, have, new)
+    mlp = f"{new}.{'ffn' if here.parts.model.family == SEARCHED else 'mlp'}"
+    if f"{have}.post_attention_layernorm.weight" in here:
+        yield SchemaEntry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
+    if f"{have}.mlp.gate_proj.weight" in here:
+        yield from here.column_layer(f"{have}.mlp.gate_proj", f"{mlp}.fc")
+        yield from here.column_layer(f"{have}.mlp.up_proj", f"{mlp}.gate")
+        yield from here.row_layer(f"{have}.mlp.down_proj", f"{mlp}.proj")
+    elif here.parts.model.family != SEARCHED:
+        yield from _list_expert_entries(here, have, mlp)
+
+
+def _list_attention_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
     attention = f"{have}.self_attn"
     yield SchemaEntry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
     for kind in _KINDS:
@@ -130,13 +150,6 @@ def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[Sche
     for part in "qk":
         if f"{attention}.{part}_norm.weight" in here:
             yield SchemaEntry(f"{new}.attention.{part}_layernorm.weight", here[f"{attention}.{part}_norm.weight"])
-    yield SchemaEntry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
-    if f"{have}.mlp.gate_proj.weight" in here:
-        yield from here.column_layer(f"{have}.mlp.gate_proj", f"{new}.mlp.fc")
-        yield from here.column_layer(f"{have}.mlp.up_proj", f"{new}.mlp.gate")
-        yield from here.row_layer(f"{have}.mlp.down_proj", f"{new}.mlp.proj")
-    else:
-        yield from _list_expert_entries(here, have, f"{new}.mlp")
 
 
 def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
@@ -153,12 +166,14 @@ def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[Sch
     yield SchemaEntry(
         f"{new}.proj.weight", stack_arrays([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names])
     )
-    shared = f"{have}.mlp.shared_expert"
-    if f"{shared}.gate_proj.weight" in here:
+    shared = next((s for s in _SHARED if f"{have}.mlp.{s}.gate_proj.weight" in here), None)
+    if shared is not None:
+        shared = f"{have}.mlp.{shared}"
         halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
         yield SchemaEntry(f"{new}.shared_expert.fc.weight", join_arrays(halves))
         yield SchemaEntry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
-        yield SchemaEntry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
+        if f"{have}.mlp.shared_expert_gate.weight" in here:
+            yield SchemaEntry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
 
 
 def _has_experts(model: Model) -> bool:
@@ -177,16 +192,16 @@ def _check_model(model: Model) -> None:
             hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",
         )
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
-        raise UnsupportedError(
-            f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
-            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
-        )
+        raise explain_missing_model(model.architecture)
+    biased = next((name for name in model.tensors if name.endswith(".bias")), None)
+    if biased is not None and model.family in {SEARCHED, "deepseek"}:
+        raise UnsupportedError(f"{TITLE} has no place for {biased} of {model.architecture}: it has no biases there")
     if _has_experts(model):
-        dense = next(
-            (n for n in range(model.layers) if f"model.layers.{n}.mlp.gate_proj.weight" in model.tensors), None
-        )
-        if dense is not None:
-            raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense} has none")
+        dense = [n for n in range(model.layers) if f"model.layers.{n}.mlp.gate_proj.weight" in model.tensors]
+        if model.family == "deepseek" and dense != [0]:
+            raise UnsupportedError(f"{TITLE}'s {model.architecture} has experts in every layer but the first")
+        if model.family != "deepseek" and dense:
+            raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense[0]} has none")
 
 
 SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)

@@ -1,7 +1,8 @@
 """Reads TensorRT-LLM's `config.json`, and makes the config of transformers from it.
 
 The fields are those of NVIDIA/TensorRT-LLM `tensorrt_llm/models/modeling_utils.py` (`PretrainedConfig`),
-`models/llama/config.py`, `models/qwen/config.py` and `mapping.py`; older files, and those of the exporter in
+`models/llama/config.py`, `models/qwen/config.py`, `models/deepseek_v1/config.py`, `models/nemotron_nas/config.py` and
+`mapping.py`; older files, and those of the exporter in
 Megatron-LM core 0.16, have the fields of experts without an object around them.
 """
 
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import format_rank_prefix
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE, VOCABULARY
+from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, SEARCHED, TITLE, VOCABULARY
+from shardctl.libraries.trtllm.model_settings import RENORMALISE, get_object, read_deepseek, read_granite, read_layers
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import MOST_RANKS, Mesh
 from shardctl.models import name_usual_class
@@ -28,7 +30,13 @@ _LLAMAS: Final = frozenset({"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForC
 _QWENS: Final = frozenset(
     {"QWenForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
-_MODEL_TYPES: Final = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_OTHERS: Final = {
+    "GraniteForCausalLM": "granite",
+    "DeepseekForCausalLM": "deepseek",
+    "DeciLMForCausalLM": SEARCHED,
+}
+"""The model types that follow from the class alone."""
+_MODEL_TYPES: Final = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *_OTHERS.values())
 _ACTIVATIONS: Final = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation is called without its gate."""
 _MULTIPLIERS: Final = (
@@ -37,8 +45,6 @@ _MULTIPLIERS: Final = (
     "residual_multiplier",
     "output_multiplier_scale",
 )
-_RENORMALISE: Final = 1
-"""`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE` of tensorrt_llm/layers/moe.py."""
 
 
 @value_class
@@ -59,7 +65,7 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
     Raises SourceError for what is malformed or contradicts itself, UnsupportedError for what is not converted.
     """
     _refuse_quantised(config)
-    mesh = _build_mesh(_get_object(config, "mapping"))
+    mesh = _build_mesh(get_object(config, "mapping"))
     layers = config.size("num_hidden_layers")
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
     if pp > layers:
@@ -77,17 +83,8 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
     )
 
 
-def _get_object(config: ModelConfig, key: str) -> ModelConfig:
-    value = config.values.get(key)
-    if value is None:
-        return ModelConfig({})
-    if not isinstance(value, dict):
-        raise SourceError(f"config.json has {key} = {ascii(value)[:40]} where an object is expected")
-    return ModelConfig(value)
-
-
 def _refuse_quantised(config: ModelConfig) -> None:
-    settings = _get_object(config, "quantization")
+    settings = get_object(config, "quantization")
     for key in ("quant_algo", "kv_cache_quant_algo"):
         found = settings.values.get(key)
         if found is not None:
@@ -133,7 +130,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
     kind = _choose_model_type(config, arrays)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head = config.size("head_size", hidden // heads)
-    _refuse_unlike(config, head)
+    _refuse_unlike(config, kind, head)
     activation = config.text("hidden_act", "silu")
     said: dict[str, object] = {
         "architectures": [name_usual_class(kind)],
@@ -141,7 +138,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
         "dtype": config.text("dtype", "bfloat16"),
         "hidden_act": _ACTIVATIONS.get(activation, activation),
         "hidden_size": hidden,
-        "intermediate_size": config.size("intermediate_size", hidden * 4),
+        "intermediate_size": None if kind == SEARCHED else config.size("intermediate_size", hidden * 4),
         "num_hidden_layers": config.size("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": config.size("num_key_value_heads", heads),
@@ -152,18 +149,23 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
         "rope_theta": config.values.get("rotary_base", 10_000.0),
         "tie_word_embeddings": _is_tied(config, arrays),
     }
-    scaling = _get_object(config, "rotary_scaling").values
+    scaling = get_object(config, "rotary_scaling").values
     if scaling:
         kind_of_scaling = scaling.get("rope_type", scaling.get("type"))
         said["rope_scaling"] = {**{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind_of_scaling}
-    if kind in ("llama", "qwen3", "qwen3_moe"):
+    if kind in ("llama", "granite", "qwen3", "qwen3_moe"):
         said["attention_bias"] = _has_array(arrays, "attention.dense.bias")
-    if kind == "llama":
+    if kind in ("llama", "granite"):
         said["mlp_bias"] = _has_array(arrays, "mlp.proj.bias")
-    else:
+    windowed = kind not in ("llama", *_OTHERS.values())
+    if windowed:
         said["sliding_window"] = None
+    if kind == "granite":
+        said |= read_granite(config, head)
+    if kind == SEARCHED:
+        said["block_configs"] = config.values.get("block_configs") or read_layers(config, heads)
     said |= _build_expert_settings(config, kind)
-    guessed = "the tokens that begin and end texts" + ("" if kind == "llama" else ", nor a sliding window")
+    guessed = "the tokens that begin and end texts" + (", nor a sliding window" if windowed else "")
     return OwnConfig(
         said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (--config gives them)",), True
     )
@@ -172,6 +174,8 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
 def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
     """Choose the model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
     architecture = config.text("architecture", "")
+    if architecture in _OTHERS:
+        return _OTHERS[architecture]
     if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
         raise UnsupportedError(
             f"config.json describes {ascii(architecture)[:60]}, whose arrays are not known here",
@@ -197,7 +201,7 @@ def _is_tied(config: ModelConfig, arrays: Collection[str]) -> bool:
     return config.switch("tie_word_embeddings", default=shared) or "lm_head.weight" not in arrays
 
 
-def _refuse_unlike(config: ModelConfig, head: int) -> None:
+def _refuse_unlike(config: ModelConfig, kind: str, head: int) -> None:
     """Raise UnsupportedError for what no config of transformers' class would say."""
     position = config.text("position_embedding_type", "rope_gpt_neox")
     turned = config.values.get("rotary_embedding_dim")
@@ -205,7 +209,7 @@ def _refuse_unlike(config: ModelConfig, head: int) -> None:
         raise UnsupportedError(
             f"config.json has positions of another kind ({ascii(position)[:40]}) than Llama and Qwen"
         )
-    odd = next((key for key in _MULTIPLIERS if config.values.get(key, 1.0) != 1.0), None)
+    odd = next((key for key in _MULTIPLIERS if kind != "granite" and config.values.get(key, 1.0) != 1.0), None)
     odd = odd or ("residual_mlp" if config.values.get("residual_mlp") else None)
     if odd is not None:
         raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen do not have")
@@ -213,12 +217,14 @@ def _refuse_unlike(config: ModelConfig, head: int) -> None:
 
 def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:
     """Build what the config says of experts."""
-    settings = _get_object(config, "moe").values or {
+    settings = get_object(config, "moe").values or {
         key.removeprefix("moe_"): value for key, value in config.values.items() if key.startswith("moe_")
     }
     moe = ModelConfig(settings)
     if kind == "mixtral":
         return {"num_local_experts": moe.size("num_experts"), "num_experts_per_tok": moe.size("top_k", 2)}
+    if kind == "deepseek":
+        return read_deepseek(config, moe)
     if not kind.endswith("_moe"):
         return {}
     inner = config.size("moe_intermediate_size") if config.values.get("moe_intermediate_size") else None
@@ -226,7 +232,7 @@ def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:
         "num_experts": moe.size("num_experts"),
         "num_experts_per_tok": moe.size("top_k"),
         "moe_intermediate_size": inner or config.size("intermediate_size"),
-        "norm_topk_prob": moe.values.get("normalization_mode") == _RENORMALISE,
+        "norm_topk_prob": moe.values.get("normalization_mode") == RENORMALISE,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

@@ -1,7 +1,8 @@
 """Plans directories that `trtllm-build` reads: `rankN.safetensors` of every tp and pp rank, and `config.json`.
 
-The config's fields are those that its own converters write (NVIDIA/TensorRT-LLM `tensorrt_llm/models/llama/config.py`
-and `qwen/config.py`, `from_hugging_face`); what stands in the files is in `schemas/trtllm`.
+The config's fields are those that its own converters write (NVIDIA/TensorRT-LLM, `from_hugging_face` of
+`tensorrt_llm/models/llama/config.py`, `qwen/config.py`, `deepseek_v1/config.py` and `nemotron_nas/config.py`); what
+stands in the files is in `arrays`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
-from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE
+from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, SEARCHED, TITLE
+from shardctl.libraries.trtllm.model_settings import (
+    NO_RENORMALISING,
+    RENORMALISE,
+    describe_deepseek,
+    describe_granite,
+    describe_layers,
+)
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile
 from shardctl.mesh import Mesh
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from shardctl.dialect import Fact
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
+    from shardctl.models import Model
+    from shardctl.models.model import ModelTensor
 
 _CONFIG: Final = "config.json"
 _ORDER: Final = ("pp", "cp", "tp")
@@ -37,15 +47,13 @@ _CUTS: Final = {"whole": None, "vocabulary": 0, "hidden": 1}
 """By option the dim of the embedding that is cut."""
 _TYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
-_ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+_ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "deepseek"})
 _GPUS_PER_NODE: Final = 8
 """What TensorRT-LLM assumes where nobody says; it only decides how ranks reach each other."""
 _LAST_VERSION: Final = (
     f"--to {NAME} is for {TITLE} up to 1.2: later versions have no trtllm-build, and their PyTorch backend loads what "
     "--to hf writes"
 )
-_NONE, _RENORMALISE = 0, 1
-"""`MoeConfig.ExpertScaleNormalizationMode` of tensorrt_llm/layers/moe.py."""
 
 
 def pack_trtllm(order: PackRequest) -> Manifest:
@@ -108,7 +116,7 @@ def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, obje
     routed = model.family in _ROUTED
     ep, etp = (mesh.ep, mesh.etp) if routed else (1, mesh.degree("tp"))
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
-    q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in ("q", "k"))
+    q, k = (_find_first(model, f"self_attn.{part}_proj.weight") for part in ("q", "k"))
     theta, scaling = _describe_rope(order.config)
     return {
         "architecture": model.architecture,
@@ -119,7 +127,7 @@ def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, obje
         "num_key_value_heads": k.shape[0] * heads // q.shape[0],
         "head_size": q.shape[0] // heads,
         "hidden_size": q.shape[1],
-        "intermediate_size": config.size("intermediate_size"),
+        "intermediate_size": None if model.family == SEARCHED else config.size("intermediate_size"),
         "vocab_size": model.tensors["model.embed_tokens.weight"].shape[0],
         "max_position_embeddings": config.values.get("max_position_embeddings"),
         "position_embedding_type": "rope_gpt_neox",
@@ -144,7 +152,18 @@ def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, obje
         },
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
         **_build_expert_settings(config, model.family),
+        **(describe_granite(config, q.shape[0] // heads) if model.family == "granite" else {}),
+        **(describe_layers(config, model, q.shape[0] // heads) if model.family == SEARCHED else {}),
     }
+
+
+def _find_first(model: Model, name: str) -> ModelTensor:
+    """Find a tensor of the first layer that has it; raises UnsupportedError if none has."""
+    found = (model.tensors.get(f"model.layers.{layer}.{name}") for layer in range(model.layers))
+    tensor = next(filter(None, found), None)
+    if tensor is None:
+        raise UnsupportedError(f"{TITLE} needs a layer with {name}")
+    return tensor
 
 
 def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object]:
@@ -152,12 +171,14 @@ def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object
     said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
     if family not in _ROUTED:
         return said
+    if family == "deepseek":
+        return said | describe_deepseek(config)
     count = config.values.get("num_local_experts" if family == "mixtral" else "num_experts")
     weighed = family == "mixtral" or config.switch("norm_topk_prob", default=False)
     moe = {
         "num_experts": count if count is not None else config.size("num_local_experts"),
         "top_k": config.size("num_experts_per_tok", 2),
-        "normalization_mode": _RENORMALISE if weighed else _NONE,
+        "normalization_mode": RENORMALISE if weighed else NO_RENORMALISING,
     }
     if family != "mixtral":
         said |= {
@@ -169,7 +190,7 @@ def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object
 
 def _choose_dtype(order: PackRequest) -> str:
     """Choose the type of the layers' weights."""
-    found = order.dtypes.get("model.layers.0.self_attn.q_proj.weight", BY_NAME["BF16"])
+    found = order.dtypes.get(_find_first(order.model, "self_attn.q_proj.weight").name, BY_NAME["BF16"])
     if found.name not in _TYPES:
         raise UnsupportedError(
             f"{TITLE} computes in bfloat16, float16 or float32, not in {found}", hint="use --dtype bf16"
