@@ -23,6 +23,9 @@ WRITTEN_ALIKE = (
     "fsdp_dtensor/*/latest_checkpointed_iteration.txt",
     "megatron/*/latest_checkpointed_iteration.txt",
     "orbax/*",  # the same arrays in three ways of storing
+    "rank_states/distributed/losses.json",  # of the same model as another trainer's
+    "fsdp_dtensor/moe/losses.json",
+    "rank_states/*/latest_checkpointed_iteration.txt",
     "torch_dist/*/iter/metadata.json",  # the name and version of the format
     "torch_dist/per_layer/iter/*.distcp",  # the keys differ from those of singleton, and they are in `.metadata`
     "torch_dist/singleton/iter/*.distcp",

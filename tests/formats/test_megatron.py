@@ -228,7 +228,7 @@ class TestReading:
 
     def test_what_trains_is_left_behind_and_said_so(self):
         found = scan_checkpoint(LocalSource(FIXTURES / "llama-trained"))
-        assert any("the optimizer's states are left behind" in note for note in found.training.notes)
+        assert any("the optimizer's states are left behind: " in text for text in found.warnings)
         left = {each.name for each in found.objects if each.policy == "drop"}
         assert {"optimizer", "rng_state", "iter_0000010/mp_rank_00/distrib_optim.pt"} <= left
         assert all(each.policy == "drop" for each in found.objects)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.libraries.arrays.composite import round_up_to_multiple
+from shardctl.libraries.megatron.buffer_layout import ALIGNMENT
 from shardctl.libraries.megatron.dist_parameters import ModuleOrder, RankParameter, StoredModules, UnknownOrderError
 from shardctl.manifest import Chunk, Region, Tensor, locate_dense_run
 from shardctl.training import format_state_name
@@ -30,7 +31,6 @@ KEY: Final = re.compile(
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(\w+)"
 )
 """The key of a bucket: optimizer, group of ranks, buffer, type of its parameters, bucket and state."""
-_ALIGNMENT: Final = 64
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 
 
@@ -189,7 +189,7 @@ def _place_parameters(
     found: list[tuple[int, int]] = []
     bucket, at = 0, 0
     for count in reversed(counts):
-        start = round_up_to_multiple(at, _ALIGNMENT)
+        start = round_up_to_multiple(at, ALIGNMENT)
         if start and bucket < len(sizes) and start >= sizes[bucket]:
             if sizes[bucket] not in {at, start}:
                 return None
@@ -198,7 +198,7 @@ def _place_parameters(
         if bucket >= len(sizes) or at > sizes[bucket] or start not in edges[bucket] or at not in edges[bucket]:
             return None
         found.append((bucket, start))
-    full = bucket == len(sizes) - 1 and sizes[bucket] in {at, round_up_to_multiple(at, _ALIGNMENT)}
+    full = bucket == len(sizes) - 1 and sizes[bucket] in {at, round_up_to_multiple(at, ALIGNMENT)}
     return found[::-1] if full or not (counts or sizes) else None
 
 

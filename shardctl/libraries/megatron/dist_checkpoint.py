@@ -16,7 +16,7 @@ from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.megatron.dist_common import CommonState, read_common, read_local_optimizers
 from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
 from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
-from shardctl.libraries.megatron.dist_groups import assign_parameters, read_clipping
+from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
@@ -70,10 +70,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
     parted = assign_parameters(groups, tensors) if states else ()
     if groups and states and not parted:
-        warnings.append(
-            "the optimizer has several groups of one kind, and no file says which parameters are in which: their "
-            "settings, such as lr and betas, are left behind"
-        )
+        warnings.append(UNASSIGNED)
     side, others = _list_side_objects(save, folder)
     return Manifest(
         format=name,

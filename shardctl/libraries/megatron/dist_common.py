@@ -90,13 +90,11 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
         arguments=arguments,
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
-        step=_find_step(found.get("optimizer"), saved, source),
+        step=find_step(found.get("optimizer"), saved, source),
         groups=tuple(list_groups(found.get("optimizer"))),
-        progress={
-            **{name: arguments[name] for name in _COUNTS if name in arguments},
-            **({"iteration": iteration} if type(iteration) is int else {}),
-            **{f"opt_param_scheduler/{k}": v for k, v in parse_namespace(found.get("opt_param_scheduler")).items()},
-        },
+        progress=collect_progress(
+            arguments, iteration if type(iteration) is int else None, parse_namespace(found.get("opt_param_scheduler"))
+        ),
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
 
@@ -114,12 +112,23 @@ def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str,
             continue
         saved = read_torch_zip(save.source, item.file, start=item.offset, size=item.length)
         tree = saved.tree[0] if isinstance(saved.tree, list) and saved.tree else saved.tree
-        step = _find_step({0: tree}, saved, save.source) if step is None else step
+        step = find_step({0: tree}, saved, save.source) if step is None else step
         groups += list_groups({0: tree})
     return step, tuple(groups)
 
 
-def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
+def collect_progress(
+    arguments: Mapping[str, Setting], iteration: int | None, schedule: Mapping[str, Setting]
+) -> dict[str, Setting]:
+    """Collect what the training loop goes on from."""
+    return {
+        **{name: arguments[name] for name in _COUNTS if name in arguments},
+        **({"iteration": iteration} if iteration is not None else {}),
+        **{f"opt_param_scheduler/{name}": value for name, value in schedule.items()},
+    }
+
+
+def find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
     """Find the number of steps, which groups of parameters or their common state say."""
     for node in _walk_dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
         for name in ("common_step", "step"):

@@ -22,6 +22,11 @@ GROUPS: Final = "param_groups"
 _DEPTH: Final = 3
 _MOST: Final = 64
 _EXPERT: Final = ".mlp.experts."
+UNASSIGNED: Final = (
+    "the optimizer has several groups of one kind, and no file says which parameters are in which: their settings, "
+    "such as lr and betas, are left behind"
+)
+"""What is said where there are groups and `assign_parameters` finds none."""
 
 
 def list_groups(optimizer: object) -> Iterator[dict[str, Setting]]:
@@ -35,13 +40,14 @@ def _walk_groups(node: object, depth: int) -> Iterator[dict[str, Setting]]:
         return
     groups = held.get(GROUPS)
     if isinstance(groups, list):
-        yield from map(_read_settings, groups[:_MOST])
+        yield from map(read_settings, groups[:_MOST])
         return
     for part in list(held.values())[:_MOST]:
         yield from _walk_groups(part, depth - 1)
 
 
-def _read_settings(group: Any) -> dict[str, Setting]:  # noqa: ANN401 - a node of a tree
+def read_settings(group: Any) -> dict[str, Setting]:  # noqa: ANN401 - a node of a tree
+    """Read the settings of a group, but for its parameters."""
     found = {}
     for name, value in (as_mapping(group) or {}).items():
         setting = as_setting(value)
@@ -61,7 +67,7 @@ def assign_parameters(groups: Sequence[Mapping[str, Setting]], arrays: Iterable[
     """
     found: dict[tuple[bool, bool], tuple[list[str], Mapping[str, Setting]]] = {}
     for group in groups:
-        kind = bool(group.get("is_expert_parallel")), _has_decay(group)
+        kind = bool(group.get("is_expert_parallel")), has_decay(group)
         if kind in found and found[kind][1] != group:
             return ()
         found.setdefault(kind, ([], group))
@@ -84,7 +90,8 @@ def read_clipping(arguments: Mapping[str, Setting]) -> float | None:
     return float(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
 
 
-def _has_decay(group: Mapping[str, Setting]) -> bool:
+def has_decay(group: Mapping[str, Setting]) -> bool:
+    """Return whether a group has weight decay."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0.0
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?([^0-9].*)")
 _OF_EXPERT: Final = re.compile(r"(mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
 _HALF: Final = re.compile(r"(.+\.(?:weight|bias))(_w|_v)")
-_BUFFERS: Final = (".expert_bias", ".local_tokens_per_expert")
+BUFFERS: Final = (".expert_bias", ".local_tokens_per_expert")
+"""How the names of arrays end that no optimizer trains."""
 _EMBEDDINGS: Final = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _LAST_NORMS: Final = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
 _HEAD: Final = "output_layer.weight"
@@ -117,7 +118,7 @@ class StoredModules:
             raise UnknownOrderError("not all layers are here")
 
     def _add_array(self, name: str, tensor: Tensor) -> None:
-        if name.endswith(_BUFFERS):
+        if name.endswith(BUFFERS):
             return
         found = _OF_LAYER.fullmatch(name)
         half = _HALF.fullmatch(name)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
-_BOXES: Final = 512
-"""Boxes that are looked at, spread over all."""
 _VALUES: Final = 16
 """Values of each."""
 _ROUNDING: Final = 2.0**-7
@@ -27,15 +25,19 @@ _SMALL: Final = 1e-6
 _FORMATS: Final = {"F32": "f", "F16": "e", "BF16": "H"}
 
 
-def compare_samples(source: Source, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int:
+def compare_samples(
+    source: Source, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor], boxes: int = 512
+) -> int:
     """Compare the first values of boxes of `masters` with those of `weights` of the same names; returns how many.
+
+    About so many `boxes` are looked at, spread over all.
 
     Raises UnknownOrderError for values that are not the same.
     """
     pairs = [
         (master, weight) for name, tensor in masters.items() for master, weight in _pair_chunks(tensor, weights[name])
     ]
-    step, compared = max(len(pairs) // _BOXES, 1), 0
+    step, compared = max(len(pairs) // boxes, 1), 0
     for master, weight in pairs[::step]:
         count = min(_VALUES, master.box.shape[-1])
         ours, theirs = (_read_values(source, chunk, master.box, count) for chunk in (master, weight))

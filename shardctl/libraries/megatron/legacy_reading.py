@@ -8,26 +8,31 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.dialect import LibraryDialect
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.files.sharded_backend import TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
 from shardctl.libraries.megatron.directory import choose_iteration, has_ranks, list_rank_folders
+from shardctl.libraries.megatron.dist_common import collect_progress, find_step
+from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.expert_degree import infer_expert_degree
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.megatron.rank_file import read_rank_file
+from shardctl.libraries.megatron.rank_states import read_rank_states
 from shardctl.libraries.megatron.ranks import build_least_mesh
 from shardctl.libraries.reader import Format
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardctl.libraries.megatron.directory import RankDirectory
     from shardctl.libraries.megatron.rank_file import MegatronRankFile
+    from shardctl.libraries.megatron.rank_states import RankStates
+    from shardctl.libraries.reader import Weights
     from shardctl.mesh import Mesh
     from shardctl.storage import Source
 
@@ -48,10 +53,11 @@ def detect_megatron(source: Source) -> bool:
     return has_ranks(source)
 
 
-def scan_megatron(source: Source, etp: int | None = None) -> Manifest:
+def scan_megatron(source: Source, etp: int | None = None, weights: Weights = None) -> Manifest:
     """Read every rank's pickle without running it.
 
-    `etp` is over how many ranks each expert was divided, where neither args nor shapes say it.
+    `etp` is over how many ranks each expert was divided, where neither args nor shapes say it; `weights` is the copy
+    that is meant where the optimizer has one in fp32.
 
     Arrays have the names of megatron-core's local layers, whatever theirs are, behind that of their rank's folder and
     of their chunk of a virtual pipeline; which tensors of a model lie in them, the model's config decides, which is
@@ -75,24 +81,28 @@ def scan_megatron(source: Source, etp: int | None = None) -> Manifest:
             )
     counts = _count_layers(files, ranks, mesh)
     tied = _is_tied(first, files, ranks, mesh)
-    side, left = list_side_files(source, set(found.files.values()))
+    tensors = {tensor.name: tensor for name, each in files.items() for tensor in _build_tensors(name, each)}
+    held = read_rank_states(source, files, ranks, mesh)
+    if weights == "master" and not held.masters:
+        raise SourceError(f"{source.name} has no weights of an optimizer", hint="leave --weights out")
+    own = (*found.files.values(), *held.files)
+    side, left = list_side_files(source, set(own))
     return Manifest(
         format=FORMAT.name,
-        tensors={tensor.name: tensor for name, each in files.items() for tensor in _build_tensors(name, each)},
-        files={path: CheckpointFile(path, source.files()[path].size) for path in found.files.values()},
+        tensors=tensors if weights == "module" else tensors | held.masters,
+        files={path: CheckpointFile(path, source.files()[path].size) for path in own},
         objects=(
             *(_set_policy(each) for each in side),
-            *(each for file in files.values() for each in _list_inner_objects(file)),
+            *(each for file in files.values() for each in _list_inner_objects(file, held)),
         ),
         warnings=(
             *left,
             *_note_other_iterations(found),
             *_note_swapped_ranks(files, ranks, mesh),
             *_note_expert_degree(files, etp, mesh),
+            *_warn_of_states(source, found, held, tensors),
         ),
-        training=TrainingState(
-            writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_list_notes(source, found, files))
-        ),
+        training=_build_training(source, first, held, tensors, _list_notes(files, held, weights), len(files)),
         dialect=LibraryDialect(
             megatron.NAME,
             mesh,
@@ -230,8 +240,10 @@ def _set_policy(side: OpaqueObject) -> OpaqueObject:
     return replace(side, policy="drop") if loop else side
 
 
-def _list_inner_objects(file: MegatronRankFile) -> Iterator[OpaqueObject]:
+def _list_inner_objects(file: MegatronRankFile, held: RankStates) -> Iterator[OpaqueObject]:
     for name in file.others:
+        if name == "optimizer" and held.states:
+            continue
         yield OpaqueObject(name, "drop", file=file.path)
 
 
@@ -252,18 +264,64 @@ def _note_swapped_ranks(files: Mapping[str, MegatronRankFile], ranks: Mapping[in
             yield f"{files[name].path} was written by rank {value}, not by one of tp{index}: were folders exchanged?"
 
 
-def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
+def _warn_of_states(
+    source: Source, found: RankDirectory, held: RankStates, tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Say which states are left behind, and why."""
+    if held.left:
+        yield f"the optimizer's states are left behind: {held.left}"
+    others = sorted(
+        path
+        for path in source.files()
+        if path.startswith(found.folder) and _OPTIMIZER.fullmatch(path) and path not in held.files
+    )
+    if others and not held.left:
+        yield f"{format_first_few(others)}, which an optimizer keeps in a way that is not known, is left behind"
+    if held.states and held.groups and not assign_parameters(held.groups, tensors):
+        yield UNASSIGNED
+
+
+def _build_training(
+    source: Source,
+    first: MegatronRankFile,
+    held: RankStates,
+    tensors: Mapping[str, Tensor],
+    notes: Iterable[str],
+    ranks: int,
+) -> TrainingState:
+    """Build what only a trainer needs of the files."""
+    step = find_step(first.optimizer, first.saved, source) if held.states else None
+    return TrainingState(
+        writer=TITLE,
+        ranks=ranks,
+        step=step if step is not None else first.iteration,
+        states=held.states,
+        groups=assign_parameters(held.groups, tensors) if held.states else (),
+        progress=collect_progress(first.arguments, first.iteration, first.schedule) if held.states else {},
+        clipping=read_clipping(first.arguments),
+        notes=tuple(notes),
+    )
+
+
+def _list_notes(files: Mapping[str, MegatronRankFile], held: RankStates, weights: Weights) -> Iterator[str]:
     """List how the files were understood."""
     first = next(iter(files.values()))
     if first.before_core:
         yield f"names from before megatron-core, checkpoint_version {first.version:g}"
     if any(file.scales for file in files.values()):
         yield f"{EXTRA_STATE} of Transformer Engine's layers, which holds no weights, is left behind"
-    optimizer = sum(path.startswith(found.folder) and bool(_OPTIMIZER.fullmatch(path)) for path in source.files())
-    if optimizer or any("optimizer" in file.others for file in files.values()):
-        yield (
-            "the optimizer's states are left behind: their order is that of the run's buffers, which no file describes"
-        )
+    if held.states:
+        kind = "distributed" if held.distributed else "replicated"
+        checked = f"{held.compared:,} values of its weights are the model's" if held.masters else "it has no weights"
+        yield f"the {kind} optimizer's states are in the order of the model's arrays; {checked}"
+    if held.masters:
+        which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
+        yield f"there are two copies of the weights; {which} are read"
+
+
+def _scan_copy(source: Source, weights: Weights) -> Manifest:
+    """Read the copy of the weights that is meant."""
+    return scan_megatron(source, None, weights)
 
 
 FORMAT: Final = Format(
@@ -271,6 +329,7 @@ FORMAT: Final = Format(
     "Megatron-LM's directories of ranks",
     detect_megatron,
     scan_megatron,
+    scan_copy=_scan_copy,
     scan_divided=scan_megatron,
     saved=True,
 )

@@ -55,6 +55,10 @@ class MegatronRankFile:
     scales: bool = False
     """Whether layers keep more than nothing in their extra states."""
     before_core: bool = False
+    optimizer: object = None
+    """What the optimizer's own dictionary is, as a tree."""
+    schedule: Mapping[str, Setting] = field(default_factory=dict)
+    """The state of the learning rate's schedule."""
 
 
 def read_rank_file(source: Source, path: str) -> MegatronRankFile:
@@ -106,6 +110,8 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
         others,
         scales,
         old,
+        top.get("optimizer"),
+        parse_namespace(top.get("opt_param_scheduler")),
     )
 
 
