@@ -46,6 +46,7 @@ from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.models.families import load_family
+from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 _OWN_RANKS: Final = frozenset(layout.name for layout in LAYOUTS if layout.ranks == "library")
 _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
+_TRAINERS: Final = {TRAINER: ("dcp", build_trainer_arrays), MAXTEXT: ("orbax", build_maxtext_arrays)}
+"""By what `--names` says: the layout that its trainer reads, and what builds its arrays of a model."""
 _SPECIAL_OPTIONS: Final = tuple(
     dict.fromkeys(name for layout in LAYOUTS for name in sorted(layout.options - _COMMON_OPTIONS))
 )
@@ -292,8 +295,10 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in {"keep", "transformers", TRAINER}:
-        raise UsageError(f"unknown --names {reshard_options.names!r}", hint="use keep, transformers or torchtitan")
+    if reshard_options.names not in {"keep", "transformers", *_TRAINERS}:
+        raise UsageError(
+            f"unknown --names {reshard_options.names!r}", hint="use keep, transformers, torchtitan or maxtext"
+        )
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(reshard_options, layout, mesh)
@@ -411,14 +416,15 @@ def _choose_arrays(
     dtypes: Mapping[str, DType],
 ) -> tuple[Manifest, ArrayForm]:
     """Choose the arrays that hold the tensors, and their names; those of states follow."""
-    if reshard_options.names == TRAINER:
-        if layout.name != "dcp" or reshard_options.experts != "keep":
+    if reshard_options.names in _TRAINERS:
+        own, build_arrays = _TRAINERS[reshard_options.names]
+        if layout.name != own or reshard_options.experts != "keep":
             raise UsageError(
-                "--names torchtitan is for a model in --to dcp, whose experts it stacks",
-                hint="add --to dcp, and leave --experts out",
+                f"--names {reshard_options.names} is for a model in --to {own}, whose experts it stacks",
+                hint=f"add --to {own}, and leave --experts out",
             )
-        model = checkpoint.require_model("--names torchtitan")
-        trained = build_trainer_arrays(model)
+        model = checkpoint.require_model(f"--names {reshard_options.names}")
+        trained = build_arrays(model)
         have = spread_shared_states(have, model.fusions)
         states = build_state_fusions(have, trained)
         weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}

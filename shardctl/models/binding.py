@@ -112,8 +112,9 @@ def is_maxtext(names: Iterable[str]) -> bool:
 def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
     if is_maxtext(unknown):
         return (
-            "the arrays are MaxText's: say in [names] of --rules FILE what they are, which is possible for Qwen, or "
-            "convert them with its python -m maxtext.checkpoint_conversion.to_huggingface"
+            "the arrays are MaxText's, of which those of Qwen2, Qwen3 and DeepSeek need the config alone: say what "
+            "they are in [names] of --rules FILE, or convert them with its "
+            "python -m maxtext.checkpoint_conversion.to_huggingface"
         )
     kinds = {_erase_numbers(name) for name in model.tensors}
     readings = ([_erase_numbers(reading) for reading in _list_readings(model, name)] for name in unknown)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.models import binding
 from shardctl.models.autoep_names import bind_autoep_names
 from shardctl.models.flat_parameters import split_flat_parameters
+from shardctl.models.maxtext_names import bind_maxtext_names
 from shardctl.models.meta_names import bind_meta_names
 from shardctl.models.torchtitan_names import bind_trainer_names
 from shardctl.models.trained import bind_training
@@ -22,14 +23,14 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
     """Return the same checkpoint under canonical names, in model order, with ties merged and fused arrays taken apart.
 
     Flat parameters of FSDP1 are taken apart, wrappers that a trainer put into the names are left out, Meta's names
-    and order of rows, torchtitan's names and stacks and AutoEP's arrays of experts are translated, and optimizer states
-    follow their parameters.
+    and order of rows, torchtitan's and MaxText's arrays and AutoEP's arrays of experts are translated, and optimizer
+    states follow their parameters.
 
     Raises:
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
         UnsupportedError: a tensor is not known.
     """
     found = bind_meta_names(model, unwrap_names(model, split_flat_parameters(model, stored)))
-    found = bind_autoep_names(model, bind_trainer_names(model, found))
+    found = bind_autoep_names(model, bind_maxtext_names(model, bind_trainer_names(model, found)))
     bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound

@@ -58,7 +58,10 @@ class TestReading:
         assert made.record.digest == digest(given).digest
 
     def test_maxtexts_arrays_without_names_are_answered_with_what_to_do(self, tmp_path):
-        read = SourceOptions(config=FIXTURES / "torchtitan" / "qwen3" / "source" / "config.json")
+        said = json.loads((FIXTURES / "torchtitan" / "qwen3" / "source" / "config.json").read_text())
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**said, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+        read = SourceOptions(config=config)
         done = reshard(FIXTURES / "maxtext" / "qwen3", tmp_path / "hf", ReshardOptions(to="hf"), source_options=read)
         assert any("maxtext.checkpoint_conversion.to_huggingface" in warning for warning in done.warnings)
         with pytest.raises(UnsupportedError, match="has no tensor") as raised:
