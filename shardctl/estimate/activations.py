@@ -18,6 +18,7 @@ from shardctl.estimate.schedule import count_in_flight, count_losses
 from shardctl.estimate.selective import SELECTIVE_HINT, find_unselected_part
 from shardctl.estimate.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
 from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.trained_weights import ALL_TRAINED, find_trained_weights
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.kept_tensors import Flag, Group, RuntimeProfile
     from shardctl.estimate.sizes import Size
+    from shardctl.estimate.trained_weights import TrainedWeights
     from shardctl.estimate.workload import Recompute, TrainingWorkload
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import ModelAnatomy, ModelLayer
@@ -85,8 +87,7 @@ class BackwardMoment:
 
 
 _FROZEN: Final = 0.6
-"""The least of it that a model keeps of which some matrices are not trained: the inputs of those are not needed, and
-are a quarter of what layers of Llama keep."""
+"""The least of it that a model keeps of which some matrices are not trained, where nobody knows what those read."""
 
 
 @value_class
@@ -125,7 +126,8 @@ class RankActivations:
         self.first = holding.stage == 0
         self.last = holding.stage == len(stages) - 1
         self.numbers = list_kept_layers(holding)
-        self.frozen = any(part.kind.matrix and not part.kind.trainable for part in holding.parts)
+        frozen = any(part.kind.matrix and not part.kind.trainable for part in holding.parts)
+        self.unsure = frozen and any(not anatomy.layers[n].weights or anatomy.layers[n].further for n in self.numbers)
         self.held = holding.parts
         self.anatomy = anatomy
         divided = self.runtime.sequence_parallel and work.sequence_parallel
@@ -137,6 +139,11 @@ class RankActivations:
         vectors = [part.kind for part in holding.parts if not part.kind.matrix]
         narrow = bool(vectors) and not any(v.trainable or v.dtype.bits > BY_NAME[work.dtype].bits for v in vectors)
         self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts, narrow_base=narrow)
+        wide_router = anatomy.style.wide_router
+        self.ends = [p.kind for p in self.held if not p.kind.layers and ("last", 0) in p.kind.spec.where]
+        if any(kind.matrix and not kind.trainable for kind in self.ends):
+            self.flags |= {"frozen head"}
+        self.trained = find_trained_weights(anatomy.layers, self.numbers, holding.parts, wide_router=wide_router)
         self.kinds = self._list_kinds()
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}
         self.head = self._head() if self.last and anatomy.generates else ByteAmount()
@@ -151,11 +158,12 @@ class RankActivations:
             raise UnsupportedError(
                 "what a compiled loss keeps that tp ranks share is not known", hint="give --compile layers"
             )
-        alike: dict[tuple[ModelLayer, Recompute], list[int]] = {}
+        alike: dict[tuple[ModelLayer, Recompute, TrainedWeights], list[int]] = {}
         for place, number in enumerate(self.numbers, 1):
             recompute: Recompute = "none" if place % self.work.recompute_every else self.work.recompute
-            alike.setdefault((self.anatomy.layers[number], recompute), []).append(number)
-        return [self._alike(layer, numbers, recompute) for (layer, recompute), numbers in alike.items()]
+            trained = self.trained.get(number, ALL_TRAINED)
+            alike.setdefault((self.anatomy.layers[number], recompute, trained), []).append(number)
+        return [self._alike(*kind, numbers) for kind, numbers in alike.items()]
 
     def list_moments(self, flights: float | None = None) -> Iterator[BackwardMoment]:
         """Yield the moments of a backward pass in the order of time, with as many in `flights` as can be."""
@@ -235,10 +243,13 @@ class RankActivations:
                 skewed="experts" in moment.name,
             )
 
-    def _alike(self, layer: ModelLayer, numbers: Sequence[int], recompute: Recompute) -> _AlikeLayers:
+    def _alike(
+        self, layer: ModelLayer, recompute: Recompute, trained: TrainedWeights, numbers: Sequence[int]
+    ) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
-        sizes = dict(compute_layer_sizes(layer, self.style, self.share))
+        sizes = trained.limit_sizes(compute_layer_sizes(layer, self.style, self.share))
         flags = self.flags | list_layer_flags(layer, self.style, self.work, recompute)
+        flags |= frozenset(trained.list_flags(flags))
         if why := _find_unknown_part(layer, self.work):
             raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
@@ -299,7 +310,7 @@ class RankActivations:
             return {name: self._amount(some, sizes, flags)}, again
         selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
         kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
-        kept[_NAMES["further"]] = further
+        kept[_NAMES["further"]] += further
         core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
         return kept, self._amount(core, sizes, flags)
 
@@ -331,7 +342,12 @@ class RankActivations:
 
     def _head(self) -> ByteAmount:
         sizes = self._compute_head_sizes()
-        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, self.flags | {"wide products"})
+        flags: frozenset[Flag] = self.flags | {"wide products"}
+        if all(kind.trainable for kind in self.ends if not kind.matrix):
+            flags |= {"norms trained"}
+        if "frozen head" in flags:
+            sizes = {**sizes, "inputs": 0}
+        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
 
     def _compute_head_sizes(self) -> Mapping[Size, float]:
         return compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
@@ -377,7 +393,7 @@ class RankActivations:
         skewed: bool,
     ) -> MemoryTerm:
         low, high = widen_for_compiler(self.runtime.spread, self.work)
-        low *= _FROZEN if self.frozen else 1
+        low *= _FROZEN if self.unsure else 1
         return MemoryTerm(
             name,
             category,

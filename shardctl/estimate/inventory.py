@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
 
+_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
 
@@ -76,10 +78,12 @@ def build_inventory(
     *,
     dtypes: Mapping[str, DType] | None = None,
     buffers: Collection[str] = (),
+    apart: bool = False,
 ) -> TensorInventory:
     """Count `tensors` by kind, in model order; `dtypes` by name are those that will be written, if not the stored ones.
 
-    `specs` says by name how each is cut; `buffers` are the names of what is never trained.
+    `specs` says by name how each is cut; `buffers` are the names of what is never trained. Those of different modules
+    are kept `apart`, though all else is the same.
     """
     rules = _SharedSpecs()
     found: dict[tuple[object, ...], tuple[Tensor, DType, PartitionSpec, bool, list[int]]] = {}
@@ -88,7 +92,8 @@ def build_inventory(
         rule, number = rules.of(specs[name])
         dtype = dtypes[name] if dtypes is not None else tensor.dtype
         trainable = dtype.name in FLOATING and name not in buffers
-        key = (id(rule), tensor.shape, dtype.name, trainable)
+        module = _NUMBER.sub("", name) if apart else ""
+        key = (id(rule), tensor.shape, dtype.name, trainable, module)
         if key not in found:
             found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
         found[key][-1][number] += 1

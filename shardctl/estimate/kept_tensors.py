@@ -81,6 +81,22 @@ Flag = Literal[
     "narrow products",
     "compiled loss",
     "shared loss",
+    "relu",
+    "norms trained",
+    "head norms trained",
+    "latents trained",
+    "output trained",
+    "result needed",
+    "result read",
+    "copied result",
+    "cast adapters",
+    "mlp trained",
+    "down trained",
+    "activation needed",
+    "experts trained",
+    "experts down trained",
+    "router trained",
+    "frozen head",
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
@@ -91,7 +107,7 @@ experts, has a gate (Qwen3-Next); whether the results of experts are weighted in
 fp32, of which each matrix casts its own copy; how a recurrent layer computes its states, and whether
 it keeps the argument of its gate's activation;
 whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
-loss."""
+loss; which weights are trained, for whose gradients alone something is kept."""
 
 
 @value_class

@@ -53,6 +53,9 @@ def list_model_flags(
         "eager model": work.compiled == "none",
         "shared loss": work.profile == "fsdp2" and mesh.degree("tp") > 1,
         "autocast": cast and not (narrow_base and style.norm == "rms"),
+        # PEFT keeps adapters in fp32 and casts what each of them reads to that; autocast casts it back.
+        "cast adapters": cast and narrow_base and style.norm == "rms",
+        "relu": style.activation == "relu",
         "drop within": work.dropout and style.inner_dropout,
         "kernel": style.activation != "relu",  # whose backward pass needs its result only
         "wide softmax": not narrow,

@@ -12,6 +12,7 @@ from shardctl.models.describe import find_family
 from shardctl.models.dims import RowDims
 from shardctl.models.family import INDEX
 from shardctl.models.layer_traits import read_style
+from shardctl.models.layer_weights import WeightPlace, list_weight_places
 from shardctl.models.table import MOST_TENSORS
 from shardctl.models.windows import list_windows
 from shardctl.value import value_class
@@ -218,6 +219,8 @@ class ModelLayer:
     """How often each token passes through it, with what each time keeps (ALBERT)."""
     further: tuple[LayerTensor, ...] = ()
     """What training keeps of it besides what it keeps of layers of other families."""
+    weights: tuple[WeightPlace, ...] = ()
+    """What its weights multiply; none where that is not known of all."""
 
     @property
     def mixes(self) -> bool:
@@ -434,6 +437,7 @@ class _AnatomyReader:
             streams=_count_streams(named),
             runs=self.facts.size("runs") if "runs" in self.facts.dims else 1,
             halves=max(self.count_copies(row) for row in rows if ".self_attn." in row.name) if named.has("qs") else 1,
+            weights=list_weight_places(named, rows, norms) if state is None and not _attends_twice(attention) else (),
         )
 
     def count_copies(self, row: Row) -> int:
@@ -497,6 +501,11 @@ class _AnatomyReader:
             sinks=any("sink" in row.name for row in rows),
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
+
+
+def _attends_twice(attention: LayerAttention | None) -> bool:
+    """Return whether it attends to what is no part of the tokens."""
+    return attention is not None and (attention.cross or attention.kind == "cross")
 
 
 def _count_readers(named: RowDims, rows: list[Row]) -> int:

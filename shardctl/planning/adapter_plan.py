@@ -58,7 +58,7 @@ def _list_uncounted(seen: WorkloadEstimate, slot: int, *, known: bool) -> list[s
     if not known:
         found.append("the base, because no config says which model it is (--config PATH of the base)")
     if isinstance(seen.work, TrainingWorkload):
-        found.append("what the adapter keeps of a forward pass: its narrow products, and copies by lora_dropout")
+        found.append("what lora_dropout and adapters of experts keep of a forward pass")
     else:
         size = format_memory_size(slot)
         found.append(

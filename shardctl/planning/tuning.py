@@ -82,6 +82,7 @@ def tune_inventory(
         {tensor.name: spec for tensor, spec in pairs},
         layers,
         dtypes={tensor.name: dtypes[tensor.name.rpartition(".lora_")[0] + ".weight"] for tensor, _ in pairs},
+        apart=True,
     )
     return TensorInventory((*frozen, *adapter.kinds), layers), adapter
 
@@ -104,7 +105,7 @@ def _freeze_others(
     if len(still) == len(every):
         names = ", ".join(t.name for t in every[:_SHOWN])
         raise UsageError(f"no tensor matches {pattern!r}", hint=f"names are such as {names}")
-    found = build_inventory(every, specs, layers, dtypes=dtypes, buffers=still | buffers)
+    found = build_inventory(every, specs, layers, dtypes=dtypes, buffers=still | buffers, apart=True)
     return found, replace(found, kinds=tuple(kind for kind in found.kinds if kind.trainable))
 
 

@@ -89,7 +89,7 @@ class LoraLinear(torch.nn.Module):
 
 
 def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys):
-    """Of a frozen base in 16 bits under autocast; the plan counts the inputs of frozen parameters too, within 1 %."""
+    """Of a frozen base in 16 bits under autocast."""
     layers, tokens, rank = 4, 8192, 16
     tracker = Tracker()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -121,5 +121,5 @@ def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys
     moments = {moment["name"]: moment["allocated_bytes"] for moment in found["moments"]}
     states = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # which a first step has not yet
     assert found["largest"] == "backward pass of the loss"
-    assert moments["backward pass of the loss"] - states == pytest.approx(tracker.most["loss"], rel=0.01)
-    assert moments["end of the forward pass"] - states == pytest.approx(tracker.most["forward"], rel=0.01)
+    assert moments["backward pass of the loss"] - states == pytest.approx(tracker.most["loss"], rel=0.001)
+    assert moments["end of the forward pass"] - states == pytest.approx(tracker.most["forward"], rel=0.001)

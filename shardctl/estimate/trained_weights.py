@@ -1,0 +1,140 @@
+"""Tells which weights of a layer are trained, because autograd keeps some tensors for the gradient of a weight alone.
+
+A product keeps its input for the gradient of its matrix, and its matrix for that of its input. So nothing is kept of
+what a matrix reads that is not trained, unless an adapter reads it, too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.layer_weights import ROLES, blank_numbers
+from shardctl.value import value_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.estimate.holding import HeldPart
+    from shardctl.estimate.inventory import TensorKind
+    from shardctl.estimate.kept_tensors import Flag
+    from shardctl.estimate.sizes import Size
+    from shardctl.models.anatomy import ModelLayer
+    from shardctl.models.layer_weights import WeightRole
+
+_FLAGS: Final[Mapping[WeightRole, tuple[Flag, ...]]] = {
+    "norms": ("norms trained",),
+    "head norms": ("head norms trained",),
+    "latents": ("latents trained",),
+    "attention out": ("output trained",),
+    "mlp in": ("mlp trained",),
+    "mlp out": ("down trained",),
+    "experts in": ("experts trained",),
+    "experts out": ("experts down trained",),
+    "router": ("router trained", "mlp trained"),
+}
+_BEFORE_MLP: Final[frozenset[WeightRole]] = frozenset(("mlp in", "router"))
+_FIRST_OF_PAIR: Final = ".lora_A.weight"
+
+
+@value_class
+class TrainedWeights:
+    """What of a layer is trained."""
+
+    roles: frozenset[WeightRole] = ROLES
+    """What the weights multiply of which some are trained; all that nobody knows of."""
+    readers: int | None = None
+    """Matrices that read whole tokens, experts not, of those that are trained; None if all are."""
+    sides: int = 2
+    """Of attention and MLP, how many have one of those."""
+    halves: int = 1
+    """How often the layer has its attention and its MLP."""
+    ranks: int = 0
+    """Of the adapters of a layer, experts not, all together: what the narrow products of a token have."""
+
+    def list_flags(self, flags: frozenset[Flag]) -> Iterator[Flag]:
+        """List what holds of a layer besides `flags`, by which others than weights may need the same tensors."""
+        for role in self.roles:
+            yield from _FLAGS.get(role, ())
+        if not flags.isdisjoint(("gated", "relu")) or not self.roles.isdisjoint(("mlp out", "experts out")):
+            yield "activation needed"
+        if not flags.isdisjoint(("fused", "gated attention")) or "attention out" in self.roles:
+            yield "result needed"
+        if "gated attention" in flags or "attention out" in self.roles:
+            yield "result read"
+        if self.ranks and "cast adapters" in flags and "attention out" in self.roles:
+            yield "copied result"
+
+    def limit_sizes(self, sizes: Mapping[Size, float]) -> dict[Size, float]:
+        """Return the sizes of a layer with those inputs of attention and MLP alone that are kept."""
+        if self.readers is None:
+            return dict(sizes)
+        hidden = sizes.get("hidden", 0)
+        inputs = min(sizes.get("inputs", 0), hidden * self.sides * self.halves)
+        return {
+            **sizes,
+            "inputs": inputs,
+            "readings": max(0, hidden * self.readers * self.halves - inputs) if sizes.get("readings") else 0,
+            "narrow_products": sizes.get("tokens", 0) * self.ranks,
+        }
+
+
+ALL_TRAINED: Final = TrainedWeights()
+
+
+def find_trained_weights(
+    layers: Sequence[ModelLayer], numbers: range, parts: Sequence[HeldPart], *, wide_router: bool
+) -> Mapping[int, TrainedWeights]:
+    """Find what is trained of those layers of which not all is and whose weights' places are known, by their numbers.
+
+    `parts` are what a rank holds; each kind of tensor that is trained is of one module. A `wide_router` reads an fp32
+    copy of its own.
+    """
+    if all(part.kind.trainable for part in parts):
+        return {}
+    kinds: dict[int, list[TensorKind]] = {}
+    for part in parts:
+        for number in part.kind.layers:
+            kinds.setdefault(number, []).append(part.kind)
+    found = {
+        number: _find_trained(layers[number], kinds.get(number, ()), wide_router=wide_router) for number in numbers
+    }
+    return {number: one for number, one in found.items() if one is not None}
+
+
+def _find_trained(layer: ModelLayer, kinds: Sequence[TensorKind], *, wide_router: bool) -> TrainedWeights | None:
+    """Find what is trained of a layer; None if that is not known, or all is."""
+    if not any(find_weight_role(layer, kind.example) for kind in kinds if not kind.trainable):
+        return None
+    found: dict[str, WeightRole] = {}
+    ranks = 0
+    for kind in (kind for kind in kinds if kind.trainable):
+        first = kind.example.endswith(_FIRST_OF_PAIR)
+        name = re.sub(r"\.lora_[AB]\.weight$", ".weight", kind.example)
+        if name.endswith(".bias"):
+            continue
+        role = find_weight_role(layer, name)
+        if role is None:
+            return None
+        found[name] = role
+        ranks += kind.shape[0] * kind.count if first and not kind.spec.of_expert else 0
+    return count_trained_weights(layer, found.values(), ranks, wide_router=wide_router)
+
+
+def find_weight_role(layer: ModelLayer, name: str) -> WeightRole | None:
+    """Find what a layer's weight of that name multiplies; None for biases and buffers, and where it is not known."""
+    plain = blank_numbers(name)
+    found = [place for place in layer.weights if plain.endswith(f".{place.name}")]
+    return max(found, key=lambda place: len(place.name)).role if found else None
+
+
+def count_trained_weights(
+    layer: ModelLayer, roles: Iterable[WeightRole], ranks: int = 0, *, wide_router: bool
+) -> TrainedWeights:
+    """Count what is trained of a layer, from what each of those matrices multiplies; others are as `find_...` says."""
+    every = tuple(roles)
+    found = frozenset(every)
+    before = _BEFORE_MLP - {"router"} if wide_router else _BEFORE_MLP
+    readers = sum(role in before or role == "attention in" for role in every)
+    sides = ("attention in" in found) + (not found.isdisjoint(before))
+    return TrainedWeights(found, readers, sides, layer.halves, ranks)
