@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -154,14 +155,52 @@ def test_an_engine_of_which_nothing_is_known_is_no_success(engine):
     ("status", "error", "message"),
     [
         (404, UnsupportedError, r"/weight_checker is not there \(HTTP 404\)"),
+        (405, UnsupportedError, r"/weight_checker is not there \(HTTP 405\)"),
         (401, AccessError, r"is refused \(HTTP 401\)"),
-        (500, TransientError, "answers HTTP 500"),
+        (403, AccessError, r"is refused \(HTTP 403\)"),
+        (400, UnsupportedError, r"wants another request \(HTTP 400\): 'why it did so'"),
+        (422, UnsupportedError, r"wants another request \(HTTP 422\): 'why it did so'"),
+        (503, TransientError, r"is not ready \(HTTP 503\): 'why it did so'"),
+        (502, TransientError, r"is not ready \(HTTP 502\)"),
+        (500, TransientError, "answers HTTP 500: 'why it did so'"),
     ],
 )
-def test_an_engine_that_does_not_answer_so(engine, status, error, message):
-    engine.status = status
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("words", ['{"detail": "why it did so"}', '{"error": {"message": "why it did so", "code": 1}}'])
+def test_an_engine_that_does_not_answer_so(engine, status, error, message, words):
+    engine.status, engine.body = status, words
+    with pytest.raises(error, match=message) as raised:
         ask(FIXTURES / "llama", engine)
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("words", ["", "<html>", "[" * 100_000, "{}", "null"])
+def test_a_status_without_words(engine, words):
+    engine.status, engine.body = 503, words
+    with pytest.raises(TransientError, match=r"is not ready \(HTTP 503\)") as raised:
+        ask(FIXTURES / "llama", engine)
+    assert raised.value.message.endswith("503)")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", SourceError, "does not answer in HTTP: BadStatusLine"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", TransientError, "ends 99 bytes before its answer does"),
+    ],
+)
+def test_what_is_no_answer_of_http(answer, error, message):
+    """A port of something else, and an engine that dies while it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(error, match=message):
+            verify(FIXTURES / "llama", VerifyOptions(engine=f"http://127.0.0.1:{server.getsockname()[1]}"))
 
 
 @pytest.mark.parametrize("body", ["", "[]", "{}", '{"checksums": {}}', '{"checksums": {"a": "b"}}', "[" * 100_000])

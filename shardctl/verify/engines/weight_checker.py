@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -30,6 +31,11 @@ _LARGEST: Final = 1 << 30
 _KEY_VARIABLE: Final = "VLLM_API_KEY"
 _NOT_THERE: Final = (404, 405)
 _REFUSED: Final = (401, 403)
+_OTHER_FORM: Final = (400, 422)
+"""What FastAPI answers if a request has another form than its route."""
+_BUSY: Final = (429, 502, 503, 504)
+_TOLD: Final = 200
+"""Characters of an engine's own words that a message repeats."""
 
 
 @value_class
@@ -46,8 +52,8 @@ class HeldWeights:
 def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
     """Ask the engine at `address`; raises UsageError for an address that is none, UnsupportedError without the route.
 
-    Raises AccessError if the engine refuses, TransientError if it does not answer within so many seconds, SourceError
-    for an answer of another form.
+    Raises AccessError if the engine refuses, TransientError if it does not answer within so many seconds or is not
+    ready, UnsupportedError if its route wants something else, SourceError for an answer of another form.
     """
     url = f"{address.rstrip('/')}/weight_checker"
     headers = {"Content-Type": "application/json"}
@@ -57,19 +63,39 @@ def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
         request = urllib.request.Request(url, b'{"action": "checksum"}', headers)  # noqa: S310 - http or https
         with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
             content = answer.read(_LARGEST + 1)
+            lost = answer.length if len(content) <= _LARGEST else 0
     except urllib.error.HTTPError as error:
         with error:
-            raise _explain_status(url, error.code) from error
+            raise _explain_status(url, error.code, _read_reason(error)) from error
     except ValueError as error:
         raise UsageError(
             f"{address} is not the address of an engine: {error}", hint="write http://HOST:PORT"
         ) from error
+    except http.client.HTTPException as error:
+        raise SourceError(
+            f"{url} does not answer in HTTP: {type(error).__name__} {error!a:.100}",
+            hint="is this the port of the engine's OpenAI server?",
+        ) from error
     except OSError as error:
         raise TransientError(f"{url} does not answer: {error}", hint="is the engine running, and ready?") from error
+    if lost:
+        raise TransientError(f"{url} ends {lost:,} bytes before its answer does", hint="has the engine stopped?")
     return _parse_answer(content, address)
 
 
-def _explain_status(url: str, status: int) -> UnsupportedError | AccessError | TransientError:
+def _read_reason(error: urllib.error.HTTPError) -> str:
+    """Read what the engine says of a status, in its own words; empty if it says nothing in JSON."""
+    try:
+        said = json.loads(error.read(1 << 16))
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
+        return ""
+    for key in ("error", "detail", "message"):
+        while isinstance(said, dict) and key in said:
+            said = said[key]
+    return f": {ascii(said)[:_TOLD]}" if said else ""
+
+
+def _explain_status(url: str, status: int, reason: str) -> UnsupportedError | AccessError | TransientError:
     if status in _NOT_THERE:
         return UnsupportedError(
             f"{url} is not there (HTTP {status})",
@@ -77,7 +103,17 @@ def _explain_status(url: str, status: int) -> UnsupportedError | AccessError | T
         )
     if status in _REFUSED:
         return AccessError(f"{url} is refused (HTTP {status})", hint=f"set {_KEY_VARIABLE} to the engine's --api-key")
-    return TransientError(f"{url} answers HTTP {status}", hint="the engine's log says why")
+    if status in _OTHER_FORM:
+        return UnsupportedError(
+            f"{url} wants another request (HTTP {status}){reason}",
+            hint="shardctl asks as vLLM 0.32 is asked; another version or engine may have another route of this name",
+        )
+    if status in _BUSY:
+        return TransientError(
+            f"the engine behind {url} is not ready (HTTP {status}){reason}",
+            hint="it may still load its weights; ask again when its /health answers 200",
+        )
+    return TransientError(f"{url} answers HTTP {status}{reason}", hint="the engine's log says why")
 
 
 def _parse_answer(content: bytes, address: str) -> HeldWeights:
