@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.hybrid_config import convert_hybrid_arguments, is_hybrid_model
 from shardctl.libraries.megatron.layers import TITLE
 from shardctl.manifest import OwnConfig
 from shardctl.models import name_usual_class
@@ -27,8 +28,8 @@ SOME_WINDOWS: Final = "window_attn_skip_freq"
 WITHOUT_ROTATION: Final = "no_rope_freq"
 LINEAR: Final = "linear_attention_freq"
 _VARIANT: Final = "experimental_attention_variant"
-LISTS: Final = frozenset({"moe_layer_freq", LINEAR, SOME_WINDOWS, WITHOUT_ROTATION})
-"""Args that say something of each layer, as a list of ones and zeros."""
+LISTS: Final = frozenset({"moe_layer_freq", "spec", LINEAR, SOME_WINDOWS, WITHOUT_ROTATION})
+"""Args that are lists: of a one or a zero for each layer, but for that which says where layers are specified."""
 USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
     PART: 1.0,
@@ -98,6 +99,9 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
     """
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= arguments.keys():
         return None
+    if is_hybrid_model(arguments):
+        found = convert_hybrid_arguments(ModelConfig(arguments), tied=tied)
+        return OwnConfig(found, (_warn_of_class(str(found["model_type"])),)) if found is not None else None
     family = _find_model_type(arguments)
     own = _OWN.get(family or "", set())
     if any(arguments.get(name, value) != value for name, value in (USUAL | _UNKNOWN).items() if name not in own):
@@ -122,11 +126,14 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
     elif isinstance(left, int):
         values |= {"use_sliding_window": True, "sliding_window": left + 1, "layer_types": _list_layer_types(said)}
-    warning = (
+    return OwnConfig(values, (_warn_of_class(family),))
+
+
+def _warn_of_class(family: str) -> str:
+    return (
         f"config.json is made from {TITLE}'s args, which do not name the model; {name_usual_class(family)} is "
         "assumed (--config gives another)"
     )
-    return OwnConfig(values, (warning,))
 
 
 def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:

@@ -15,7 +15,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, SourceError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
-from shardctl.libraries.megatron import further_layers, layers
+from shardctl.libraries.megatron import further_layers, hybrid_layers, layers
 from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant
 from shardctl.value import value_class
 
@@ -68,6 +68,8 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
     if sum(counts) != model.layers:
         raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
     parts, chunks = layers.build_model_parts(model, dialect), count_chunks(dialect)
+    if layers.is_hybrid(model):
+        hybrid_layers.check_mamba_degree(parts, dialect.mesh.degree("tp"))
     stage = dialect.mesh.coordinate(rank)["pp"]
     for chunk in range(chunks):
         turn = chunk * stages + stage
@@ -118,8 +120,8 @@ def _list_further_entries(
     variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
     held = _find_held_experts(parts.model, mesh, at["ep"])
     for index in range(count):
-        arrays = further_layers.list_further_arrays(parts, index, variant, held)
-        yield from _list_layer_entries(arrays, f"{prefix}mtp.layers.{index}.", dialect, shared, within)
+        for inner, arrays in further_layers.list_further_modules(parts, index, variant, held):
+            yield from _list_layer_entries(arrays, f"{prefix}mtp.layers.{index}.{inner}", dialect, shared, within)
 
 
 def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:

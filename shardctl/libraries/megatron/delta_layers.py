@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.schema import ModelParts
 
-PROJECTION: Final = "self_attention.in_proj."
-"""How the names of the projection begin, which only such layers have."""
 _KINDS: Final = ("query", "key", "value", "z", "beta", "alpha")
 """What core calls the parts of the projection."""
 
 
 def list_delta_arrays(parts: ModelParts, have: str) -> Iterator[WholeArray]:
     """List the arrays of a layer's linear attention, whose tensors are called `have`."""
-    yield WholeArray(f"{PROJECTION}weight", _divide_projection(parts, have), 0, parts=_KINDS)
+    yield WholeArray("self_attention.in_proj.weight", _divide_projection(parts, have), 0, parts=_KINDS)
     convolution = tuple(parts.divide(f"{have}.conv1d.weight"))
     yield WholeArray("self_attention.conv1d.weight", convolution, 0, parts=_KINDS[:3])
     for name in ("A_log", "dt_bias"):

@@ -16,9 +16,8 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
-from shardctl.libraries.megatron.delta_layers import PROJECTION
 from shardctl.libraries.megatron.layers import TITLE, LayerVariant
-from shardctl.libraries.megatron.names import find_engine_name
+from shardctl.libraries.megatron.names import QKV, find_engine_name, find_projection
 from shardctl.value import value_class
 from shardctl.views import ArrayView
 
@@ -39,6 +38,8 @@ HALVES: Final = "halves"
 """The fact that says whether gate and up projection are two arrays; else one is over the other."""
 VOCABULARY: Final = "vocabulary"
 """The fact that says to how many rows the vocabulary is padded; not at all without it."""
+HYBRID: Final = "hybrid"
+"""The fact that says that each layer is one of Mamba, attention, an MLP or experts."""
 SPELT: Final = "spelt"
 """The fact that says that norms have every name that a version of the layers asks for; else any of them will do."""
 MODULES: Final = "modules"
@@ -96,6 +97,8 @@ def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
     Raises SourceError for a padded vocabulary that is smaller than the model's.
     """
     parts = layers.build_model_parts(model, dialect)
+    if layers.is_hybrid(model):
+        dialect = replace(dialect, facts={**dialect.facts, HYBRID: True})
     padded = dialect.number(VOCABULARY)
     (name, tokens), *others = layers.list_embeddings(parts)
     yield replace(_build_vocabulary_cell(name, tokens, padded), first=True)
@@ -109,8 +112,8 @@ def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
     for whole in layers.list_last_norm(parts):
         yield StackCell(whole.name, whole.pieces)
     for index in range(dialect.number(further_layers.COUNT)):
-        wholes = list(further_layers.list_further_arrays(parts, index, LayerVariant()))
-        yield from _list_layer_cells(wholes, f"mtp.layers.{index}.", None, (), dialect)
+        for inner, further in further_layers.list_further_modules(parts, index, LayerVariant()):
+            yield from _list_layer_cells(list(further), f"mtp.layers.{index}.{inner}", None, (), dialect)
     if not layers.is_tied(model):
         yield _build_vocabulary_cell("output_layer.weight", layers.get_output_layer(parts), padded)
 
@@ -134,13 +137,13 @@ def _list_layer_cells(
     """List the cells of a layer, at an index of some extent in each dim of the stack; `number` says on which stage."""
     experts = 1 + max((whole.expert for whole in wholes if whole.expert is not None), default=-1)
     latent = any("linear_kv_up_proj" in whole.name for whole in wholes)
-    delta = any(PROJECTION in whole.name for whole in wholes)
+    projection = find_projection(whole.name for whole in wholes)
     for whole in wholes:
         if whole.expert is None:
-            inner = further_layers.INNER if whole.name.startswith(further_layers.INNER) else ""
-            local = whole.name.removeprefix(inner)
-            names = _list_array_names(local, experts=bool(experts), latent=latent, delta=delta, dialect=dialect)
-            for name in (f"{inner}{each}" for each in names):
+            names = _list_array_names(
+                whole.name, experts=bool(experts), latent=latent, projection=projection, dialect=dialect
+            )
+            for name in names:
                 optional = len(names) > 1 and not dialect.switch(SPELT)
                 yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
             continue
@@ -176,7 +179,7 @@ def _list_array_cells(
 
 
 def _list_array_names(
-    local: str, *, experts: bool, latent: bool, delta: bool, dialect: LibraryDialect
+    local: str, *, experts: bool, latent: bool, projection: str, dialect: LibraryDialect
 ) -> tuple[str, ...]:
     """List the names that versions of the layers have for an array: one, but for norms.
 
@@ -184,9 +187,11 @@ def _list_array_names(
     says of which layers, the name of their module.
     """
     asked = local
-    for alone, fused in _NORMS[delta:] if not latent else ():
+    for alone, fused in _NORMS[projection != QKV :] if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
-    engine = find_engine_name(f".{local}", experts=experts, latent=latent, delta=delta).removeprefix(".")
+    engine = find_engine_name(f".{local}", experts=experts, latent=latent, projection=projection).removeprefix(".")
+    if dialect.switch(HYBRID):  # of which core has no local layers, but whose norms ModelOpt keeps in modules
+        return (engine,) if dialect.switch(SPELT) else tuple(dict.fromkeys((engine, local)))
     if dialect.text(MODULES):
         return (local if dialect.text(MODULES) == OWN else engine,)
     return tuple(dict.fromkeys((asked, engine) if dialect.switch(SPELT) else (asked, engine, local)))

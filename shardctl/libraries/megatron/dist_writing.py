@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
@@ -44,7 +45,8 @@ from shardctl.libraries.megatron.dist_states import (
     note_unknown_progress,
 )
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
-from shardctl.libraries.megatron.layers import count_experts, get_embedding_name
+from shardctl.libraries.megatron.hybrid_layers import format_patterns
+from shardctl.libraries.megatron.layers import count_experts, get_embedding_name, is_hybrid
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.writer import Layout
@@ -75,6 +77,8 @@ _LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
 _BEHIND_ATTENTION: Final = ".linear_proj"
 _STATELESS: Final = ("router", "embeddings", "output_layer")
 """Modules that keep no extra state, whatever layers are used."""
+_HEAD: Final = "output_layer"
+"""The one of these that does in a hybrid model, which does not take its state away, as a GPT model does."""
 
 
 def pack_torch_dist(order: PackRequest) -> Manifest:
@@ -91,7 +95,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
         order.model.tensors[get_embedding_name(order.model)].shape[0], DIVISIBLE * mesh.degree("tp")
     )
     facts: dict[str, Fact] = {
-        LAYERS: _has_unlike_layers(order),
+        LAYERS: is_hybrid(order.model) or _has_unlike_layers(order),
         EXPERTS: False,
         HALVES: False,
         VOCABULARY: padded,
@@ -109,7 +113,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
         folder,
         (*cells, *list_state_cells(cells, trained)),
         is_copy=lambda cell, tensor: cell.name == find_array_name(cell.name) and tensor in trained,
-        list_objects=_list_extra_states,
+        list_objects=partial(_list_extra_states, hybrid=is_hybrid(order.model)),
     )
     writer.write()
     files = writer.files.finished(None)
@@ -158,13 +162,15 @@ def _has_unlike_layers(order: PackRequest) -> bool:
     return len(set(map(frozenset, kinds.values()))) > 1
 
 
-def _list_extra_states(cell: StackCell) -> Iterator[str]:
+def _list_extra_states(cell: StackCell, *, hybrid: bool) -> Iterator[str]:
     """List the keys of the extra states of a cell's module, and of attention's own, which has no weights.
 
     Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
     """
     module = re.sub(_WEIGHT, "", cell.name)
-    if module == cell.name or cell.name != find_array_name(cell.name) or any(word in module for word in _STATELESS):
+    if module == cell.name or cell.name != find_array_name(cell.name):
+        return
+    if any(word in module for word in _STATELESS) and not (hybrid and module == _HEAD):
         return
     place = ".".join(map(str, cell.place or (0,))) + "_" + ".".join(map(str, cell.counts or (1,)))
     yield f"{module}.{EXTRA_STATE}/shard_{place}"
@@ -183,6 +189,7 @@ def _build_common_state(
         "rank": 0,
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
+        **(format_patterns(order.model, (), further) if is_hybrid(order.model) else {}),
     }
     return {
         "args": build_arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),

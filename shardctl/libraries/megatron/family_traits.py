@@ -39,6 +39,8 @@ class CoreTraits:
     """Whether some layers have no rotary embeddings."""
     delta: bool = False
     """Whether some layers have gated DeltaNet, and the attention of others has gates."""
+    hybrid: bool = False
+    """Whether each layer is one of Mamba, attention, an MLP or experts, behind one norm."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """What else the config class of a family with latents or balanced routers assumes where a config is silent."""
 
@@ -79,6 +81,7 @@ TRAITS: Final = {
     "mistral": CoreTraits(window=True),
     "mixtral": CoreTraits(window=True, theta=1_000_000.0),
     "nemotron": CoreTraits(activation="relu2", gated=False, part=0.5, centred=True, layer_norm=True),
+    "nemotron_h": CoreTraits(activation="relu2", gated=False, balanced=True, hybrid=True),
     "phi3": CoreTraits(window=True, part=1.0),
     "qwen2": CoreTraits(),
     "qwen2_moe": CoreTraits(),

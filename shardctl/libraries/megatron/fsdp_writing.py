@@ -145,9 +145,11 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
 
 
 def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
-    if TRAITS[order.model.family].delta:
+    traits = TRAITS[order.model.family]
+    if traits.delta or traits.hybrid:
         raise UnsupportedError(
-            "what Megatron-FSDP calls the parts of gated DeltaNet is not known", hint="write --to torch_dist"
+            f"what Megatron-FSDP calls the parts of {'Mamba' if traits.hybrid else 'gated DeltaNet'} is not known",
+            hint="write --to torch_dist",
         )
     if order.mesh.degree("pp") > 1:
         raise CutError(

@@ -7,10 +7,10 @@ embedding and head: copies of them, as DeepSeek-V3's files have, have no place. 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.megatron.layers import list_layer_arrays
+from shardctl.libraries.megatron.hybrid_layers import FURTHER, format_further_letters, list_hybrid_arrays
+from shardctl.libraries.megatron.layers import is_hybrid, list_layer_arrays
 from shardctl.libraries.megatron.whole_array import WholeArray
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ COUNT: Final = "further_layers"
 """The fact that says how many such layers the files hold."""
 INNER: Final = "transformer_layer."
 """What stands before the names of the layer proper; core 0.17 and later call the module `mtp_model_layer`."""
+_HYBRID: Final = "mtp_model_layer."
+"""The same in hybrid models, which predict since core 0.17 only; each of the module's layers is of one kind."""
 LEFT_BEHIND: Final = re.compile(r"(?:.*/)?mtp\..+")
 """Names of arrays that are left behind where the model has no such layers."""
 _LAYER: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
@@ -53,6 +55,9 @@ def count_complete_layers(order: PackRequest) -> int:
     Megatron-LM builds them as the last layer is: one with experts behind a dense layer has no place.
     """
     model, names, count = order.model, order.have.tensors.keys(), 0
+    if is_hybrid(model):
+        own = {name for name in model.tensors if name.startswith(FURTHER)}
+        return int(bool(own) and names >= own and order.config.get("num_nextn_predict_layers") == 1)
     needed = (name for name, tensor in model.tensors.items() if not tensor.optional)
     last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in needed}
     while wanted := _list_layer_names(model, count):
@@ -64,21 +69,28 @@ def count_complete_layers(order: PackRequest) -> int:
     return count
 
 
-def list_further_arrays(
+def list_further_modules(
     parts: ModelParts, index: int, variant: LayerVariant, held: range | None = None
-) -> Iterator[WholeArray]:
-    """List the arrays of such a layer; of its routed experts only those that are `held`, if that is given.
+) -> Iterator[tuple[str, Iterator[WholeArray]]]:
+    """List the modules of such a layer: what stands before the names of each one's arrays, and these.
 
-    None, if the model has no such layer.
+    Of its routed experts only those that are `held`, if that is given. None, if the model has no such layer.
     """
-    have = f"model.layers.{parts.model.layers + index}"
-    if f"{have}.enorm.weight" not in parts:
+    number = parts.model.layers + index
+    first, last, ending = f"model.layers.{number}", f"model.layers.{number}", "shared_head.norm"
+    hybrid = is_hybrid(parts.model)
+    if hybrid:
+        depth = len(format_further_letters(parts.model)) if not index else 0
+        first, last, ending = f"{FURTHER}0", f"{FURTHER}{depth - 1}", "final_layernorm"
+    if f"{first}.enorm.weight" not in parts or (hybrid and not depth):
         return
-    for name, dim in _JOINING:
-        yield WholeArray(f"{name}.weight", (parts[f"{have}.{name}.weight"],), dim)
-    for whole in list_layer_arrays(parts, parts.model.layers + index, variant, held):
-        yield replace(whole, name=INNER + whole.name)
-    yield WholeArray("final_layernorm.weight", (parts[f"{have}.shared_head.norm.weight"],))
+    yield "", (WholeArray(f"{name}.weight", (parts[f"{first}.{name}.weight"],), dim) for name, dim in _JOINING)
+    if hybrid:
+        for inner in range(depth):
+            yield f"{_HYBRID}layers.{inner}.", list_hybrid_arrays(parts, f"{FURTHER}{inner}", held)
+    else:
+        yield INNER, list_layer_arrays(parts, number, variant, held)
+    yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{last}.{ending}.weight"],)),))
 
 
 def _list_layer_names(model: Model, index: int) -> list[str]:

@@ -13,7 +13,7 @@ _CHOICES: Final = {
     "layers": ("transformer-engine", "local"),
     "experts": ("sequential", "grouped"),
     "padding": ("zeros", "last-row"),
-    "core": ("0.17", "0.16"),
+    "core": ("0.19", "0.17", "0.16"),
 }
 _NUMBERS: Final = ("virtual", "multiple")
 
@@ -31,7 +31,9 @@ class MegatronOptions:
     chunks: int = 1
     """Chunks of layers on each stage, of a virtual pipeline."""
     older: bool = False
-    """Whether core is 0.16 or older, which has another name for the module inside layers that predict; else 0.17."""
+    """Whether core is 0.16 or older, which has another name for the module inside layers that predict; else newer."""
+    newest: bool = True
+    """Whether core is 0.19 or newer, whose Mamba has no module for its convolution."""
     multiple: int = DIVISIBLE
     """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
 
@@ -40,7 +42,7 @@ class MegatronOptions:
         """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
         >>> MegatronOptions.parse("layers=local,multiple=16")
-        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, multiple=16)
+        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, newest=True, multiple=16)
         """
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
@@ -59,5 +61,6 @@ class MegatronOptions:
             given.get("padding") == "last-row",
             int(given.get("virtual", 1)),
             given.get("core") == "0.16",
+            given.get("core", "0.19") == "0.19",
             int(given.get("multiple", DIVISIBLE)),
         )

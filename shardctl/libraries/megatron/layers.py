@@ -14,6 +14,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts
+from shardctl.libraries.megatron import hybrid_layers as hybrid
 from shardctl.libraries.megatron.delta_layers import divide_gated_queries, list_delta_arrays
 from shardctl.libraries.megatron.family_traits import ENTANGLED, MISSING, TRAITS
 from shardctl.libraries.megatron.whole_array import WholeArray
@@ -46,6 +47,7 @@ _LATENT: Final = (
 """Projections of latent attention, and whether they are those of heads, which are cut in any case."""
 _LATENT_NORMS: Final = (("q_layernorm", "q_a_layernorm"), ("kv_layernorm", "kv_a_layernorm"))
 _ROUTED: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+_ROUTERS: Final = (*(module for module, _ in _ROUTED), "mixer")
 _SHARED: Final = ("shared_expert", "shared_experts")
 _GPT2: Final = (
     ("input_layernorm", "ln_1", None),
@@ -87,6 +89,9 @@ def list_layer_arrays(
         yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
         return
     have = f"model.layers.{number}"
+    if is_hybrid(parts.model):
+        yield from hybrid.list_hybrid_arrays(parts, have, held)
+        return
     yield from _list_norm(parts, f"{have}.input_layernorm", "input_layernorm")
     if f"{have}.linear_attn.A_log" in parts:
         yield from list_delta_arrays(parts, f"{have}.linear_attn")
@@ -102,6 +107,8 @@ def list_layer_arrays(
 
 def get_embedding_name(model: Model) -> str:
     """Return the embedding of tokens."""
+    if is_hybrid(model):
+        return hybrid.EMBEDDING
     return "transformer.wte.weight" if model.family == "gpt2" else "model.embed_tokens.weight"
 
 
@@ -117,6 +124,9 @@ def list_embeddings(parts: ModelParts) -> Iterator[tuple[str, CompositeArray]]:
 
 def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
     """List the arrays of the norm after the last layer."""
+    if is_hybrid(parts.model):
+        yield from _list_norm(parts, *hybrid.LAST_NORM)
+        return
     have = "transformer.ln_f" if parts.model.family == "gpt2" else "model.norm"
     yield from _list_norm(parts, have, "decoder.final_layernorm")
 
@@ -124,6 +134,11 @@ def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
 def get_output_layer(parts: ModelParts) -> CompositeArray:
     """Return what makes logits."""
     return parts["lm_head.weight"]
+
+
+def is_hybrid(model: Model) -> bool:
+    """Return whether each layer is one of several kinds: Mamba, attention, an MLP, experts."""
+    return TRAITS[model.family].hybrid
 
 
 def is_tied(model: Model) -> bool:
@@ -134,7 +149,7 @@ def is_tied(model: Model) -> bool:
 def count_experts(model: Model) -> int:
     """Count routed experts of a layer; 0 for a model without any."""
     for number in reversed(range(model.layers)):
-        for module, _ in _ROUTED:
+        for module in _ROUTERS:
             router = model.tensors.get(f"model.layers.{number}.{module}.gate.weight")
             if router is not None:
                 return router.shape[0]
@@ -161,6 +176,8 @@ def check_model(model: Model) -> None:
             f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
             hint=f"known are models for text of {', '.join(sorted(TRAITS))}",
         )
+    if is_hybrid(model):
+        hybrid.check_hybrid(model)
 
 
 def _list_norm(parts: ModelParts, have: str, new: str) -> Iterator[WholeArray]:

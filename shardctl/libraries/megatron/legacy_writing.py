@@ -19,11 +19,18 @@ from shardctl.libraries.megatron import layers
 from shardctl.libraries.megatron.args_writing import FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
-from shardctl.libraries.megatron.delta_layers import PROJECTION
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
+from shardctl.libraries.megatron.hybrid_layers import format_patterns
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
 from shardctl.libraries.megatron.layers import TITLE
-from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name, find_newer_name
+from shardctl.libraries.megatron.names import (
+    EXTRA_STATE,
+    find_engine_name,
+    find_layer,
+    find_newer_name,
+    find_newest_name,
+    find_projection,
+)
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
@@ -52,6 +59,8 @@ def pack_megatron(order: PackRequest) -> Manifest:
 
     SCHEMA.check(order.model)
     wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
+    if layers.is_hybrid(order.model):
+        _check_hybrid_options(wanted, count_complete_layers(order))
     mesh = _build_mesh(order)
     counts = _count_chunk_layers(order, wanted)
     names = dict(enumerate(list_mesh_folders(mesh)))
@@ -82,6 +91,20 @@ def pack_megatron(order: PackRequest) -> Manifest:
         files[path] = _build_file(path, arrays, _ArrayNamer(order, wanted), arguments, wanted, stored)
     files[TRACKER] = CheckpointFile(TRACKER, len(b"release"), ((0, b"release"),))
     return build_manifest(NAME, order, SCHEMA, dialect, files, stored, note_copies(order, further))
+
+
+def _check_hybrid_options(wanted: MegatronOptions, further: int) -> None:
+    """Raise UsageError for what `--megatron` says that megatron-core has not in models of several kinds of layers."""
+    if wanted.local:
+        raise UsageError(
+            "megatron-core has Mamba between Transformer Engine's layers only", hint="leave layers=local out"
+        )
+    if wanted.older and (further or wanted.chunks > 1):
+        lacking = "layers that predict further tokens" if further else "a virtual pipeline"
+        raise UsageError(
+            f"megatron-core 0.16 has no {lacking} in models with Mamba",
+            hint="use core=0.17" + (", or --exclude 'mtp.*'" if further else ""),
+        )
 
 
 def _build_mesh(order: PackRequest) -> Mesh:
@@ -124,7 +147,8 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
             "same number of layers"
         )
     if order.stages is not None:
-        _find_end_stages(order.stages)
+        if wanted.older or not layers.is_hybrid(order.model):  # patterns of newer cores say any stages
+            _find_end_stages(order.stages)
         return order.stages
     each, rest = divmod(order.model.layers, turns)
     if rest:
@@ -160,7 +184,9 @@ def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: Libra
     """Build the `args` of the run that might have written this."""
     counts = dialect.numbers(megatron.LAYERS)
     several = dialect.mesh.degree("pp") > 1
-    first, last = _find_end_stages(counts) if wanted.chunks == 1 and several else (None, None)
+    hybrid = layers.is_hybrid(order.model)
+    ends = wanted.chunks == 1 and several and (wanted.older or not hybrid)
+    first, last = _find_end_stages(counts) if ends else (None, None)
     more: dict[str, Value] = {
         "encoder_num_layers": order.model.layers,
         "padded_vocab_size": dialect.number(megatron.VOCABULARY),
@@ -179,6 +205,9 @@ def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: Libra
         "use_legacy_models": False,
         "ckpt_format": "torch",
     }
+    if hybrid:
+        more |= format_patterns(order.model, counts, dialect.number(COUNT))
+        more |= {"moe_grouped_gemm": True, "num_layers_per_virtual_pipeline_stage": None}
     return build_arguments(order, dialect.mesh, order.dtypes[layers.get_embedding_name(order.model)], more)
 
 
@@ -188,21 +217,30 @@ class _ArrayNamer:
     def __init__(self, order: PackRequest, wanted: MegatronOptions) -> None:
         self._wanted = wanted
         self._latent = any(name.endswith("kv_b_proj.weight") for name in order.model.tensors)
+        self._hybrid = layers.is_hybrid(order.model)
 
     def __call__(self, arrays: Sequence[ComposedArray]) -> Iterator[tuple[str, str, ComposedArray]]:
         """Yield the chunk's key, the name and the array of each."""
-        delta = {a.name.partition(f".{PROJECTION}")[0] for a in arrays if PROJECTION in a.name}
-        routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
+        layers: dict[str, list[str]] = {}
+        for array in arrays:
+            layers.setdefault(find_layer(array.name), []).append(array.name)
+        projections = {layer: find_projection(names) for layer, names in layers.items()}
+        routed = {find_layer(array.name) for array in arrays if ".mlp.router.weight" in array.name}
         for array in arrays:
             chunk, _, name = array.name.rpartition("/")
-            layer = array.name.partition(".mlp.")[0].partition(".pre_mlp_layernorm.")[0]
+            layer = find_layer(array.name)
             if not self._wanted.local:
-                linear = layer.partition(".input_layernorm.")[0] in delta
                 name = find_engine_name(
-                    name, experts=layer in routed, latent=self._latent, grouped=self._wanted.grouped, delta=linear
+                    name,
+                    experts=layer in routed,
+                    latent=self._latent,
+                    grouped=self._wanted.grouped or self._hybrid,
+                    projection=projections[layer],
                 )
             if not self._wanted.older:
                 name = find_newer_name(name)
+            if self._hybrid and self._wanted.newest:
+                name = find_newest_name(name)
             yield chunk or "model", name, array
 
 

@@ -20,7 +20,7 @@ from shardctl.libraries.megatron.arguments import (
     as_number,
 )
 from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.libraries.megatron.layers import TITLE, count_experts, is_tied
+from shardctl.libraries.megatron.layers import TITLE, count_experts, is_hybrid, is_tied
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.rope import parse_rope
@@ -46,6 +46,10 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     """
     if model.family == "gpt2":
         return {**USUAL, "mtp_num_layers": None, **_build_gpt2_arguments(config, model)}
+    if is_hybrid(model):
+        from shardctl.libraries.megatron.hybrid_arguments import build_hybrid_arguments  # few models need it
+
+        return {**USUAL, **build_hybrid_arguments(config, model)}
     own, traits = model.tensors, TRAITS[model.family]
     said = _complete_config(config, model).over(traits.assumed)
     first = _find_attention(model)

@@ -8,18 +8,28 @@ dictionaries (`megatron/legacy/model/language_model.py` and `transformer.py`), w
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 EXTRA_STATE: Final = "_extra_state"
 """How the names end under which layers keep what is no weight: nothing, or Transformer Engine's scales of 8 bits."""
-_FURTHER: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
+_FURTHER: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)(.+)")
 """Names in layers that predict further tokens, as of core 0.17; before, and in `torch_dist`, the module has another."""
 _OLDER: Final = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
-_DELTA: Final = "self_attention.in_proj.layer_norm_"
-"""How Transformer Engine's layers begin the first norm of a layer with linear attention."""
+QKV: Final = "self_attention.linear_qkv."
+"""The projection that has the first norm of a layer, where it is none of `PROJECTIONS`."""
+MAMBA: Final = "mixer.in_proj."
+PROJECTIONS: Final = ("self_attention.in_proj.", MAMBA)
+"""Those of gated DeltaNet and of Mamba, which only such layers have."""
+_NORM: Final = "layer_norm_"
+_INNER_NORM: Final = "mixer.norm."
+"""The norm behind Mamba, which is a module of its own in any case."""
+_LAYER: Final = re.compile(r"(.*layers\.\d+)\.")
 _FUSED: Final = (
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    (_DELTA, "input_layernorm."),
+    (QKV + _NORM, "input_layernorm."),
+    *((projection + _NORM, "norm." if projection == MAMBA else "input_layernorm.") for projection in PROJECTIONS),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
@@ -65,7 +75,7 @@ def find_local_name(name: str) -> str:
         for old, new in _BEFORE_CORE:
             name = name.replace(old, new)
         return name
-    name = _FURTHER.sub(r"\1transformer_layer.\2", name)
+    name = _FURTHER.sub(r"\1transformer_layer.\2", name).replace(".mixer.conv1d_", ".mixer.conv1d.")
     for fused, alone in _FUSED:
         if fused in name:
             return name.replace(fused, alone)
@@ -73,12 +83,27 @@ def find_local_name(name: str) -> str:
     return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
 
 
-def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False, delta: bool = False) -> str:
+def find_projection(names: Iterable[str]) -> str:
+    """Find which projection has the first norm of a layer with arrays of these names."""
+    return next((each for name in names for each in PROJECTIONS if each in name), QKV)
+
+
+def find_layer(name: str) -> str:
+    """Find what stands before the names of a layer's arrays; all of a name that is of none.
+
+    >>> find_layer("decoder.layers.3.mixer.in_proj.weight")
+    'decoder.layers.3'
+    """
+    found = _LAYER.match(name)
+    return found[1] if found is not None else name
+
+
+def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False, projection: str = QKV) -> str:
     """Find the name that Transformer Engine's layers have for an array of local ones.
 
     `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether
     its attention has latents, where the first norm does, and those of the latents do not; `grouped` whether experts are
-    in one module; `delta` whether its attention is linear.
+    in one module; `projection` is what `find_projection` finds.
 
     >>> find_engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
@@ -87,13 +112,22 @@ def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = 
     if single is not None and grouped:
         return f"{single[1]}.{single[3]}{single[2]}"
     for fused, alone in _FUSED:
-        of_latents, first = "_up_proj" in fused, alone == "input_layernorm."
-        if first and delta != (fused == _DELTA):
+        of_latents, first = "_up_proj" in fused, fused.startswith((QKV, *PROJECTIONS))
+        if first and fused != projection + _NORM:
             continue
         kept = latent if first else not latent if of_latents else experts
-        if f".{alone}" in name and not kept:
+        if f".{alone}" in name and f".{_INNER_NORM}" not in name and not kept:
             return name.replace(alone, fused)
     return name
+
+
+def find_newest_name(name: str) -> str:
+    """Find the name that core 0.19 and later have for what older ones keep in a module of the convolution.
+
+    >>> find_newest_name("decoder.layers.0.mixer.conv1d.bias")
+    'decoder.layers.0.mixer.conv1d_bias'
+    """
+    return name.replace(".mixer.conv1d.", ".mixer.conv1d_")
 
 
 def find_newer_name(name: str) -> str:
