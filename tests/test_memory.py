@@ -156,7 +156,7 @@ def test_many_chunks_are_counted(tmp_path):
 def test_a_limit_that_cannot_hold_it_is_refused_before_anything_is_written(large, tmp_path):
     run = measured(large, tmp_path / "out", "--tp", 4, "--memory", "48MiB")
     assert run.code == 2
-    assert "cannot hold this conversion: it needs at least 57 MiB" in run.last["error"]
+    assert "cannot hold this conversion: it needs at least 49 MiB" in run.last["error"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,7 +237,7 @@ def test_bookkeeping_is_reserved_for_every_tensor_and_chunk():
 
 
 def test_a_limit_below_the_smallest_unit_of_work_names_what_is_needed():
-    with pytest.raises(MemoryBudgetError, match=r"--memory 40MiB .* at least 57 MiB") as raised:
+    with pytest.raises(MemoryBudgetError, match=r"--memory 40MiB .* at least 49 MiB") as raised:
         divide_host_memory(plan(), 40 * MIB, 8)
     least = 57 * MIB
     assert raised.value.exit_code == 2

@@ -29,6 +29,6 @@ def test_flat_partitions_are_read_within_the_limit(build, weights, tmp_path):
     place = build(tmp_path / "made", weights, RANKS)
     assert sum(f.stat().st_size for f in place.rglob("*")) > 290e6
     run = measured(place, tmp_path / "out", "--memory", "96MiB", "--threads", 2)
-    assert_kept(run, 96 * MIB, spare=1.8)
+    assert_kept(run, 96 * MIB)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -237,17 +237,17 @@ def test_plan_takes_sizes_and_casts(say, source):
 def test_a_conversion_into_too_many_pieces_is_refused_before_they_are_listed(say, source, tmp_path, monkeypatch):
     """Each of 21 tensors is one piece on each of two ranks: only with them does the list exceed the limit."""
     monkeypatch.setattr(budget, "_CHEAP_LISTS", 0)
-    refused = say("reshard", source, tmp_path / "out", "--tp", 2, "--memory", "56.1MiB")
+    refused = say("reshard", source, tmp_path / "out", "--tp", 2, "--memory", "48.1MiB")
     assert refused.code == 2
-    assert "it needs more than 57 MiB\nhint:  the source has 21 tensors in 21 chunks, the result 42" in refused.err
+    assert "it needs more than 49 MiB\nhint:  the source has 21 tensors in 21 chunks, the result 42" in refused.err
     monkeypatch.setattr(conversion_plan, "_PLANNING_MEMORY", 0)
-    planned = say("plan", source, "--tp", 2, "--memory", "56.1MiB", "--json")
+    planned = say("plan", source, "--tp", 2, "--memory", "48.1MiB", "--json")
     document = json.loads(planned.out)
     assert planned.code == 0
     assert document["conversion"] is None
     assert len(document["ranks"]) == 2
-    assert document["warnings"][-1].startswith("the conversion is not worked out: --memory 56MiB cannot hold")
-    assert say("plan", source, "--tp", 2, "--memory", "56.1MiB", "--out", tmp_path / "plan.json").code == 2
+    assert document["warnings"][-1].startswith("the conversion is not worked out: --memory 48MiB cannot hold")
+    assert say("plan", source, "--tp", 2, "--memory", "48.1MiB", "--out", tmp_path / "plan.json").code == 2
 
 
 def test_strict_makes_a_warning_an_error(say, source, tmp_path):

@@ -278,7 +278,7 @@ def test_memory_for_too_many_tensors_is_refused_before_a_plan_is_made(tmp_path, 
     torch.save({f"t{n}": torch.zeros(1) for n in range(3000)}, tmp_path / "m.pt")
     monkeypatch.setattr(drafting, "join_manifests", lambda *_: pytest.fail("a plan is made"))
     monkeypatch.setattr("shardctl.execute.budget._CHEAP_LISTS", 0)
-    refused = pytest.raises(MemoryBudgetError, match=r"--memory 60MiB cannot hold .* needs more than 68 MiB")
+    refused = pytest.raises(MemoryBudgetError, match=r"--memory 52MiB cannot hold .* needs more than 60 MiB")
     with open_checkpoint(tmp_path / "m.pt") as checkpoint, refused as caught:
-        drafting.plan_conversion(checkpoint, ReshardOptions(host_memory=60 << 20))
+        drafting.plan_conversion(checkpoint, ReshardOptions(host_memory=52 << 20))
     assert "3,000 tensors in 3,000 chunks" in (caught.value.hint or "")
