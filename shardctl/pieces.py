@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.manifest import Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import PartitionSpec, Where
+    from shardctl.placement import GroupMember, PartitionSpec, Where
 
 
 @value_class
@@ -83,13 +83,17 @@ class PlacedCheckpoint:
     def guess_box_count(self) -> int:
         """Guess what `count_boxes` counts, as if each rank of a stage that may hold a tensor held one box of it."""
         stage = self.mesh.world // self.mesh.degree("pp")
-        specs = self.specs
-        held = [(specs[tensor.name], len(tensor.ties)) for tensor in self.tensors]
-        counts = Counter([(spec.member and spec.member.axis, len(spec.where), ties) for spec, ties in held])
-        return sum(
-            count * (stage // self.mesh.degree(axis) if axis else stage) * places * (1 + ties)
-            for (axis, places, ties), count in counts.items()
-        )
+        specs, total = self.specs, 0
+        degrees: dict[str, int] = {}
+        for tensor in self.tensors:
+            spec, held = specs[tensor.name], stage
+            if spec.member is not None:
+                axis = spec.member.axis
+                if axis not in degrees:
+                    degrees[axis] = self.mesh.degree(axis)
+                held //= degrees[axis]
+            total += held * len(spec.where) * (1 + len(tensor.ties))
+        return total
 
     def count_boxes(self) -> int:
         """Count the boxes that `ranks` yields of all ranks, once for each name, without making a list of them."""
@@ -122,29 +126,22 @@ class PlacedCheckpoint:
         numbers: dict[tuple[object, ...], int] = {}
         kinds: list[tuple[tuple[int, ...], PartitionSpec]] = []
         examples: list[str] = []
-        kind_of = []
+        kind_of, specs = [], self.specs
         for tensor in self.tensors:
-            spec = self.specs[tensor.name]
+            spec = specs[tensor.name]
             member = spec.member
-            key = (tensor.shape, id(spec.cuts), member and (member.axis, member.count))
-            number = numbers.setdefault(key, len(numbers))
-            if number == len(kinds):
+            shape, cuts = tensor.shape, id(spec.cuts)
+            key = (shape, cuts, member.axis, member.count) if member is not None else (shape, cuts)
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = len(kinds)
                 kinds.append((tensor.shape, spec))
                 examples.append(tensor.name)
             kind_of.append(number)
-        specs = [spec for _, spec in kinds]
+        beside = [spec for _, spec in kinds]
         for name, (shape, spec) in zip(examples, kinds, strict=True):
-            check_cuts(name, shape, spec, self.mesh, beside=specs)
+            check_cuts(name, shape, spec, self.mesh, beside=beside)
         return kinds, kind_of
-
-    def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
-        """Return a tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
-        names = self.names.get(tensor.name) or (tensor.name, *tensor.ties)
-        if places == 1:
-            return names
-        if place >= len(names):
-            return names[-1:]
-        return names[place:] if place == places - 1 else names[place : place + 1]
 
     def _on_stages(self, kind_of: Sequence[int]) -> list[_StageTensors]:
         """Return the tensors of each stage."""
@@ -152,25 +149,42 @@ class PlacedCheckpoint:
         last = self.mesh.degree("pp") - 1
         stages = [_StageTensors() for _ in range(last + 1)]
         known: dict[tuple[tuple[Where, int], ...], list[int]] = {}
+        holders: dict[int, tuple[GroupMember, tuple[str, int]]] = {}
+        specs, named = self.specs, self.names
         for turn, (tensor, number) in enumerate(zip(self.tensors, kind_of, strict=True)):
-            spec = self.specs[tensor.name]
+            name = tensor.name
+            spec = specs[name]
             where, member = spec.where, spec.member
             on = known.get(where)
             if on is None:
                 found = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
                 on = known[where] = sorted(found)
-            holder = (member.axis, find_holder(member, self.mesh)) if member else None
+            holder = None
+            if member is not None:
+                if id(member) not in holders:  # a table has one object for each expert
+                    holders[id(member)] = member, (member.axis, find_holder(member, self.mesh))
+                holder = holders[id(member)][1]
+            names = named.get(name) or (name, *tensor.ties)
             for place, stage in enumerate(on):
-                held = (turn, tensor, self._names(tensor, place, len(on)), number)
-                stages[stage].held_by.setdefault(holder, []).append(held)
+                held = (turn, tensor, names if len(on) == 1 else _share_names(names, place, len(on)), number)
+                stages[stage].held_by[holder].append(held)
         return stages
+
+
+def _share_names(names: tuple[str, ...], place: int, places: int) -> tuple[str, ...]:
+    """Return a tie's names, shared out over the stages that hold it: the first name first."""
+    if place >= len(names):
+        return names[-1:]
+    return names[place:] if place == places - 1 else names[place : place + 1]
 
 
 @dataclass(slots=True)
 class _StageTensors:
     """The tensors of a pipeline stage."""
 
-    held_by: dict[tuple[str, int] | None, list[tuple[int, Tensor, tuple[str, ...], int]]] = field(default_factory=dict)
+    held_by: dict[tuple[str, int] | None, list[tuple[int, Tensor, tuple[str, ...], int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """By which rank of which axis holds them, None for those that no axis divides whole: the place of each in the
     model, the tensor, its names on this stage, and its kind."""
 

@@ -94,9 +94,10 @@ def build_inventory(
         trainable = dtype.name in FLOATING and name not in buffers
         module = _NUMBER.sub("", name) if apart else ""
         key = (id(rule), tensor.shape, dtype.name, trainable, module)
-        if key not in found:
-            found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
-        found[key][-1][number] += 1
+        kind = found.get(key)
+        if kind is None:
+            kind = found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
+        kind[-1][number] += 1
     return TensorInventory(
         tuple(
             TensorKind(first.name, first.shape, dtype, rule, tuple(members), trainable)

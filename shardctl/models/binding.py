@@ -24,7 +24,7 @@ _MAXTEXT: Final = ("params.params.decoder.", "params.params.token_embedder.")
 def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     """Return `stored` under the canonical names of `model`, in its order; see `Model.bind`."""
     stored = _divide_even_parts(model, stored)
-    plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
+    plain = _select_plain(model, stored.tensors)
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
     for name, tensor in stored.tensors.items() if len(plain) < len(stored.tensors) else ():
@@ -59,6 +59,13 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
             odd = t.ties or own.ties or own.spelling or own.shape != t.shape
             tensors[name] = _merge_tensor_parts(t, {name: own}) if odd else own
     return replace(stored, tensors=tensors, warnings=warnings)
+
+
+def _select_plain(model: Model, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Select the tensors that the model has by the names under which they are stored: nearly always all."""
+    if tensors.keys() <= model.tensors.keys() and tensors.keys().isdisjoint(model.fusions):
+        return tensors
+    return {n: t for n, t in tensors.items() if n in model.tensors and n not in model.fusions}
 
 
 def find_canonical_name(model: Model, name: str) -> str | None:

@@ -39,13 +39,10 @@ def list_meant_parameters(
     """List the parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
     plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
     parameters = [t for t in plain.tensors.values() if not t.row.buffer]
-    if all(t.name in tensors for t in parameters):
+    lacking = {t.name for t in parameters if t.name not in tensors}
+    if not lacking:
         return parameters
     modules = {name.rpartition(".")[0] for name in tensors}
     stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
-
-    def stored(name: str) -> bool:
-        module, _, kind = name.rpartition(".")
-        return name in tensors or name in stems or (kind == "weight" and module in modules)
-
-    return [t for t in parameters if stored(t.name)]
+    coded = {name for name in lacking if name in stems or (name.endswith(".weight") and name[:-7] in modules)}
+    return [t for t in parameters if t.name not in lacking or t.name in coded]

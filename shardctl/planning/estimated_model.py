@@ -121,8 +121,10 @@ def build_estimated_model(
         inventory = _build_untabled_inventory(checkpoint, have, dtypes)
         elements = inventory.elements
     else:
-        specs = {name: model.tensors[name].spec for name in have.tensors}
-        buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
+        known = model.tensors
+        rows = [(name, known[name]) for name in have.tensors]
+        specs = {name: tensor.spec for name, tensor in rows}
+        buffers = frozenset([name for name, tensor in rows if tensor.row.buffer])
         inventory = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = count_parameters(model, checkpoint.config, have.tensors)
     made_of, why = _find_anatomy(checkpoint)

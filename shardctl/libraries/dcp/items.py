@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.dtype import BY_TORCH
@@ -64,7 +65,7 @@ class ItemReader:
     def __init__(self, source: Source, *, later: bool = False) -> None:
         self._source = source
         self._later = later
-        self._unchecked: dict[str, list[tuple[int, bytes]]] = {}
+        self._unchecked: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
         """By file, the offsets of items, each with what it should begin with."""
         self._known: dict[tuple[int, str, tuple[int, ...]], _ItemLayout] = {}
         """By what two items must have in common to be laid out alike: length, type and shape."""
@@ -81,8 +82,12 @@ class ItemReader:
         kind = (item.length, dtype.name, shape)
         known = self._known.get(kind) if not item.transforms else None
         file, offset = item.file, item.offset
-        if known is not None and self._begins_with(file, offset, known.head):
-            return Region(file, offset + len(known.head), known.strides)
+        if known is not None:
+            head = known.head
+            if self._later:
+                self._unchecked[file].append((offset, head))
+            if self._later or read_bytes(self._source, file, offset, len(head)) == head:
+                return Region(file, offset + len(head), known.strides)
         where = f"{item.file}: {key!r}"
         if item.transforms:
             raise UnsupportedError(
@@ -94,16 +99,6 @@ class ItemReader:
         if 0 < start <= _HEAD:
             self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
         return region
-
-    def _begins_with(self, file: str, offset: int, head: bytes) -> bool:
-        """Return whether an item begins so, or take it for granted until `check_heads`."""
-        if not self._later:
-            return read_bytes(self._source, file, offset, len(head)) == head
-        unchecked = self._unchecked.get(file)
-        if unchecked is None:
-            unchecked = self._unchecked[file] = []
-        unchecked.append((offset, head))
-        return True
 
     def check_heads(self) -> None:
         """Raise SourceError for an item that does not begin as was taken for granted; its place is not known then."""

@@ -30,9 +30,8 @@ _ALTERNATIVES: Final = (
 def place_tensors(held: Mapping[str, Iterable[str]], index: WeightIndex | None) -> dict[str, str]:
     """Choose the file of each tensor, given the names that each file holds: the one in the index, else the first."""
     placed: dict[str, str] = {}
-    for path, names in held.items() if len(held) > 1 else ():
-        for name in names:
-            placed.setdefault(name, path)
+    for path in reversed(tuple(held) if len(held) > 1 else ()):
+        placed.update(dict.fromkeys(held[path], path))  # the first file counts
     return placed | index.weight_map if index is not None else placed
 
 

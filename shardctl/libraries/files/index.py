@@ -68,7 +68,10 @@ class WeightIndex:
         Raises:
             SourceError: a shard does not hold a tensor that the index places in it.
         """
-        for name, file in self.weight_map.items():
+        get = self.weight_map.get
+        unplaced = {file: [name for name in held if get(name) != file] for file, held in found.items()}
+        placed = sum(len(held) - len(unplaced[file]) for file, held in found.items())
+        for name, file in self.weight_map.items() if placed < len(self.weight_map) else ():
             if name not in found[file]:
                 elsewhere = [other for other, held in found.items() if name in held]
                 where = f"; {elsewhere[0]} does" if elsewhere else ""
@@ -77,14 +80,13 @@ class WeightIndex:
                     hint="the index and the shards come from different saves; fetch them all again",
                 )
         warnings = []
-        for file, held in found.items():
-            extra = [name for name in held if self.weight_map.get(name) != file]
+        for file, extra in unplaced.items():
             if extra:
                 warnings.append(
                     f"{file} holds {_format_some_tensors(extra)}, which {self.path} "
                     + ("places in another file" if extra[0] in self.weight_map else "does not name")
                 )
-        total = sum(found[file][name] for name, file in self.weight_map.items())
+        total = sum(sum(held.values()) - sum(held[name] for name in unplaced[file]) for file, held in found.items())
         if self.total_size is not None and self.total_size != total:
             warnings.append(f"{self.path} says {self.total_size:,} bytes of tensors; the shards hold {total:,}")
         return tuple(warnings)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
 _WEIGHT: Final = ".weight"
+_PLAIN_NAMES: Final = frozenset({"weight", "bias"})
 _MATRIX: Final = 2
 _SPARED_DIMS: Final = ("experts ", "index_heads ")
 """The first dims of what nobody quantises: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
@@ -101,23 +102,23 @@ class _ModelQuantiser:
 
     def model_of(self, stored: Manifest | None) -> Model:
         """Return the quantised model."""
-        weights = {t.name: w for t in self.plain.tensors.values() if (w := self.weight(t))}
+        weights = {name: w for name, t in self.plain.tensors.items() if (w := self.weight(t))}
         if stored is not None:
             self.read(stored, weights)
         tensors: dict[str, ModelTensor] = {}
         encodings: dict[str, WeightEncoding] = {}
-        for tensor in self.plain.tensors.values():
-            weight = weights.get(tensor.name)
+        for name, tensor in self.plain.tensors.items():
+            weight = weights.get(name)
             if weight is None:
-                tensors[tensor.name] = tensor
+                tensors[name] = tensor
                 continue
             held = self.list_held(weight)
             if self.quantised(weight, held):
                 parts = self.parts(weight, held)
-                encodings[tensor.name] = WeightEncoding(weight.module, weight.storage.decoder, parts)
+                encodings[name] = WeightEncoding(weight.module, weight.storage.decoder, parts)
                 self.add_arrays(weight, parts, tensors)
             else:
-                tensors[tensor.name] = tensor
+                tensors[name] = tensor
             if weight.module.endswith(_CACHED):
                 tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
@@ -168,10 +169,12 @@ class _ModelQuantiser:
 
     def list_held(self, weight: _QuantisableWeight) -> dict[str, Tensor]:
         """List what is stored of a weight, by the names that follow the module's."""
-        present, module = self.present, weight.module
-        if not present:
-            return {}
-        return {n: found for n in self.list_likely_names(weight.storage) if (found := present.get(f"{module}.{n}"))}
+        present, module, held = self.present, weight.module, dict[str, "Tensor"]()
+        for name in self.list_likely_names(weight.storage) if present else ():
+            found = present.get(weight.tensor.name if name == "weight" else f"{module}.{name}")
+            if found is not None:
+                held[name] = found
+        return held
 
     def quantised(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> bool:
         """Return whether the weight is quantised: by what is stored, else by the config."""
@@ -179,7 +182,7 @@ class _ModelQuantiser:
             return not self.spared(weight)
         plain = held.get("weight") or self.present.get(weight.tensor.name)
         coded = plain is not None and plain.dtype.name not in FLOAT
-        if coded or any(name not in ("weight", "bias") for name in held):
+        if coded or not held.keys() <= _PLAIN_NAMES:
             if self.listed(weight):
                 self.contrary.append(weight.module)
             return True
@@ -216,7 +219,8 @@ class _ModelQuantiser:
             own = self.specs.get(key)
             if own is None:
                 own = self.specs[key] = PartitionSpec(part.cuts, spec.where, spec.member)
-            name, optional = f"{module}.{part.suffix}", tensor.optional or part.optional
+            name = tensor.name if part.suffix == "weight" else f"{module}.{part.suffix}"
+            optional = tensor.optional or part.optional
             tensors[name] = ModelTensor(
                 name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free
             )
