@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.dtype import DType
-    from shardctl.manifest import Chunk, Region
+    from shardctl.manifest import Chunk, Region, Tensor
 
 PAGE: Final = 4096
 """Memory and offsets of direct I/O are multiples of it, so what lies in memory as it will in the file is not copied."""
@@ -74,6 +74,25 @@ def split_bands(
     starts = [range(*each) for each in zip(begins, ends, extents, strict=True)]
     for at in product(*starts):
         yield Box(at, tuple(min(e, end - a) for e, end, a in zip(extents, ends, at, strict=True)))
+
+
+def split_tensor_bands(
+    tensor: Tensor, dtype: DType, block: int, *, fastest: int | None = None, within: Box | None = None
+) -> Iterator[Box]:
+    """Split a tensor, or a box `within` it, into bands as `split_bands`; those of an unfolded one have whole turns.
+
+    A box of one part alone, which is compared with its copy, has bands of that part.
+    """
+    box, turns = within or Box.whole(tensor.shape), tensor.turns
+    if turns == 1:
+        yield from split_bands(box.shape, dtype, block, fastest=fastest, origin=box.origin)
+        return
+    *origin, part = box.origin
+    *shape, parts = box.shape
+    last = len(shape) - 1
+    tile = None if fastest is None or fastest >= last else fastest
+    for band in split_bands(shape, dtype, block // parts, fastest=tile, origin=origin):
+        yield Box((*band.origin, part), (*band.shape, parts))
 
 
 def _compute_band_extents(shape: Sequence[int], dtype: DType, block: int) -> list[int]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.errors import CoverageError, SourceError, UnsupportedError
 from shardctl.manifest import ConstantFill, first_byte, narrow_chunk
+from shardctl.turns import unfold_tensors
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
     name = stored.name
     if stored.shape != wanted.shape:
         raise SourceError(f"{name} is {list(stored.shape)} in the source, but the result needs {list(wanted.shape)}")
+    stored, wanted = unfold_tensors(stored, wanted)
     chunks = stored.chunks
     for chunk in chunks:
         if chunk.dtype is not stored.dtype:
@@ -141,8 +143,13 @@ def _match_boxes(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
 def cover_tensor(tensor: Tensor) -> tuple[Chunk, ...]:
     """Return parts of a tensor's chunks that hold each of its elements once.
 
-    Raises CoverageError if some are missing.
+    Raises CoverageError if some are missing, and UnsupportedError if some take turns and it was not unfolded.
     """
+    if any(chunk.turns > 1 for chunk in tensor.chunks):
+        raise UnsupportedError(
+            f"{tensor.name} is stored in parts whose elements take turns, which cannot be read here",
+            hint="shardctl reshard SRC OUT --to hf writes it in one",
+        )
     whole = Box.whole(tensor.shape)
     if tensor.chunks and tensor.chunks[0].box == whole:
         return tensor.chunks[:1] if whole.size else ()

@@ -75,6 +75,8 @@ class Chunk:
 
     It may have another type than the tensor, to which the source's elements are cast.
     """
+    turns: int = 1
+    """How many parts take turns along the tensor's last dim, which a further dim of `box` counts; see `turns.py`."""
 
 
 @value_class
@@ -93,6 +95,8 @@ class Tensor:
     """The names the *original* checkpoint used, in order, where they or the array's dims differ from the canonical."""
     encoded_bytes: int | None = None
     """Bytes that are read to work its values out; None if they are stored as they are."""
+    turns: int = 1
+    """How many neighbours along the tensor's own last dim the last dim of `shape` counts, if it is unfolded."""
 
     @property
     def size(self) -> int:

@@ -154,7 +154,8 @@ def build_share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) ->
         if len(set(writers)) > 1:
             key = (*(chunk.box for chunk in chunks), *writers)
             if key not in known:
-                known[key] = _split_portions([chunk.box for chunk in chunks], writers, number)
+                boxes = [_complete_turns(chunk.box, copy.target.turns) for chunk in chunks]
+                known[key] = _split_portions(boxes, writers, number)
             portions[copy.source.name] = known[key]
     want = replace(
         plan.want,
@@ -162,6 +163,11 @@ def build_share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) ->
         files={path: plan.want.files[path] for path in groups[number]},
     )
     return WorkerShare(CopyPlan(plan.have, want, tuple(copies)), portions, frozenset(first))
+
+
+def _complete_turns(box: Box, turns: int) -> Box:
+    """Return the box with all parts that take turns with it: a digest is of whole turns."""
+    return box if turns == 1 else Box((*box.origin[:-1], 0), (*box.shape[:-1], turns))
 
 
 def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -> tuple[WorkerPortion, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
@@ -18,6 +18,9 @@ from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+NO_DIM: Final = -1
+"""What stands for the dim of an array where a tensor's dim of one index runs along none."""
 
 
 @value_class
@@ -37,12 +40,16 @@ class ArrayView:
     origin: tuple[int, ...]
     """Where the first element lies: one index a dim of the array."""
     axes: tuple[int, ...]
-    """For each dim of the tensor, the dim of the array that it runs along; each at most once."""
+    """For each dim of the tensor, the dim of the array that it runs along; each at most once.
+
+    `NO_DIM` for a dim of one index, which the array has not.
+    """
     steps: tuple[int, ...] = ()
     """For each dim of the tensor, elements of the array from one index to the next; empty means all 1."""
 
     def __post_init__(self) -> None:
-        if len(set(self.axes)) != len(self.axes) or not all(0 <= a < len(self.origin) for a in self.axes):
+        axes = [axis for axis in self.axes if axis != NO_DIM]
+        if len(set(axes)) != len(axes) or not all(0 <= a < len(self.origin) for a in axes):
             raise ValueError(f"axes {self.axes} are not distinct dims of an array of {len(self.origin)}")
         if not self.steps:
             object.__setattr__(self, "steps", (1,) * len(self.axes))
@@ -64,6 +71,8 @@ class ArrayView:
         box = within or Box.whole(shape)
         origin, extents = list(self.origin), [1] * len(self.origin)
         for axis, step, start, extent in zip(self.axes, self.steps, box.origin, box.shape, strict=True):
+            if axis == NO_DIM:
+                continue
             origin[axis] += step * start
             extents[axis] = step * (extent - 1) + 1 if extent else 0
         return Box(tuple(origin), tuple(extents))
@@ -100,18 +109,20 @@ class ArrayView:
         """Return where in `box` of the array the tensor's part `within` begins."""
         first = [start - base for start, base in zip(self.origin, box.origin, strict=True)]
         for axis, step, start in zip(self.axes, self.steps, within.origin, strict=True):
-            first[axis] += step * start
+            if axis != NO_DIM:
+                first[axis] += step * start
         return first
 
     def strided(self, first: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Return the byte offset of the unit at `first` of an array of `strides`, and the tensor's strides."""
         shift = sum(a * b for a, b in zip(first, strides, strict=True))
-        return shift, tuple(strides[axis] * step for axis, step in zip(self.axes, self.steps, strict=True))
+        pairs = zip(self.axes, self.steps, strict=True)
+        return shift, tuple(strides[axis] * step if axis != NO_DIM else 0 for axis, step in pairs)
 
     def within(self, box: Box, shape: Sequence[int]) -> Box | None:
         """Return the indices, from 0, of a tensor of `shape` whose elements lie in `box` of the array."""
         held = dict(zip(self.axes, zip(self.steps, shape, strict=True), strict=True))
-        found: dict[int, tuple[int, int]] = {}
+        found: dict[int, tuple[int, int]] = {NO_DIM: (0, 1)}
         for dim, (origin, base, extent) in enumerate(zip(self.origin, box.origin, box.shape, strict=True)):
             step, count = held.get(dim, (1, 1))
             start = max(-((origin - base) // step), 0)

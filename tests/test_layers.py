@@ -31,7 +31,7 @@ LAYERS = (
             "small_tensors",
             "tiles",
         ),
-        *("record", "shares", "storage", "training", "views"),
+        *("record", "shares", "storage", "training", "turns", "views"),
     ),
     ("models",),
     ("libraries", "estimate"),

@@ -26,6 +26,7 @@ from shardctl.record import (
     parse_record,
 )
 from shardctl.storage.crc_tracker import find_damages
+from shardctl.turns import fold_shape
 from shardctl.value import value_class
 from shardctl.version import __version__
 
@@ -66,7 +67,7 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
         )
         tensors[have.name] = RecordedTensor(
             dtype=want.dtype,
-            shape=want.shape,
+            shape=fold_shape(want),
             digest="",
             source_digest="",
             ties=have.ties,

@@ -13,6 +13,7 @@ from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.execute.journal import JournalEntry
 from shardctl.execute.small_copies import move_run
 from shardctl.manifest import ConstantFill
+from shardctl.turns import compute_band_sums
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import Key
+    from shardctl.manifest import Chunk
     from shardctl.small_tensors import TensorRun
     from shardctl.storage import WriteTarget
 
@@ -65,14 +67,14 @@ class BandMover:
         data = self._data[0 if cast else shift :][: tensor.dtype.nbytes(task.box.shape)]
         found = self._band.read(source, task.reads, task.box, data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
-        read_sums = compute_box_sums(data, tensor.dtype, task.box, tensor.shape)
+        read_sums = compute_band_sums(data, tensor.dtype, task.box, tensor)
         sums, overflowed = read_sums, 0
         self._read = data
         if cast:
             nbytes = wanted.dtype.nbytes(task.box.shape)
             data = self._cast_buffer(nbytes)[shift:][:nbytes]
             overflowed = cast_elements(self._read, tensor.dtype, wanted.dtype, data).overflowed
-            sums = compute_box_sums(data, wanted.dtype, task.box, tensor.shape)
+            sums = compute_band_sums(data, wanted.dtype, task.box, tensor)
         self.written = Counter()
         turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
         for chunk in chunks[turn:] + chunks[:turn]:
@@ -114,7 +116,8 @@ class BandMover:
     def intact(self, task: BandTask, target: WriteTarget, expected: DigestSums) -> bool:
         """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
         by_box: dict[Box, list[DigestSums]] = {}
-        dtype, shape = task.copy.target.dtype, task.copy.target.shape
+        parts: dict[Box, list[Chunk]] = {}
+        dtype, wanted = task.copy.target.dtype, task.copy.target
         nbytes = dtype.nbytes(task.box.shape)
         buffer = self._data if nbytes <= self._data.nbytes else self._cast_buffer(nbytes)
         for chunk in task.writes.within(task.box):
@@ -122,9 +125,14 @@ class BandMover:
                 continue
             if chunk.aside:
                 return False  # the journal has no digest of it; copying again is always right
+            if wanted.turns > 1:
+                parts.setdefault(chunk.box, []).append(chunk)
+                continue
             self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
-            sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
+            sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, wanted.shape)
             by_box.setdefault(chunk.box, []).append(sums)
+        if wanted.turns > 1:
+            return self._has_intact_turns(task, target, expected, list(parts.values()), buffer)
         if sum(box.size for box in by_box) != task.box.size:
             return False  # boxes that overlap in part cannot be added up; copying again is always right
         total = DigestSums.zero(dtype)
@@ -133,6 +141,26 @@ class BandMover:
                 return False
             total += replicas[0]
         return total == expected
+
+    def _has_intact_turns(
+        self,
+        task: BandTask,
+        target: WriteTarget,
+        expected: DigestSums,
+        parts: list[list[Chunk]],
+        buffer: NDArray[np.uint8],
+    ) -> bool:
+        """Return whether every copy of a band of parts that take turns, put together, has the journal's digest."""
+        wanted = task.copy.target
+        if sum(copies[0].box.size for copies in parts) != task.box.size:
+            return False  # as above
+        for number in range(max(map(len, parts))):
+            chunks = ChunkIndex([copies[min(number, len(copies) - 1)] for copies in parts])
+            self._band.read(target, chunks, task.box, buffer)
+            data = buffer[: wanted.dtype.nbytes(task.box.shape)]
+            if compute_band_sums(data, wanted.dtype, task.box, wanted) != expected:
+                return False
+        return True
 
     @staticmethod
     def output_bytes(task: BandTask) -> Counter[str]:

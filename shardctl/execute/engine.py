@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.bands import (
     ChunkIndex,
     find_fastest_dim,
-    split_bands,
+    split_tensor_bands,
 )
 from shardctl.box import Box
 from shardctl.digest import DigestSums
@@ -178,8 +178,8 @@ class _CopyRun:
             tile = find_fastest_dim([*copy.reads, *copy.target.chunks])
             bands = count()
             for portion in self._portions_of(copy):
-                shape, origin = portion.box.shape, portion.box.origin
-                for box in split_bands(shape, copy.source.dtype, self._budget.block, fastest=tile, origin=origin):
+                tensor, block = copy.source, self._budget.block
+                for box in split_tensor_bands(tensor, tensor.dtype, block, fastest=tile, within=portion.box):
                     yield BandTask((number, next(bands)), copy, reads, writes, box, portion.counted)
 
     def _locate_small_copy(self, copy: TensorCopy) -> Region | None:

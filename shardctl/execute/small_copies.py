@@ -29,7 +29,12 @@ _Piece = tuple[str, int, int, int, Any]
 def locate_small_copy(copy: TensorCopy) -> Region | None:
     """Return where a small tensor is read from, if it is written as it is, in dense boxes; None for others."""
     source, target = copy.source, copy.target
-    if source.dtype is not target.dtype or copy.source.encoded_bytes is not None or len(copy.reads) != 1:
+    if (
+        source.turns > 1
+        or source.dtype is not target.dtype
+        or copy.source.encoded_bytes is not None
+        or len(copy.reads) != 1
+    ):
         return None
     for chunk in target.chunks:
         where = chunk.where

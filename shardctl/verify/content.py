@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from itertools import starmap
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands, view_band
+from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_tensor_bands, view_band
 from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
-from shardctl.digest import compute_box_sums
 from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill, first_byte
 from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
+from shardctl.turns import compute_band_sums, unfold_tensors
 from shardctl.value import value_class
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.workers import run_in_threads
@@ -147,9 +148,10 @@ def measure_content(
             if run.size:
                 yield run
                 continue
-            tensor = tensors[run.numbers.start]
+            (tensor,) = unfold_tensors(tensors[run.numbers.start])
             index = ChunkIndex(cover_tensor(tensor))
-            for box in split_bands(tensor.shape, tensor.dtype, effort.block, fastest=find_fastest_dim(index.chunks)):
+            fastest = find_fastest_dim(index.chunks)
+            for box in split_tensor_bands(tensor, tensor.dtype, effort.block, fastest=fastest):
                 yield _ContentTask(tensor, index, index, box, run.numbers.start)
 
     def worker() -> Callable[[_ContentTask | TensorRun], None]:
@@ -166,7 +168,7 @@ def measure_content(
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
             effort.watcher.work_on(first_byte(tensor)[0])
             band.read(reader, task.ours, task.box, buffer)
-            sums = compute_box_sums(buffer[:nbytes], tensor.dtype, task.box, tensor.shape)
+            sums = compute_band_sums(buffer[:nbytes], tensor.dtype, task.box, tensor)
             odd = count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
             found.add(task.number, TensorContent(sums, *odd))
             effort.watcher.advance(nbytes)
@@ -179,16 +181,17 @@ def measure_content(
 
 def compare_replicas(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> list[TensorDifference]:
     """Compare every further copy of an element with its first; returns the tensors whose copies differ."""
-    copies = [(tensor, *pair) for tensor in tensors for pair in list_redundant_chunks(tensor)]
+    unfolded = (each for tensor in tensors for each in unfold_tensors(tensor))
+    copies = [(tensor, *pair) for tensor in unfolded for pair in list_redundant_chunks(tensor)]
     if not copies:
         return []
     effort.watcher.begin(sum(tensor.dtype.nbytes(c.box.shape) for tensor, c, _ in copies), phase="copies")
 
     def tasks() -> Iterator[_ContentTask]:
         for tensor, further, first in copies:
-            ours, theirs, of = ChunkIndex([further]), ChunkIndex(first), further.box
+            ours, theirs = ChunkIndex([further]), ChunkIndex(first)
             tile = find_fastest_dim([further])
-            for box in split_bands(of.shape, tensor.dtype, effort.block, fastest=tile, origin=of.origin):
+            for box in split_tensor_bands(tensor, tensor.dtype, effort.block, fastest=tile, within=further.box):
                 yield _ContentTask(tensor, ours, theirs, box)
 
     return _compare_tasks(tasks(), reader, reader, effort)
@@ -230,11 +233,11 @@ def compare_tensors(
     effort.watcher.begin(sum(mine.nbytes for mine, _ in pairs), phase=phase)
 
     def tasks() -> Iterator[_ContentTask]:
-        for mine, other in pairs:
+        for mine, other in starmap(unfold_tensors, pairs):
             a, b = ChunkIndex(cover_tensor(mine)), ChunkIndex(cover_tensor(other))
             tile = find_fastest_dim([*a.chunks, *b.chunks])
             wide = max(mine.dtype.bits, other.dtype.bits) / mine.dtype.bits
-            for box in split_bands(mine.shape, mine.dtype, int(effort.block / wide), fastest=tile):
+            for box in split_tensor_bands(mine, mine.dtype, int(effort.block / wide), fastest=tile):
                 yield _ContentTask(mine, a, b, box)
 
     return _compare_tasks(tasks(), ours, theirs, effort)
@@ -282,6 +285,8 @@ def _note_difference(
     first = tuple(o + p for o, p in zip(task.box.origin, at, strict=True))
     unit = Box(first, (*(1 for _ in first[:-1]), per) if first else ())
     files = _find_file(task.ours, unit), _find_file(task.theirs, unit)
+    if task.tensor.turns > 1:
+        first = (*first[:-2], first[-2] * task.tensor.turns + first[-1])
     tally.add(task.tensor.name, int(different.sum()), first, files, _measure_distance(left, right, dtype))
 
 

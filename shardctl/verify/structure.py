@@ -10,6 +10,7 @@ from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, hash_source_spans
+from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
@@ -68,19 +69,20 @@ def check_coverage(manifest: Manifest) -> Iterator[CheckFinding]:
     for tensor in manifest.tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
             continue
-        yield from _find_holes(tensor)
-        yield from find_overlaps(tensor)
+        (unfolded,) = unfold_tensors(tensor)
+        yield from _find_holes(unfolded)
+        yield from find_overlaps(unfolded)
 
 
 def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    for hole in subtract_indexed(Box.whole(tensor.shape), index)[:_SHOWN]:
-        files = sorted(tensor.files)
+    shape, files = list(fold_shape(tensor)), sorted(tensor.files)
+    for left in subtract_indexed(Box.whole(tensor.shape), index)[:_SHOWN]:
+        hole = fold_box(left, tensor.turns)
         yield CheckFinding(
             "error",
             "coverage",
-            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in "
-            f"{format_first_few(files)}",
+            f"{tensor.name} {shape}: elements {hole} are stored in no file; the rest is in {format_first_few(files)}",
             tensor=tensor.name,
             box=str(hole),
         )

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.libraries.megatron.family_traits import ENTANGLED, MISSING, TRAITS
+from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
 from shardctl.libraries.megatron.layers import check_model
 from shardctl.libraries.megatron.legacy_writing import MegatronOptions, _find_end_stages
 from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments
@@ -530,7 +530,7 @@ class TestRefusals:
 
     def test_what_core_lacks_is_said_of_families_that_are_known_and_not_written(self):
         assert [name for name in MISSING if load_family(name) is None] == []
-        assert (MISSING | ENTANGLED).keys() & TRAITS.keys() == set()
+        assert MISSING.keys() & TRAITS.keys() == set()
 
     @pytest.mark.parametrize(
         ("model", "changed", "message"),

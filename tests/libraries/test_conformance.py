@@ -11,8 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import threading
-import time
 import zipfile
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupting import InterruptingProgress
 from safetensors.torch import load_file, save_file
 from samples import LLAMA, READERS, WRITERS, read_result
 from stored_bits import bits
@@ -31,7 +30,6 @@ from shardctl.libraries.catalogue import FORMATS, LAYOUTS
 from shardctl.libraries.registry import detect_format
 from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
-from shardctl.workers import NullWatcher
 
 DAMAGES = {
     "cut in half": lambda data: data[: len(data) // 2],
@@ -277,24 +275,6 @@ def _damaged(folder, tmp_path, shardctl, sample, harm, only=lambda _: True):
         yield (path.relative_to(copy).as_posix(), *shardctl("digest", copy, *sample.arguments), expected)
         path.unlink(missing_ok=True)
         path.write_bytes(sound)
-
-
-class InterruptingProgress(NullWatcher):
-    """Presses Ctrl-C when the first bytes are in place, and goes on when it was heard."""
-
-    def __init__(self):
-        self.done = False
-
-    def advance(self, nbytes, *, kept=False):
-        """Interrupt once; headers are written by the thread that started everything, tensors by others."""
-        del nbytes, kept
-        if self.done or threading.current_thread() is threading.main_thread():
-            return
-        self.done = True
-        os.kill(os.getpid(), signal.SIGINT)
-        deadline = time.monotonic() + 60
-        while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL and time.monotonic() < deadline:
-            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -143,8 +143,19 @@ def test_an_index_of_a_stack_is_the_array_that_was_stacked():
     values = tensors({"a": (2, 3), "b": (2, 3)})
     both = stack_arrays([leaf(n, v).pieces for n, v in values.items()])
     np.testing.assert_array_equal(filled(both.at(0, 1), values), values["b"])
-    with pytest.raises(ValueError, match="runs along dim 1"):
-        both.at(1, 0)
+    np.testing.assert_array_equal(filled(both.at(1, 1), values), np.stack([v[1] for v in values.values()]))
+
+
+def test_parts_that_take_turns_are_set_apart_and_stacked_again():
+    values = tensors({"both": (3, 4, 6)})
+    whole = CompositeArray.whole("both", (3, 4, 6)).unfolded(2)
+    apart = whole.permuted((3, 0, 2, 1)).split()
+    stacked = stack_arrays([each.at(0, expert) for expert in range(3) for each in apart])
+    assert {piece.turns for piece in stacked.pieces} == {2}
+    wanted = [values["both"][expert, :, part::2].T for expert in range(3) for part in range(2)]
+    unfolded = {"both": values["both"].reshape(3, 4, 3, 2)}
+    np.testing.assert_array_equal(filled(stacked, unfolded), np.stack(wanted))
+    np.testing.assert_array_equal(filled(stacked.part(1, 1, 3), unfolded), np.stack(wanted)[:, 1:3])
 
 
 def test_parts_that_would_not_be_equal_are_refused_by_name():

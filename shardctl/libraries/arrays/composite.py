@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import CutError
+from shardctl.turns import unfold_box
 from shardctl.value import value_class
-from shardctl.views import ArrayView
+from shardctl.views import NO_DIM, ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,11 +36,15 @@ class Piece:
     """Where they lie: the view of a tensor of the box's shape, whose first element is the box's origin."""
     affine: str = ""
     """A *named* element-wise change between the array and the tensor, as `Chunk.affine`."""
+    turns: int = 1
+    """How many parts take turns along the tensor's last dim, which the last dim of `box` counts, as `Chunk.turns`."""
 
     def pulled(self, chunk: Chunk) -> Chunk | None:
         """Return what a chunk of the array, stored or yet to be written, holds of it; None if nothing."""
         found = self.view.pull(chunk, self.box)
-        return replace(found, affine=self.affine) if found is not None and self.affine else found
+        if found is None or (not self.affine and self.turns == 1):
+            return found
+        return replace(found, affine=self.affine, turns=self.turns)
 
 
 @value_class
@@ -60,6 +65,21 @@ class CompositeArray:
     def whole(cls, tensor: str, shape: tuple[int, ...], affine: str = "") -> CompositeArray:
         """Return a tensor as it is."""
         return cls(shape, (Piece(tensor, Box.whole(shape), ArrayView.whole(len(shape)), affine),))
+
+    def unfolded(self, turns: int) -> CompositeArray:
+        """Return a whole tensor with a further dim, of the parts that take turns along its last one.
+
+        >>> even, odd = CompositeArray.whole("both", (4, 6)).unfolded(2).permuted((2, 0, 1)).split()
+        >>> even.shape, str(odd.pieces[0].box), odd.pieces[0].turns
+        ((4, 3), '[0:4, 0:3, 1:2]', 2)
+        """
+        (piece,) = self.pieces
+        box = unfold_box(piece.box, turns)
+        return CompositeArray(box.shape, (replace(piece, box=box, view=ArrayView.whole(len(box.shape)), turns=turns),))
+
+    def split(self) -> list[CompositeArray]:
+        """Return the arrays of each index along dim 0, without that dim."""
+        return [self.at(0, index) for index in range(self.shape[0])]
 
     @property
     def size(self) -> int:
@@ -122,7 +142,7 @@ class CompositeArray:
                 piece,
                 view=ArrayView(
                     tuple(piece.view.origin[old] for old in axes),
-                    tuple(place[axis] for axis in piece.view.axes),
+                    tuple(place.get(axis, NO_DIM) for axis in piece.view.axes),
                     piece.view.steps,
                 ),
             )
@@ -153,13 +173,10 @@ class CompositeArray:
         place = {old: new for new, old in enumerate(kept)}
         pieces = []
         for piece in self.part(dim, index, index + 1).pieces:
-            view, box = piece.view, piece.box
-            if dim in view.axes:
-                raise ValueError(f"{piece.tensor} runs along dim {dim}, which only an index of a stack may be taken of")
+            view = piece.view
             origin = tuple(view.origin[old] for old in kept)
-            pieces.append(
-                replace(piece, box=box, view=ArrayView(origin, tuple(place[a] for a in view.axes), view.steps))
-            )
+            axes = tuple(place.get(axis, NO_DIM) for axis in view.axes)
+            pieces.append(replace(piece, view=ArrayView(origin, axes, view.steps)))
         return CompositeArray(tuple(self.shape[old] for old in kept), tuple(pieces))
 
 
@@ -204,12 +221,17 @@ def stack_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
     pieces = [
         replace(
             piece,
-            view=ArrayView((index, *piece.view.origin), tuple(axis + 1 for axis in piece.view.axes), piece.view.steps),
+            view=ArrayView((index, *piece.view.origin), shift_axes(piece.view.axes, 1), piece.view.steps),
         )
         for index, part in enumerate(parts)
         for piece in part.pieces
     ]
     return CompositeArray((len(parts), *parts[0].shape), tuple(pieces))
+
+
+def shift_axes(axes: Sequence[int], by: int) -> tuple[int, ...]:
+    """Return the dims of an array that has `by` more before its own."""
+    return tuple(axis if axis == NO_DIM else axis + by for axis in axes)
 
 
 def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
@@ -284,7 +306,7 @@ def _fuse_pieces(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
 def _fuse_pair(one: Piece, other: Piece, dim: int) -> Piece | None:
     """Return two pieces as one, if they are one stretch along a dim of the array, in steps of one."""
     same = one.tensor == other.tensor and one.affine == other.affine and one.view.axes == other.view.axes
-    if not same or one.view.steps != other.view.steps or dim not in one.view.axes:
+    if not same or one.turns != other.turns or one.view.steps != other.view.steps or dim not in one.view.axes:
         return None
     along = one.view.axes.index(dim)
     extent = one.box.shape[along]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.hybrid_config import convert_hybrid_arguments, is_hybrid_model
 from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.megatron.turning_layers import LIMIT
 from shardctl.manifest import OwnConfig
 from shardctl.models import name_usual_class
 from shardctl.models.config import ModelConfig
@@ -51,11 +52,18 @@ _UNKNOWN: Final[dict[str, Setting]] = {
 }
 """The same of args that shardctl writes for those models only that have something else."""
 _CENTRED: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+TURNING: Final[dict[str, Setting]] = {
+    "softmax_type": "learnable",
+    "activation_func_clamp_value": LIMIT,
+    "glu_linear_offset": 1.0,
+}
+"""What gpt-oss has in place of those."""
 _OWN: Final = {
     "arcee": {"squared_relu"},
     "dots1": {SOME_WINDOWS},
     "ernie4_5": {"rotary_interleaved"},
     "glm4_moe": {PART},
+    "gpt_oss": {SOME_WINDOWS, *TURNING},
     "nemotron": {"squared_relu", PART},
     "phi3": {PART},
     "qwen2": {SOME_WINDOWS},
@@ -144,6 +152,8 @@ def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
 def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:
     """Find the model type of transformers that has all of this; None if there is none here."""
     said = ModelConfig(arguments)
+    if said.switch("quick_geglu", default=False):
+        return _find_turning_type(said)
     learned = said.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     if said.switch("use_rotary_position_embeddings", default=False):
         learned = False
@@ -151,6 +161,16 @@ def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:
     if learned or not rms or not gated:
         return _find_ungated_type(said, learned=learned, rms=rms, gated=gated)
     return _find_routed_type(said) if said.count("num_experts", 0) > 0 else _find_dense_type(said)
+
+
+def _find_turning_type(said: ModelConfig) -> str | None:
+    """Find gpt-oss, which has all of its arguments."""
+    same = all(said.values.get(name) == value for name, value in TURNING.items())
+    yarn = said.text("position_embedding_type", "") == "yarn" and said.text("normalization", "") == "RMSNorm"
+    biased = said.switch("add_bias_linear", default=True) and not said.switch("qk_layernorm", default=False)
+    routed = said.count("num_experts", 0) > 0 and _count_dense_layers(said) == 0
+    windows = said.values.get(SOME_WINDOWS) is not None
+    return "gpt_oss" if same and yarn and biased and routed and windows else None
 
 
 def _find_ungated_type(said: ModelConfig, *, learned: bool, rms: bool, gated: bool) -> str | None:
@@ -285,6 +305,8 @@ def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
         values |= {"layer_types": kinds, **{name: said.size(name, usual) for name, usual in DELTA.items()}}
     elif family == "smollm3":
         values |= {"use_sliding_window": False, "no_rope_layers": _list_rotated_layers(said)}
+    elif family == "gpt_oss":
+        values["attention_bias"] = True
     elif family == "dots1":
         values |= {"attention_bias": False, "norm_topk_prob": True}
     elif family == "glm4_moe":
@@ -326,7 +348,7 @@ def _list_rotated_layers(said: ModelConfig) -> list[int]:
 def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, object]:
     inner, count = said.size("moe_ffn_hidden_size", ffn), said.size("num_experts")
     values: dict[str, object] = {"num_experts_per_tok": said.size("moe_router_topk", 2)}
-    if family == "mixtral":
+    if family in {"mixtral", "gpt_oss"}:
         return {**values, "num_local_experts": count, "intermediate_size": inner}
     values["moe_intermediate_size"] = inner
     if family == "deepseek_v3":

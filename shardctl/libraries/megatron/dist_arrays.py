@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
+from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays, shift_axes
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import TITLE, LayerVariant
@@ -225,9 +225,7 @@ def stack_cells(same: list[StackCell]) -> CompositeArray:
     pieces = tuple(
         replace(
             piece,
-            view=ArrayView(
-                (*cell.place, *piece.view.origin), tuple(axis + before for axis in piece.view.axes), piece.view.steps
-            ),
+            view=ArrayView((*cell.place, *piece.view.origin), shift_axes(piece.view.axes, before), piece.view.steps),
         )
         for cell in same
         for piece in cell.content.pieces

@@ -41,6 +41,8 @@ class CoreTraits:
     """Whether some layers have gated DeltaNet, and the attention of others has gates."""
     hybrid: bool = False
     """Whether each layer is one of Mamba, attention, an MLP or experts, behind one norm."""
+    turning: bool = False
+    """Whether experts have biases and columns that take turns, and attention has sinks."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """What else the config class of a family with latents or balanced routers assumes where a config is silent."""
 
@@ -76,6 +78,7 @@ TRAITS: Final = {
     "ernie4_5": CoreTraits(interleaved=True, theta=500_000.0),
     "glm4_moe": CoreTraits(balanced=True, part=0.5, assumed=_GLM),
     "glm4_moe_lite": CoreTraits(balanced=True, assumed=_LITE),
+    "gpt_oss": CoreTraits(theta=150_000.0, turning=True, assumed={"num_experts_per_tok": 4, "rms_norm_eps": 1e-5}),
     "gpt2": CoreTraits(activation="gelu_new", gated=False, layer_norm=True),
     "llama": CoreTraits(),
     "mistral": CoreTraits(window=True),
@@ -117,5 +120,3 @@ MISSING: Final = {
     "olmoe": _WHOLE_NORMS,
 }
 """By family: what its models have that core's layers do not."""
-ENTANGLED: Final = {"gpt_oss": "experts whose gate and up columns take turns"}
-"""By family: what its models have that core's layers have, too, but that is in an order which no layout undoes."""

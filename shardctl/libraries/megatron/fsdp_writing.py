@@ -146,11 +146,13 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
 
 def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
     traits = TRAITS[order.model.family]
-    if traits.delta or traits.hybrid:
-        raise UnsupportedError(
-            f"what Megatron-FSDP calls the parts of {'Mamba' if traits.hybrid else 'gated DeltaNet'} is not known",
-            hint="write --to torch_dist",
-        )
+    unknown = {
+        "parts of gated DeltaNet": traits.delta,
+        "parts of Mamba": traits.hybrid,
+        "halves of experts with --quick-geglu": traits.turning,
+    }
+    for what in (name for name, there in unknown.items() if there):
+        raise UnsupportedError(f"what Megatron-FSDP calls the {what} is not known", hint="write --to torch_dist")
     if order.mesh.degree("pp") > 1:
         raise CutError(
             "Megatron-FSDP counts the layers of every stage from 0, so that several stages have the same keys in one "

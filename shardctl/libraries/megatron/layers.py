@@ -16,7 +16,8 @@ from shardctl.libraries.arrays.composite import CompositeArray, interleave_array
 from shardctl.libraries.arrays.schema import ModelParts
 from shardctl.libraries.megatron import hybrid_layers as hybrid
 from shardctl.libraries.megatron.delta_layers import divide_gated_queries, list_delta_arrays
-from shardctl.libraries.megatron.family_traits import ENTANGLED, MISSING, TRAITS
+from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
+from shardctl.libraries.megatron.turning_layers import list_sinks, list_turning_experts
 from shardctl.libraries.megatron.whole_array import WholeArray
 from shardctl.manifest import GAMMA_LESS_ONE
 from shardctl.value import value_class
@@ -47,7 +48,10 @@ _LATENT: Final = (
 """Projections of latent attention, and whether they are those of heads, which are cut in any case."""
 _LATENT_NORMS: Final = (("q_layernorm", "q_a_layernorm"), ("kv_layernorm", "kv_a_layernorm"))
 _ROUTED: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
-_ROUTERS: Final = (*(module for module, _ in _ROUTED), "mixer")
+ROUTERS: Final = (*(f"{module}.gate" for module, _ in _ROUTED), "mixer.gate", "mlp.router")
+"""How routers of layers are called."""
+_BLOCKS: Final = ".experts.down_proj_blocks"
+"""How gpt-oss's experts in MXFP4 end, which its table has beside the others."""
 _SHARED: Final = ("shared_expert", "shared_experts")
 _GPT2: Final = (
     ("input_layernorm", "ln_1", None),
@@ -98,6 +102,9 @@ def list_layer_arrays(
     else:
         yield from _list_attention(parts, f"{have}.self_attn", variant)
     yield from _list_norm(parts, f"{have}.post_attention_layernorm", "pre_mlp_layernorm")
+    if f"{have}.mlp.router.weight" in parts:
+        yield from list_turning_experts(parts, f"{have}.mlp", held)
+        return
     routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
     if routed is None:
         yield from _list_gated_mlp(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -149,8 +156,8 @@ def is_tied(model: Model) -> bool:
 def count_experts(model: Model) -> int:
     """Count routed experts of a layer; 0 for a model without any."""
     for number in reversed(range(model.layers)):
-        for module in _ROUTERS:
-            router = model.tensors.get(f"model.layers.{number}.{module}.gate.weight")
+        for router_name in ROUTERS:
+            router = model.tensors.get(f"model.layers.{number}.{router_name}.weight")
             if router is not None:
                 return router.shape[0]
     return 0
@@ -158,18 +165,14 @@ def count_experts(model: Model) -> int:
 
 def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
-    if model.encodings:
+    if model.encodings or any(name.endswith(_BLOCKS) for name in model.tensors):
         raise UnsupportedError(
             f"{TITLE} stores quantised weights in formats that shardctl does not know",
-            hint="convert the model's weights in bfloat16",
+            hint="add --dtype bf16, which decodes them on the way",
         )
     if model.family in MISSING:
         raise UnsupportedError(
             f"{TITLE}'s core has no layers for {model.architecture}: the model has {MISSING[model.family]}"
-        )
-    if model.family in ENTANGLED:
-        raise UnsupportedError(
-            f"{TITLE}'s arrays of {model.architecture} are not made here: the model has {ENTANGLED[model.family]}"
         )
     if model.family not in TRAITS or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise UnsupportedError(
@@ -187,6 +190,7 @@ def _list_norm(parts: ModelParts, have: str, new: str) -> Iterator[WholeArray]:
 
 
 def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
+    yield from list_sinks(parts, have)
     for kind in _KINDS:
         if f"{have}.o_proj.{kind}" in parts:
             yield WholeArray(

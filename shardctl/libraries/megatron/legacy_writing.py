@@ -8,6 +8,7 @@ extra state of every projection, which is None; Transformer Engine makes its own
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
@@ -19,6 +20,7 @@ from shardctl.libraries.megatron import layers
 from shardctl.libraries.megatron.args_writing import FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
+from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
@@ -34,7 +36,7 @@ from shardctl.libraries.megatron.names import (
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Chunk, Region
+from shardctl.manifest import CheckpointFile, Region
 from shardctl.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
+    from shardctl.manifest import Chunk, Manifest
     from shardctl.mesh import Mesh
 
 NAME: Final = "megatron"
@@ -61,6 +63,10 @@ def pack_megatron(order: PackRequest) -> Manifest:
     wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
     if layers.is_hybrid(order.model):
         _check_hybrid_options(wanted, count_complete_layers(order))
+    if wanted.grouped and wanted.local and TRAITS[order.model.family].turning:
+        raise UsageError(
+            "megatron-core's local layers have no grouped experts with biases", hint="leave experts=grouped out"
+        )
     mesh = _build_mesh(order)
     counts = _count_chunk_layers(order, wanted)
     names = dict(enumerate(list_mesh_folders(mesh)))
@@ -278,7 +284,7 @@ def _build_file(
         if array.padding:
             blanks.append((start + array.nbytes - array.padding, array.padding))
         for tensor, part in array.chunks(Region(path, start, ())):
-            stored.append((tensor, Chunk(part.box, part.dtype, part.where, name, part.affine)))
+            stored.append((tensor, replace(part, name=name)))
     return CheckpointFile(path, item.size, tuple(literals), tuple(blanks))
 
 

@@ -14,13 +14,15 @@ from shardctl.libraries.megatron.arguments import (
     LINEAR,
     PART,
     SOME_WINDOWS,
+    TURNING,
     USUAL,
     WITHOUT_ROTATION,
     YARN,
     as_number,
 )
 from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.libraries.megatron.layers import TITLE, count_experts, is_hybrid, is_tied
+from shardctl.libraries.megatron.layers import ROUTERS, TITLE, count_experts, is_hybrid, is_tied
+from shardctl.libraries.megatron.turning_layers import LIMIT
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.rope import parse_rope
@@ -55,7 +57,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     first = _find_attention(model)
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
     biased = f"{first}.o_proj.bias" in own
-    if biased != ("model.layers.0.mlp.down_proj.bias" in own):
+    if biased != any(f"model.layers.0.mlp.{name}" in own for name in ("down_proj.bias", "experts.down_proj_bias")):
         raise UnsupportedError(f"{TITLE} has biases in all projections or in none, except in those of q, k and v")
     usual = {"silu", "swish"} if traits.activation == "silu" else {traits.activation}
     if said.text("hidden_act", traits.activation) not in usual:
@@ -75,7 +77,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         "use_rotary_position_embeddings": True,
         "normalization": "LayerNorm" if traits.layer_norm else "RMSNorm",
         "norm_epsilon": as_number(said.values.get(epsilon, default)),
-        "swiglu": traits.gated,
+        "swiglu": traits.gated and not traits.turning,
         "squared_relu": traits.activation == "relu2",
         "openai_gelu": False,
         "add_bias_linear": biased,
@@ -86,12 +88,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
         **_build_window_arguments(said, model),
         **_build_rope_arguments(said, traits, latent=latent),
     }
-    if traits.delta:
-        found |= _build_delta_arguments(said, model)
-    if traits.centred:
-        found["apply_layernorm_1p"] = True
-    if traits.skips_rotation:
-        found[WITHOUT_ROTATION] = _list_layers_without_rotation(said, model)
+    found |= _build_special_arguments(said, model)
     if latent:
         if not said.switch("rope_interleave", default=True):
             raise UnsupportedError(f"{TITLE} turns neighbours in latent attention, which this config does not")
@@ -108,6 +105,19 @@ def _complete_config(config: Mapping[str, object], model: Model) -> ModelConfig:
     """Return the config with what its class assumes where it is silent, as far as the family's table says."""
     family = load_family(model.family)
     return ModelConfig(config) if family is None else family.complete_config(ModelConfig(config))
+
+
+def _build_special_arguments(said: ModelConfig, model: Model) -> dict[str, Setting]:
+    """Build what only models of some families have."""
+    traits = TRAITS[model.family]
+    found = _build_turning_arguments(said) if traits.turning else {}
+    if traits.delta:
+        found |= _build_delta_arguments(said, model)
+    if traits.centred:
+        found["apply_layernorm_1p"] = True
+    if traits.skips_rotation:
+        found[WITHOUT_ROTATION] = _list_layers_without_rotation(said, model)
+    return found
 
 
 def _find_attention(model: Model) -> str:
@@ -127,6 +137,15 @@ def _build_delta_arguments(said: ModelConfig, model: Model) -> dict[str, Setting
     }
 
 
+def _build_turning_arguments(said: ModelConfig) -> dict[str, Setting]:
+    """Build what core is told of gpt-oss; raises UnsupportedError for what nobody computes, or is not said."""
+    if as_number(said.values.get("swiglu_limit", LIMIT)) != LIMIT:
+        raise UnsupportedError(f"config.json has swiglu_limit = {said.values['swiglu_limit']!r}; only {LIMIT} is known")
+    if not said.values.get("rope_parameters") and not said.values.get("rope_scaling"):
+        raise UnsupportedError("config.json does not say how positions are scaled", hint="give one that does, --config")
+    return {"quick_geglu": True, **TURNING}
+
+
 def _count_key_heads(model: Model, attention: str, head: int) -> int | None:
     """Count heads of keys by the rows of their projection; None if it is in one array with others."""
     keys = model.tensors.get(f"{attention}.k_proj.weight")
@@ -137,21 +156,22 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
     count, own = count_experts(model), model.tensors
     if not count:
         return {"num_experts": None}
-    routed = [
-        any(f"model.layers.{number}.{module}.gate.weight" in own for module in ("mlp", "block_sparse_moe"))
-        for number in range(model.layers)
-    ]
+    layers = (f"model.layers.{number}" for number in range(model.layers))
+    routed = [any(f"{layer}.{router}.weight" in own for router in ROUTERS) for layer in layers]
     delta, first = TRAITS[model.family].delta, (".experts.0.gate_proj.weight", ".experts.0.w1.weight")
-    inner = next(own[name].shape[0] for name in own if name.endswith(first))
+    turning = TRAITS[model.family].turning
+    inner = next((own[name].shape[0] for name in own if name.endswith(first)), 0)
     shared = next((own[n].shape[0] for n in own if ".mlp.shared_expert" in n and n.endswith(".gate_proj.weight")), None)
     found: dict[str, Setting] = {
         "num_experts": count,
-        "moe_ffn_hidden_size": inner,
+        "moe_ffn_hidden_size": inner or said.size("intermediate_size"),
         "moe_router_topk": said.size("num_experts_per_tok", 2),
         "moe_layer_freq": 1 if all(routed) else tuple(map(int, routed)),
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": any(name.endswith(".mlp.shared_expert_gate.weight") for name in own),
-        "moe_router_pre_softmax": not (model.family == "mixtral" or said.switch("norm_topk_prob", default=delta)),
+        "moe_router_pre_softmax": not (
+            model.family == "mixtral" or turning or said.switch("norm_topk_prob", default=delta)
+        ),
         "moe_router_load_balancing_type": "none",
     }
     if not TRAITS[model.family].balanced:

@@ -11,6 +11,7 @@ from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import CoverageError, UnsupportedError
 from shardctl.extras import format_install_command
+from shardctl.turns import unfold_box, unfold_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -130,8 +131,16 @@ class StoredTensor(LazyTensor):
 
             return torch.empty(box.shape, dtype=self.dtype)
         if self._index is None:
+            (self._tensor,) = unfold_tensors(self._tensor)
             self._index = ChunkIndex(cover_tensor(self._tensor))
-        return read_box(self._reader, self._index, box)
+        turns = self._tensor.turns
+        if turns == 1:
+            return read_box(self._reader, self._index, box)
+        *_, first = box.origin
+        start, stop = first // turns * turns, -(-(first + box.shape[-1]) // turns) * turns
+        whole = Box((*box.origin[:-1], start), (*box.shape[:-1], stop - start))
+        found = read_box(self._reader, self._index, unfold_box(whole, turns)).reshape(whole.shape)
+        return found[..., first - start : first - start + box.shape[-1]]
 
 
 class FusedTensor(LazyTensor):
