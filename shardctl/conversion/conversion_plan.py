@@ -72,6 +72,8 @@ _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
 _TRAINERS: Final = {TRAINER: ("dcp", build_trainer_arrays), MAXTEXT: ("orbax", build_maxtext_arrays)}
 """By what `--names` says: the layout that its trainer reads, and what builds its arrays of a model."""
+_VEOMNI: Final = "veomni"
+"""Whose arrays are those of transformers, in a state that has another name for the optimizer."""
 _SPECIAL_OPTIONS: Final = tuple(
     dict.fromkeys(name for layout in LAYOUTS for name in sorted(layout.options - _COMMON_OPTIONS))
 )
@@ -295,9 +297,9 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in {"keep", "transformers", *_TRAINERS}:
+    if reshard_options.names not in {"keep", "transformers", _VEOMNI, *_TRAINERS}:
         raise UsageError(
-            f"unknown --names {reshard_options.names!r}", hint="use keep, transformers, torchtitan or maxtext"
+            f"unknown --names {reshard_options.names!r}", hint="use keep, transformers, torchtitan, veomni or maxtext"
         )
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
@@ -428,7 +430,7 @@ def _choose_arrays(
         have = spread_shared_states(have, model.fusions)
         states = build_state_fusions(have, trained)
         weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}
-        form = choose_trainer_form(replace(have, tensors=weights), trained, dtypes)
+        form = choose_trainer_form(replace(have, tensors=weights), trained, dtypes, reshard_options.names)
         return name_state_arrays(have, add_state_places(form, states, dtypes), trained)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
@@ -438,6 +440,10 @@ def _choose_arrays(
         experts=reshard_options.experts,
         spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
     )
+    if reshard_options.names == _VEOMNI:
+        if layout.name != "dcp":
+            raise UsageError("--names veomni is for --to dcp", hint="add --to dcp")
+        arrays = replace(arrays, trainer=_VEOMNI)
     return name_state_arrays(have, arrays, fusions)
 
 

@@ -42,8 +42,8 @@ class ArrayForm:
     """By tensor: the arrays of its own, several for a tie."""
     places: Mapping[str, tuple[FusedPlace, ...]]
     """By tensor: its places in arrays that it shares or into which it is divided; then its names do not count."""
-    at_root: bool = False
-    """Whether a saved state has the arrays at its root, as torchtitan saves, and not in a dict of their own."""
+    trainer: str = ""
+    """Whose run resumes from a saved state, as `--names` has it; empty for what torch's `get_state_dict` gives."""
 
     def arrays(self, name: str) -> tuple[str, ...]:
         """Return the arrays that hold parts of a tensor, or of a tie the first; one filtered out keeps its own name."""
@@ -85,7 +85,9 @@ def choose_form(
     return ArrayForm(names, places)
 
 
-def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtypes: Mapping[str, DType]) -> ArrayForm:
+def choose_trainer_form(
+    have: Manifest, arrays: Mapping[str, TensorFusion], dtypes: Mapping[str, DType], trainer: str
+) -> ArrayForm:
     """Choose the arrays that a trainer has of a model, of which every tensor must be there.
 
     Raises UnsupportedError for an array that would lack tensors or would hold several types.
@@ -105,7 +107,7 @@ def choose_trainer_form(have: Manifest, arrays: Mapping[str, TensorFusion], dtyp
     extra = [name for name in have.tensors if name not in names and name not in places]
     if extra:
         raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
-    return ArrayForm(names, places, at_root=True)
+    return ArrayForm(names, places, trainer)
 
 
 def add_state_places(form: ArrayForm, states: Mapping[str, TensorFusion], dtypes: Mapping[str, DType]) -> ArrayForm:

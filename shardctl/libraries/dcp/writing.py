@@ -1,7 +1,8 @@
 """Plans what `torch.distributed.checkpoint.load` reads into any mesh: `.metadata` and `.distcp` files.
 
 Keys are those of ``{"model": ..., "optim": ...}`` with what `get_state_dict` returns: ``model.<name>``,
-``optim.state.<name>.<state>`` and ``optim.param_groups.<n>.<setting>``.
+``optim.state.<name>.<state>`` and ``optim.param_groups.<n>.<setting>``. VeOmni calls the second ``optimizer``
+(0.1.12, `checkpoint/dcp_checkpointer.py`), torchtitan, too, which flattens it beside weights at the root.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ NAME: Final = "dcp"
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optim"
 _TRAINED: Final = "optimizer"
-"""What torchtitan calls it."""
+"""What some trainers call it."""
+_FLAT: Final = "torchtitan"
+"""Who has weights at the root, and flattens its optimizer."""
 _MEMBERS: Final = frozenset({"params", "param_names"})
 """What a group says of its parameters, which is no setting."""
 _Way = tuple[str | int, ...]
@@ -40,7 +43,7 @@ _Way = tuple[str | int, ...]
 def pack_dcp(request: PackRequest) -> Manifest:
     """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
-    builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, at_root=form.at_root)
+    builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, form.trainer)
     if have.training is not None:
         builder.settings(have.training, form)
     if request.placed is None:
@@ -60,21 +63,22 @@ def pack_dcp(request: PackRequest) -> Manifest:
 class _DcpBuilder:
     """Collects items, the way to each, and the chunks of tensors that lie in them."""
 
-    def __init__(self, largest: int, *, at_root: bool) -> None:
-        self._at_root = at_root
+    def __init__(self, largest: int, trainer: str) -> None:
+        self._flat = trainer == _FLAT
+        self._optimizer = _TRAINED if trainer else _OPTIMIZER
         self.files = DcpFiles(largest)
         self.chunks: dict[str, list[Chunk]] = {}
         self.ways: dict[Value, Value] = {}
 
     def settings(self, training: TrainingState, form: ArrayForm) -> None:
         """Add hyper-parameters, in front of the first rank's tensors."""
-        if self._at_root:
+        if self._flat:
             self._flat_settings(training, form)
             return
         for number, group in enumerate(training.groups):
             members: list[Value] = list(form.list_arrays(group.parameters))
             for name, value in (*group.settings.items(), ("params", members)):
-                way: _Way = (_OPTIMIZER, "param_groups", number, name)
+                way: _Way = (self._optimizer, "param_groups", number, name)
                 self.files.object(_join_key_path(way), encode_object(value))
                 self.ways[_join_key_path(way)] = way
 
@@ -84,7 +88,7 @@ class _DcpBuilder:
             for array in form.list_arrays(group.parameters):
                 for name, value in group.settings.items():
                     if name not in _MEMBERS:
-                        way: _Way = (_TRAINED, f"param_groups.{array}.{name}")
+                        way: _Way = (self._optimizer, f"param_groups.{array}.{name}")
                         self.files.object(_join_key_path(way), encode_object(value))
                         self.ways[_join_key_path(way)] = way
 
@@ -92,26 +96,21 @@ class _DcpBuilder:
         """Add the boxes of one rank that no earlier rank holds, too."""
         self.files.rank(rank)
         for array in arrays:
-            way = _find_flat_path(array.name) if self._at_root else _find_key_path(array.name)
+            way = self._find_key_path(array.name)
             region = self.files.tensor(_join_key_path(way), array.shape, array.dtype, array.box)
             if region is not None:
                 self.ways[_join_key_path(way)] = way
                 for tensor, chunk in replace(array, name=_join_key_path(way)).chunks(region):
                     self.chunks.setdefault(tensor, []).append(chunk)
 
-
-def _find_key_path(name: str) -> _Way:
-    """Find where in the nested dicts an array is."""
-    state = split_state_name(name)
-    if state is None:
-        return (_MODEL, name)
-    return (_OPTIMIZER, "state", state[1], *state[0].split("/"))
-
-
-def _find_flat_path(name: str) -> _Way:
-    """Find the same for torchtitan, which has weights at the root and flattens its optimizer."""
-    state = split_state_name(name)
-    return (name,) if state is None else (_TRAINED, f"state.{state[1]}.{state[0].replace('/', '.')}")
+    def _find_key_path(self, name: str) -> _Way:
+        """Find where in the nested dicts an array is."""
+        state = split_state_name(name)
+        if state is None:
+            return (name,) if self._flat else (_MODEL, name)
+        if self._flat:
+            return (self._optimizer, f"state.{state[1]}.{state[0].replace('/', '.')}")
+        return (self._optimizer, "state", state[1], *state[0].split("/"))
 
 
 def _join_key_path(way: _Way) -> str:

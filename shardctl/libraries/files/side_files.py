@@ -33,10 +33,12 @@ _EXPORT_FOLDERS: Final = frozenset({"onnx", "openvino", "coreml", "flax", "tf", 
 _REPEATS: Final = frozenset({"original", "metal", "sharded"})
 """Folders of the root whose weights are the model's again: Meta's layout, gpt-oss's, and what torch consolidates."""
 _TRAINER: Final = re.compile(
-    r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+)"
+    r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+"
+    r"|extra_state_rank_[0-9]+)"
     r"\.(pt|pth|bin|pkl)"
 )
-"""What Trainer and accelerate keep to resume training (transformers/trainer.py, accelerate/utils/constants.py)."""
+"""What Trainer, accelerate and VeOmni keep to resume training (transformers/trainer.py, accelerate/utils/constants.py,
+veomni/checkpoint/dcp_checkpointer.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
 _TRAINED: Final = re.compile(
     r".*/(\.metadata|__\d+_\d+\.distcp|common\.pt|model_optim_rng\.pt|mp_rank_\d+(_\w+)?_model_states\.pt"
