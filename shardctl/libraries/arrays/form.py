@@ -78,8 +78,8 @@ def choose_form(
                 names |= {tensor.name: tuple(map(put_prefix, (tensor.name, *tensor.ties))) for tensor in found}
         elif fusion.renames:
             names[found[0].name] = (wanted,)
-        else:
-            _check_types(wanted, found, dtypes)
+        elif not any(place.array == wanted for place in places.get(fusion.tensors[0], ())):
+            _check_types(wanted, found, dtypes)  # what files and the class have in the same form is one array
             _add_places(places, wanted, fusion)
     _check_distinct(names, places)
     return ArrayForm(names, places)

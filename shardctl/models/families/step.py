@@ -2,7 +2,7 @@
 
 Names and shapes follow transformers 5 (`models/step3p7/modeling_step3p7.py`); the Hub's names, which stand in
 `conversion_mapping.py`, are spellings of them, and its experts are three stacks of a layer. The layers that predict are
-on the Hub only (vLLM, `step3p5_mtp.py`). Stacks of experts in codes (fp8) are counted, but cannot be read yet.
+on the Hub only (vLLM, `step3p5_mtp.py`).
 """
 
 from __future__ import annotations

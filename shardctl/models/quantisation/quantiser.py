@@ -12,6 +12,7 @@ from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
 from shardctl.models.quantisation.encoding import WeightEncoding
+from shardctl.models.quantisation.expert_codes import list_stacked_parts, list_weight_stacks, stack_arrays_alike
 from shardctl.models.quantisation.expressions import limit_matching
 from shardctl.models.quantisation.settings import find_quantisation_config
 from shardctl.models.quantisation.storage import FLOAT, SCALE
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.manifest import Manifest, Tensor
+    from shardctl.models.fusion import TensorFusion
     from shardctl.models.model import Model
     from shardctl.models.quantisation.encoding import WeightArray
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
@@ -103,8 +105,9 @@ class _ModelQuantiser:
     def model_of(self, stored: Manifest | None) -> Model:
         """Return the quantised model."""
         weights = {name: w for name, t in self.plain.tensors.items() if (w := self.weight(t))}
+        stacks = dict(list_weight_stacks(self.plain, weights.keys()))
         if stored is not None:
-            self.read(stored, weights)
+            self.read(stored, weights, stacks)
         tensors: dict[str, ModelTensor] = {}
         encodings: dict[str, WeightEncoding] = {}
         for name, tensor in self.plain.tensors.items():
@@ -122,6 +125,7 @@ class _ModelQuantiser:
             if weight.module.endswith(_CACHED):
                 tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
+        fusions |= {stack.name: stack for stack in stack_arrays_alike(stacks, encodings)}
         warnings = self.plain.warnings
         if self.contrary:
             warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantised, but it is",)
@@ -144,7 +148,9 @@ class _ModelQuantiser:
         names = self.names(module)
         return _QuantisableWeight(tensor, module, names, self.scheme.storage(names))
 
-    def read(self, stored: Manifest, weights: Mapping[str, _QuantisableWeight]) -> None:
+    def read(
+        self, stored: Manifest, weights: Mapping[str, _QuantisableWeight], stacks: Mapping[str, TensorFusion]
+    ) -> None:
         """Find out what is stored of each weight."""
         modules = {weight.module: weight for weight in weights.values()}
         others: list[tuple[str, Tensor]] = []
@@ -161,10 +167,18 @@ class _ModelQuantiser:
         for weight in weights.values():
             known.update((f"{weight.module}.{name}", weight.tensor) for name in weight.storage.names)
             known.update((name, weight.tensor) for name in _list_cache_names(weight.module))
+        for module, stack in stacks.items():
+            one = weights[stack.tensors[0]]
+            known.update((f"{module}.{name}", one.tensor) for name in one.storage.names)
         reader = replace(self.plain, tensors=known)
         for name, tensor in others:
             meant = find_canonical_name(reader, name)
-            if meant is not None:
+            if meant is None:
+                continue
+            module, _, own = meant.rpartition(".")
+            if module in stacks:
+                self.present.update(list_stacked_parts(stacks[module], own, tensor))
+            else:
                 self.present[meant] = tensor
 
     def list_held(self, weight: _QuantisableWeight) -> dict[str, Tensor]:
