@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from hashlib import blake2b, shake_128
 from itertools import pairwise
 from math import prod
-from operator import gt
+from operator import gt, itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -202,15 +202,12 @@ def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], st
     Raises:
         ValueError: two tensors have one name.
     """
-    entries: dict[bytes, str] = {}
-    for name, dtype, shape, digest in rows:
-        encoded = name.encode("utf-8", "surrogatepass")
-        if encoded in entries:
+    state, before = blake2b(digest_size=16, person=b"shardctl1 ckpt"), None
+    for name, dtype, shape, digest in sorted(rows, key=itemgetter(0)):  # as their bytes in UTF-8 sort
+        if name == before:
             raise ValueError(f"two tensors are named {name!r}")
-        entries[encoded] = f"{digest} {dtype.name} {_format_shape(tuple(shape))} {len(encoded)}:"
-    state = blake2b(digest_size=16, person=b"shardctl1 ckpt")
-    for encoded in sorted(entries):
-        state.update(entries[encoded].encode() + encoded + b"\n")
+        encoded, before = name.encode("utf-8", "surrogatepass"), name
+        state.update(f"{digest} {dtype.name} {_format_shape(tuple(shape))} {len(encoded)}:".encode() + encoded + b"\n")
     return f"shardctl1:{state.hexdigest()}"
 
 

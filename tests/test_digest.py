@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 import threading
@@ -465,3 +466,16 @@ def test_a_checkpoints_digest_depends_on_names_and_on_nothing_missing():
     assert len({compute_checkpoint_digest(r) for r in (rows, swapped, rows[:1], [])}) == 4
     with pytest.raises(ValueError, match="two tensors are named 'a'"):
         compute_checkpoint_digest([rows[0], ("a", F32, (1,), "2" * 32)])
+
+
+def test_a_checkpoint_is_hashed_in_the_order_of_the_bytes_of_its_names():
+    names = ["b", "a.10", "a.9", "a", "A", "é", "\u00ff", "\ud800", "\ue000", "\uffff", "\U0001f600", "", "\ud83d"]
+    rows = [(name, BY_NAME["BF16"], (2, 3), f"{number:032x}") for number, name in enumerate(names)]
+    lines = []
+    for name, dtype, shape, digest in rows:
+        encoded = name.encode("utf-8", "surrogatepass")
+        lines.append((encoded, f"{digest} {dtype} [{shape[0]},{shape[1]}] {len(encoded)}:".encode() + encoded + b"\n"))
+    text = b"".join(line for _, line in sorted(lines))
+    expected = hashlib.blake2b(text, digest_size=16, person=b"shardctl1 ckpt").hexdigest()
+    assert compute_checkpoint_digest(iter(rows)) == f"shardctl1:{expected}"
+    assert compute_checkpoint_digest(reversed(rows)) == f"shardctl1:{expected}"
