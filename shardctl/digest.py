@@ -431,7 +431,7 @@ def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float3
     stretches = width // min(units_wide, _CODES)
     of_bytes = keys.reshape(halves, units_wide, -1)[:, :, elements] * scales  # [halves, units, planes, bytes of a unit]
     vectors = of_bytes.transpose(2, 0, 1, 3).reshape(planes, halves, stretches, -1).swapaxes(1, 2)[:, None]
-    wanted = np.tile(masks, units_wide)[:, None]
+    wanted = np.tile(masks, units_wide if n_bytes > 1 else 1)[:, None]  # NumPy applies one mask faster than a row
     for start, stop, call in _split_rows(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
         shape = planes, stop - start, width
         numbers, codes = (scratch[: prod(shape)].reshape(shape) for scratch in (_scratch.numbers, _scratch.codes))
