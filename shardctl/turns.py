@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
-from shardctl.digest import compute_box_sums
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import Region
 
@@ -66,6 +65,8 @@ def fold_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def compute_band_sums(data: Buffer, dtype: DType, box: Box, tensor: Tensor) -> DigestSums:
     """Compute the digest's sums over a band of a tensor; an unfolded one has whole turns."""
+    from shardctl.digest import compute_box_sums  # loads NumPy, which who reads headers alone does not need
+
     return compute_box_sums(data, dtype, fold_box(box, tensor.turns), fold_shape(tensor))
 
 

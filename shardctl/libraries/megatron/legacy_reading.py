@@ -21,7 +21,6 @@ from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layer
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.megatron.rank_file import read_rank_file
-from shardctl.libraries.megatron.rank_states import read_rank_states
 from shardctl.libraries.megatron.ranks import build_least_mesh
 from shardctl.libraries.reader import Format
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
@@ -82,6 +81,8 @@ def scan_megatron(source: Source, etp: int | None = None, weights: Weights = Non
     counts = _count_layers(files, ranks, mesh)
     tied = _is_tied(first, files, ranks, mesh)
     tensors = {tensor.name: tensor for name, each in files.items() for tensor in _build_tensors(name, each)}
+    from shardctl.libraries.megatron.rank_states import read_rank_states  # of these files alone
+
     held = read_rank_states(source, files, ranks, mesh)
     if weights == "master" and not held.masters:
         raise SourceError(f"{source.name} has no weights of an optimizer", hint="leave --weights out")
