@@ -56,8 +56,10 @@ allocator, of which the plan takes 5 %: its rules, followed through a step of th
 
 Of the rows that are farthest off, torchtitan's 70B on 256 devices lacks 6.4 GiB that were not found (with asynchronous
 TP, the same run took 4.3 GiB less). megatron-core with tp2, pp2 and cp2, and with tp4, are runs of about 1 GiB that
-lack 50 MiB. Llama-2-70B with QLoRA lacks 0.8 GiB: masks of its adapters' dropout (0.5 GiB), and the result of a layer
-that torch's reentrant checkpointing holds while it is computed again (0.25 GiB).
+lack 50 MiB. The runs of fms-acceleration showed that weights which are not trained need none of their inputs, and those
+that PEFT or TRL prepared that results of bitsandbytes' layers have the type of what they read. Those of PowerLM were
+looked at afterwards. Llama-2-70B with QLoRA lacks 0.25 GiB, as much as the result of one layer, which torch's reentrant
+checkpointing holds while it is computed again.
 
 ## Runs of which something is not known, or cannot be said
 

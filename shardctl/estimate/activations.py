@@ -9,8 +9,10 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.compiled_layers import COMPILING_HINT, find_uncompiled_part, widen_for_compiler
+from shardctl.estimate.inventory import FLOATING
 from shardctl.estimate.kept_tensors import GROUPS, KeptTensor
 from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
+from shardctl.estimate.narrower_types import is_scale
 from shardctl.estimate.profiles import get_runtime
 from shardctl.estimate.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
 from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
@@ -136,13 +138,16 @@ class RankActivations:
         virtual = work.virtual_stages
         self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
         self.losses = count_losses(len(stages), microbatches, work.schedule)
-        vectors = [part.kind for part in holding.parts if not part.kind.matrix]
+        vectors = [p.kind for p in holding.parts if not p.kind.matrix and not is_scale(p.kind)]
         narrow = bool(vectors) and not any(v.trainable or v.dtype.bits > BY_NAME[work.dtype].bits for v in vectors)
         self.flags = list_model_flags(anatomy, work, mesh, parts=self.parts, narrow_base=narrow)
         wide_router = anatomy.style.wide_router
         self.ends = [p.kind for p in self.held if not p.kind.layers and ("last", 0) in p.kind.spec.where]
         if any(kind.matrix and not kind.trainable for kind in self.ends):
             self.flags |= {"frozen head"}
+        coded = any(p.kind.layers and p.kind.matrix and p.kind.dtype.name not in FLOATING for p in self.held)
+        if "autocast" in self.flags and coded:
+            self.flags |= {"fp32 products"}
         self.trained = find_trained_weights(anatomy.layers, self.numbers, holding.parts, wide_router=wide_router)
         self.kinds = self._list_kinds()
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}

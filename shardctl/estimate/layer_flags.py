@@ -55,6 +55,8 @@ def list_model_flags(
         "autocast": cast and not (narrow_base and style.norm == "rms"),
         # PEFT keeps adapters in fp32 and casts what each of them reads to that; autocast casts it back.
         "cast adapters": cast and narrow_base and style.norm == "rms",
+        "dropped adapters": work.adapter_dropout,
+        "copied adapters": not (cast and not (narrow_base and style.norm == "rms")) and (cast or work.adapter_dropout),
         "relu": style.activation == "relu",
         "drop within": work.dropout and style.inner_dropout,
         "kernel": style.activation != "relu",  # whose backward pass needs its result only

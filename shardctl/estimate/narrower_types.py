@@ -6,7 +6,7 @@ The bytes are those of a known layout, but nobody has quantised this model: they
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS
 from shardctl.errors import UsageError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantisation.storage import Form
 
+WidenedPart = Literal["none", "vectors", "all"]
 _MATRIX: Final = 2
 _STACK: Final = 3
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
@@ -81,6 +82,7 @@ LAYOUTS: Final = (
     ),
 )
 """The layouts of codes; the linear weights of layers have them, all else stays as it is."""
+_SCALES: Final = tuple(f".{suffix}" for one in LAYOUTS for suffix, _, _ in one.arrays if suffix != "weight")
 TYPES: Final = (*FLOATS, *(layout.name for layout in LAYOUTS))
 """Every type that `narrow_inventory` knows."""
 
@@ -90,8 +92,10 @@ def find_quantised_layout(name: str) -> QuantisedLayout | None:
     return next((one for one in LAYOUTS if one.name == name), None)
 
 
-def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
+def narrow_inventory(inventory: TensorInventory, name: str, *, widened: WidenedPart = "none") -> TensorInventory:
     """Return the inventory as if its model were stored in the type `name`, or quantised to it.
+
+    What is `widened` of the floats that are not quantised becomes fp32.
 
     A plain float changes every float tensor. Codes replace the linear weights of the layers, experts included;
     embeddings, heads, norms, biases, routers and convolutions stay. They are cut where the weights are, between blocks.
@@ -113,10 +117,22 @@ def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
     assert chosen is not None  # noqa: S101 - it is of TYPES, and no float
     return TensorInventory(
         tuple(
-            new for kind in inventory.kinds for new in (_list_coded_kinds(kind, chosen) if is_linear(kind) else (kind,))
+            new
+            for kind in inventory.kinds
+            for new in (_list_coded_kinds(kind, chosen) if is_linear(kind) else (_widen_kind(kind, widened),))
         ),
         inventory.layers,
     )
+
+
+def is_scale(kind: TensorKind) -> bool:
+    """Return whether it is an array of scales, beside codes of a layout."""
+    return kind.example.endswith(_SCALES)
+
+
+def _widen_kind(kind: TensorKind, widened: WidenedPart) -> TensorKind:
+    stays = widened == "none" or (widened == "vectors" and kind.matrix) or kind.dtype.name not in CASTABLE
+    return kind if stays else replace(kind, dtype=FLOATS["fp32"])
 
 
 def is_linear(kind: TensorKind) -> bool:

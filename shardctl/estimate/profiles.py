@@ -40,11 +40,11 @@ _HF_NORMS: Final = (
     KeptTensor("normed, before the weight", "norms", None, ("rms16", "norms trained")),
     KeptTensor("fp32 copies of what is normed", "norms", 4, ("rms32",)),
     KeptTensor("normed in fp32, before the weight", "norms", 4, ("rms32", "norms trained")),
-    KeptTensor("what is wider of it", "norms", 2, ("rms", "autocast")),
+    KeptTensor("what is wider of it", "norms", 2, ("rms", "autocast", "norms trained")),
     KeptTensor("what is wider of what is normed", "normed", 2, ("layer", "autocast")),
     KeptTensor("statistics of the norms, in fp32", "norm_rows", 4, ("layer", "autocast")),
     KeptTensor("casts of the same inputs for other matrices", "readings", None, ("autocast",)),
-    KeptTensor("casts of the same inputs for other adapters", "readings", None, ("cast adapters",)),
+    KeptTensor("casts of the same inputs for other adapters", "readings", None, ("copied adapters",)),
     KeptTensor("what is normed", "normed", None, ("layer",)),
     KeptTensor("differences from the mean, twice, in fp32", "norms", 8, ("layer32",)),
     KeptTensor("normed in fp32, before the weight", "norms", 4, ("layer32", "norms trained")),
@@ -119,6 +119,9 @@ _HF_MLP: Final = (
     KeptTensor("up", "intermediate", None, ("gated",)),
     KeptTensor("input of the activation", "intermediate", None, ("plain", "kernel")),
     KeptTensor("activation's result", "intermediate", None, ("eager layer", "activation needed")),
+    # bitsandbytes, nn/modules.py, `Linear4bit.forward`: the result has the type of the input, which norms made fp32.
+    KeptTensor("what is wider of gate, up and the activation's result", "intermediate", 6, ("gated", "fp32 products")),
+    KeptTensor("what is wider of the activation's input", "intermediate", 2, ("plain", "fp32 products")),
     KeptTensor("dropout masks of the activation's result", "intermediate", 1, ("drop within",)),
     KeptTensor("activation's result after dropout", "intermediate", None, ("plain", "drop within", "down trained")),
     KeptTensor("results within the activation", "steps"),
@@ -139,7 +142,10 @@ _HF_EXPERTS: Final = (
     KeptTensor("results of the shared experts, before their gate", "hidden", None, ("gated shared",)),
     KeptTensor("gate of the shared experts", "tokens", None, ("gated shared",)),
 )
-_ADAPTERS: Final = (KeptTensor("products between the matrices of adapters", "narrow_products"),)
+_ADAPTERS: Final = (
+    KeptTensor("products between the matrices of adapters", "narrow_products"),
+    KeptTensor("masks of what adapters read", "adapter_inputs", 1, ("dropped adapters",)),
+)
 _HF_LAYER: Final = (
     PeakMoment(
         "backward pass of the norm behind an MLP",
@@ -156,6 +162,8 @@ _HF_LAYER: Final = (
             KeptTensor("gradient of the layer's output", "hidden"),
             KeptTensor("gradients of gate, up and their product", "intermediate", 6, ("gated", "eager layer")),
             KeptTensor("the product, freed by then", "intermediate", -2, ("gated", "eager layer", "down trained")),
+            KeptTensor("what is wider of these gradients", "intermediate", 6, ("gated", "fp32 products")),
+            KeptTensor("what is wider of that gradient", "intermediate", 2, ("plain", "fp32 products")),
             KeptTensor("gradients of gate and up, less the product", "intermediate", None, ("gated", "compiled layer")),
             KeptTensor("gradient of the activation's result", "intermediate", None, ("plain",)),
             KeptTensor("gradients of results within the activation", "steps", 2 / 3),

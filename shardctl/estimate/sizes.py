@@ -49,6 +49,7 @@ Size = Literal[
     "routed_hidden",
     "narrowed",
     "narrow_products",
+    "adapter_inputs",
     "routed",
     "routed_steps",
     "idle_hidden",
@@ -84,7 +85,8 @@ head; one per key and head. `scores`: one per query, key and head. `biases`: tha
 `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens
 times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this
 rank's experts get; `narrowed`: of their latents; `narrow_products`: of a token's products with the first
-matrices of adapters; `idle_hidden`: of those that idle experts give back. `logits`,
+matrices of adapters; `adapter_inputs`: of what those
+read; `idle_hidden`: of those that idle experts give back. `logits`,
 `gathered_logits`: of this rank's part of the vocabulary; of all.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.estimate.holding import HeldPart
-    from shardctl.estimate.inventory import TensorKind
     from shardctl.estimate.kept_tensors import Flag
     from shardctl.estimate.sizes import Size
     from shardctl.models.anatomy import ModelLayer
@@ -51,6 +50,8 @@ class TrainedWeights:
     """How often the layer has its attention and its MLP."""
     ranks: int = 0
     """Of the adapters of a layer, experts not, all together: what the narrow products of a token have."""
+    widths: int = 0
+    """Of what those adapters read of a token, each by itself."""
 
     def list_flags(self, flags: frozenset[Flag]) -> Iterator[Flag]:
         """List what holds of a layer besides `flags`, by which others than weights may need the same tensors."""
@@ -62,7 +63,8 @@ class TrainedWeights:
             yield "result needed"
         if "gated attention" in flags or "attention out" in self.roles:
             yield "result read"
-        if self.ranks and "cast adapters" in flags and "attention out" in self.roles:
+        own = not flags.isdisjoint(("copied adapters", "autocast"))  # each adapter has its own copy of what it reads
+        if self.ranks and own and "attention out" in self.roles:
             yield "copied result"
 
     def limit_sizes(self, sizes: Mapping[Size, float]) -> dict[Size, float]:
@@ -76,6 +78,7 @@ class TrainedWeights:
             "inputs": inputs,
             "readings": max(0, hidden * self.readers * self.halves - inputs) if sizes.get("readings") else 0,
             "narrow_products": sizes.get("tokens", 0) * self.ranks,
+            "adapter_inputs": sizes.get("tokens", 0) * self.widths,
         }
 
 
@@ -92,23 +95,24 @@ def find_trained_weights(
     """
     if all(part.kind.trainable for part in parts):
         return {}
-    kinds: dict[int, list[TensorKind]] = {}
+    kinds: dict[int, list[HeldPart]] = {}
     for part in parts:
         for number in part.kind.layers:
-            kinds.setdefault(number, []).append(part.kind)
+            kinds.setdefault(number, []).append(part)
     found = {
         number: _find_trained(layers[number], kinds.get(number, ()), wide_router=wide_router) for number in numbers
     }
     return {number: one for number, one in found.items() if one is not None}
 
 
-def _find_trained(layer: ModelLayer, kinds: Sequence[TensorKind], *, wide_router: bool) -> TrainedWeights | None:
+def _find_trained(layer: ModelLayer, parts: Sequence[HeldPart], *, wide_router: bool) -> TrainedWeights | None:
     """Find what is trained of a layer; None if that is not known, or all is."""
-    if not any(find_weight_role(layer, kind.example) for kind in kinds if not kind.trainable):
+    if not any(find_weight_role(layer, part.kind.example) for part in parts if not part.kind.trainable):
         return None
     found: dict[str, WeightRole] = {}
-    ranks = 0
-    for kind in (kind for kind in kinds if kind.trainable):
+    ranks = widths = 0
+    for part in (part for part in parts if part.kind.trainable):
+        kind = part.kind
         first = kind.example.endswith(_FIRST_OF_PAIR)
         name = re.sub(r"\.lora_[AB]\.weight$", ".weight", kind.example)
         if name.endswith(".bias"):
@@ -117,8 +121,10 @@ def _find_trained(layer: ModelLayer, kinds: Sequence[TensorKind], *, wide_router
         if role is None:
             return None
         found[name] = role
-        ranks += kind.shape[0] * kind.count if first and not kind.spec.of_expert else 0
-    return count_trained_weights(layer, found.values(), ranks, wide_router=wide_router)
+        if first and not kind.spec.of_expert:
+            ranks += kind.shape[0] * part.count
+            widths += part.gathered // kind.shape[0] * part.count
+    return count_trained_weights(layer, found.values(), (ranks, widths), wide_router=wide_router)
 
 
 def find_weight_role(layer: ModelLayer, name: str) -> WeightRole | None:
@@ -129,12 +135,15 @@ def find_weight_role(layer: ModelLayer, name: str) -> WeightRole | None:
 
 
 def count_trained_weights(
-    layer: ModelLayer, roles: Iterable[WeightRole], ranks: int = 0, *, wide_router: bool
+    layer: ModelLayer, roles: Iterable[WeightRole], adapters: tuple[int, int] = (0, 0), *, wide_router: bool
 ) -> TrainedWeights:
-    """Count what is trained of a layer, from what each of those matrices multiplies; others are as `find_...` says."""
+    """Count what is trained of a layer, from what each of those matrices multiplies.
+
+    `adapters` are the elements that all adapters of a layer make of a token between their matrices, and that they read.
+    """
     every = tuple(roles)
     found = frozenset(every)
     before = _BEFORE_MLP - {"router"} if wide_router else _BEFORE_MLP
     readers = sum(role in before or role == "attention in" for role in every)
     sides = ("attention in" in found) + (not found.isdisjoint(before))
-    return TrainedWeights(found, readers, sides, layer.halves, ranks)
+    return TrainedWeights(found, readers, sides, layer.halves, *adapters)

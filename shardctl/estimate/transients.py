@@ -103,28 +103,35 @@ class CastTransients:
     """What autocast keeps: each matrix that it has cast, until the backward pass has used it.
 
     A layer that is computed `again` casts its own again, and keeps none before; but autocast itself forgets what it has
-    cast at the end of the forward pass only.
+    cast of weights that are trained at the end of the forward pass only. It does not note what it has cast of others.
     """
 
     def __init__(self, holding: RankHolding, plan: TrainingScheme, *, again: bool) -> None:
         self.plan, self.again = plan, again
         self.holds_forward = again and plan.compute != plan.resident
         layers: dict[int, int] = {}
+        frozen: dict[int, int] = {}
         trained: dict[int, int] = {}
-        self.head = self.rest = 0
+        self.head = self.rest = self.head_trained = 0
         for part in holding.parts:
-            if not part.kind.trainable:
+            learns = part.kind.trainable
+            if not learns and part.kind.dtype != F32:
                 continue
             elements, numbers = part.count * part.gathered, part.kind.layers
             if not numbers:
-                self.rest += elements
-                self.head += elements if part.kind.matrix and ("last", 0) in part.kind.spec.where else 0
+                head = elements if part.kind.matrix and ("last", 0) in part.kind.spec.where else 0
+                self.rest += elements if learns else 0
+                self.head_trained += head if learns else 0
+                self.head += head
                 continue
             number = next((n for n in numbers if n in holding.layers), numbers[0])
-            trained[number] = trained.get(number, 0) + elements
-            layers[number] = layers.get(number, 0) + (elements if part.kind.matrix else 0)
+            trained[number] = trained.get(number, 0) + (elements if learns else 0)
+            some = layers if learns else frozen
+            some[number] = some.get(number, 0) + (elements if part.kind.matrix else 0)
         self.numbers = sorted(trained)
-        self.layers_before = list(accumulate((layers[n] for n in self.numbers), initial=0))
+        every = (layers.get(n, 0) + frozen.get(n, 0) for n in self.numbers)
+        self.layers_before = list(accumulate(every, initial=0))
+        self.cached = sum(layers.values())
         self.trained_before = list(accumulate((trained[n] for n in self.numbers), initial=0))
 
     def count_bytes(self, place: StepPlace) -> int:
@@ -139,7 +146,9 @@ class CastTransients:
         if self.plan.compute == self.plan.resident or place.phase in {"end", "step"}:
             return 0
         if place.phase in {"forward", "loss", "head"}:
-            return self.head + (0 if self.again and place.phase != "forward" else self.layers_before[-1])
+            if self.again:
+                return self.head + (self.cached if place.phase == "forward" else 0)
+            return self.head + self.layers_before[-1]
         until = self._count_layers(place)
         if self.again:
             before = bisect_left(self.numbers, place.layer)
@@ -157,7 +166,7 @@ class CastTransients:
             return 1.0
         if place.phase in {"forward", "loss", "head"}:
             return 0.0
-        return (self.head + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
+        return (self.head_trained + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
 
     def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
         """List the casts."""

@@ -109,6 +109,8 @@ class TrainingWorkload:
     """Whether Megatron-LM's loss is computed in place of the logits (`--cross-entropy-fusion-impl te`)."""
     exchanged_heads: bool = False
     """Whether Megatron-LM's cp ranks exchange heads (`--cp-comm-type a2a`) instead of keys and values in a ring."""
+    adapter_dropout: bool = False
+    """Whether adapters drop some of what they read (PEFT's `lora_dropout`)."""
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     """Model chunks per stage, for `interleaved`."""

@@ -204,11 +204,29 @@ class PlanOptions:
             metavar="NAMES",
         ),
     ] = None
+    lora_dropout: Annotated[
+        float | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Dropout of the adapter, as PEFT's lora_dropout: any above 0 keeps masks and copies. Default: 0.",
+            metavar="PART",
+            parser=parse_part,
+            accepts=str,
+        ),
+    ] = None
     base_dtype: Annotated[
         Literal["bf16", "fp16", "fp32", "int8", "nf4"] | None,
         CommandOption(
             HelpPanel.TRAINING,
             "Type of the weights under the adapter; int8 and nf4 as bitsandbytes stores them. Default: the model's.",
+        ),
+    ] = None
+    prepare_base: Annotated[
+        Literal["peft", "trl"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Who prepares a quantised base: PEFT's prepare_model_for_kbit_training makes its norms, embedding and head "
+            "fp32, and TRL the latter two bf16 again. Default: neither.",
         ),
     ] = None
     train_only: Annotated[

@@ -49,16 +49,22 @@ def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankH
         base_bytes=about.inventory.nbytes - about.base.adapter.nbytes if known else None,
         base_rank_bytes=max(a - b.nbytes for a, b in zip(both, own, strict=True)) if known else None,
         slot_bytes=slot,
-        uncounted=tuple(_list_uncounted(seen, slot, known=known)),
+        uncounted=tuple(_list_uncounted(seen, slot, known=known, experts=_adapts_experts(own))),
     )
 
 
-def _list_uncounted(seen: WorkloadEstimate, slot: int, *, known: bool) -> list[str]:
+def _adapts_experts(own: tuple[RankHolding, ...]) -> bool:
+    """Return whether some rank has an expert's part of the adapter."""
+    return any(part.kind.spec.of_expert for holding in own for part in holding.parts)
+
+
+def _list_uncounted(seen: WorkloadEstimate, slot: int, *, known: bool, experts: bool) -> list[str]:
     found = []
     if not known:
         found.append("the base, because no config says which model it is (--config PATH of the base)")
     if isinstance(seen.work, TrainingWorkload):
-        found.append("what lora_dropout and adapters of experts keep of a forward pass")
+        if experts:
+            found.append("what adapters of experts keep of a forward pass")
     else:
         size = format_memory_size(slot)
         found.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UsageError
 from shardctl.estimate.holding import SHARDING
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardctl.dtype import DType
+    from shardctl.estimate.narrower_types import WidenedPart
 
 ALL_LINEAR: Final = "all-linear"
 _MATRIX: Final = 2
+_WIDENED: Final[Mapping[str | None, WidenedPart]] = {None: "none", "peft": "all", "trl": "vectors"}
+"""PEFT 0.21, utils/other.py, `prepare_model_for_kbit_training`; TRL, models/utils.py, `peft_module_casting_to_bf16`."""
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 _MERGED: Final = (frozenset({"gate_proj", "up_proj"}), frozenset({"w1", "w3"}))
 _SHOWN: Final = 3
@@ -37,6 +40,8 @@ class TuningChoice:
     """The modules that it changes, with commas between, as PEFT's `target_modules`."""
     base_dtype: str | None = None
     """The type of the weights that are not trained; None for as they are."""
+    prepared: Literal["peft", "trl"] | None = None
+    """Who made what is not quantised of the base fp32: PEFT all of it, TRL all but the embedding and the head."""
     pattern: str | None = None
     """A regular expression of the names that are trained; None for all."""
 
@@ -59,7 +64,7 @@ def tune_inventory(
         return _freeze_others(every, specs, layers, choice.pattern or "", dtypes=dtypes, buffers=buffers)
     base = build_inventory(every, specs, layers, dtypes=dtypes, buffers=buffers)
     if choice.base_dtype is not None:
-        base = narrow_inventory(base, choice.base_dtype)
+        base = narrow_inventory(base, choice.base_dtype, widened=_WIDENED[choice.prepared])
     frozen = tuple(replace(kind, trainable=False) for kind in base.kinds)
     targets = [
         t for t in every if t.name not in buffers and _is_target(t, specs[t.name], dtypes[t.name], choice.targets)

@@ -73,12 +73,14 @@ def choose_tuning(options: PlanOptions) -> TuningChoice | None:
     rank, pattern = options.lora_rank, options.train_only
     if rank is not None and pattern is not None:
         raise UsageError("--lora-rank and --train-only train different parts", hint="give one of them")
-    if rank is None and (options.lora_targets is not None or options.base_dtype is not None):
-        flag = "--lora-targets" if options.lora_targets is not None else "--base-dtype"
-        raise UsageError(f"{flag} needs an adapter", hint="give --lora-rank, such as 16")
+    for name in ("lora_targets", "lora_dropout", "base_dtype", "prepare_base"):
+        if rank is None and getattr(options, name):
+            raise UsageError(f"{find_flag(PlanOptions, name)} needs an adapter", hint="give --lora-rank, such as 16")
+    if options.prepare_base and options.base_dtype not in {"int8", "nf4"}:
+        raise UsageError("--prepare-base needs a quantised base", hint="give --base-dtype nf4 or int8")
     if rank is None and pattern is None:
         return None
-    return TuningChoice(rank, options.lora_targets or ALL_LINEAR, options.base_dtype, pattern)
+    return TuningChoice(rank, options.lora_targets or ALL_LINEAR, options.base_dtype, options.prepare_base, pattern)
 
 
 def _check_about_use(options: PlanOptions, use: Use) -> None:
@@ -198,6 +200,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         fused_gradients=not options.no_gradient_fusion,
         fused_loss=options.fused_loss,
         exchanged_heads=options.exchanged_heads,
+        adapter_dropout=bool(options.lora_dropout),
         moment_dtypes=_choose_moment_dtypes(options),
         compiled=_choose_value(options.compiled, usual.compiled),
         float8=_choose_value(options.float8, usual.float8),

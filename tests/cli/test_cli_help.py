@@ -151,6 +151,8 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--lora-rank",
         "--lora-targets",
         "--base-dtype",
+        "--lora-dropout",
+        "--prepare-base",
         "--train-only",
         "--precision",
         "--optimizer",

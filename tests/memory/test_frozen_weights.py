@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import torch
-from model_oracle import FIXTURES
+from model_oracle import FIXTURES, fixture
 from saved_bytes import build_model, layer_paths
 from test_saved_bytes import NOT_COUNTED, NOT_KNOWN, ROUTING, TOKENS, describe, estimate, measure
 
@@ -106,7 +106,9 @@ def count_layers(path, case):
                 precision=case["precision"],
                 lora_rank=8,
                 lora_targets=case["targets"],
-                base_dtype="bf16",
+                lora_dropout=case["dropout"],
+                base_dtype="nf4" if "prepared" in case else "bf16",
+                prepare_base=case.get("prepared"),
             )
             plan(path, plan_options=options)
         one = found[0]
@@ -119,7 +121,9 @@ def count_layers(path, case):
     return [more - few for few, more in zip(*kept, strict=True)]
 
 
-@pytest.mark.parametrize("case", PEFT, ids=lambda c: f"{c['config']} {c['attention']} {c['precision']} {c['targets']}")
-def test_layers_keep_what_autograd_saves_with_adapters(case):
-    path = Path(__file__).parents[2] / "fixtures/configs" / f"{case['config']}.json"
+@pytest.mark.parametrize("case", PEFT, ids=lambda c: " ".join(map(str, [*c.values()][:-1])))
+def test_layers_keep_what_autograd_saves_with_adapters(case, tmp_path):
+    wider = {"hidden_size": 64, "intermediate_size": 192, "torch_dtype": "bfloat16"} if "prepared" in case else {}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fixture(case["config"]) | wider))
     assert count_layers(path, case) == case["saved"]
