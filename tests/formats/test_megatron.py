@@ -290,7 +290,7 @@ class TestWriting:
         )
         unlike = {key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
         assert unlike <= {"vocab_size", "iteration"} | (
-            {"moe_grouped_gemm"} if name in {"llama-te", "qwen3-5-pp2"} else set()
+            {"moe_grouped_gemm"} if name in {"llama-te", "qwen3-5-pp2", "qwen3-5-predicting-tp2"} else set()
         )
         assert ours["vocab_size"] == 100
 
@@ -355,6 +355,17 @@ class TestWriting:
         save_file(arrays, at / "model.safetensors", {"format": "pt"})
         made = reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
         assert any("layers that predict further tokens are left behind" in warning for warning in made.warnings)
+
+    @pytest.mark.parametrize("lacking", ["mtp.norm.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight"])
+    def test_qwens_layer_that_predicts_is_left_if_it_is_not_whole(self, lacking, tmp_path):
+        at = tmp_path / "model"
+        shutil.copytree(FIXTURES / "hf" / "qwen3-next-predicting", at)
+        arrays = load_file(at / "model.safetensors")
+        del arrays[lacking]
+        save_file(arrays, at / "model.safetensors", {"format": "pt"})
+        made = reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
+        assert any("layers that predict further tokens are left behind" in warning for warning in made.warnings)
+        assert not [name for name in load(next((tmp_path / "out").rglob(FILE)))["model"] if name.startswith("mtp.")]
 
     @pytest.mark.parametrize("layout", ["megatron", "torch_dist"])
     @pytest.mark.parametrize("trained", [False, True])

@@ -32,6 +32,13 @@ LEFT_BEHIND: Final = re.compile(r"(?:.*/)?mtp\..+")
 _LAYER: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
 _JOINING: Final = (("enorm", None), ("hnorm", None), ("eh_proj", 0))
 """What joins a token's hidden state and the next token, and the dim along which it is divided."""
+_WITHIN: Final = "mtp"
+_JOINED: Final = {
+    "enorm": f"{_WITHIN}.pre_fc_norm_embedding",
+    "hnorm": f"{_WITHIN}.pre_fc_norm_hidden",
+    "eh_proj": f"{_WITHIN}.fc",
+}
+"""What Qwen3-Next and Qwen3.5 call these; all of their layers that predict share them, core's have each its own."""
 _ENDS: Final = {*(f"{name}.weight" for name, _ in _JOINING), "shared_head.norm.weight"}
 COPIES: Final = (
     ("embed_tokens.weight", "model.embed_tokens.weight"),
@@ -60,6 +67,10 @@ def count_complete_layers(order: PackRequest) -> int:
         return int(bool(own) and names >= own and order.config.get("num_nextn_predict_layers") == 1)
     needed = (name for name, tensor in model.tensors.items() if not tensor.optional)
     last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in needed}
+    if f"{_JOINED['eh_proj']}.weight" in model.tensors:
+        own = {name.removeprefix(f"{_WITHIN}.layers.0.") for name in model.tensors if name.startswith(f"{_WITHIN}.")}
+        ends = {f"{name}.weight" for name in (*_JOINED.values(), f"{_WITHIN}.norm")}
+        return int(own - ends == last - {""} and all(n in names for n in model.tensors if n.startswith(f"{_WITHIN}.")))
     while wanted := _list_layer_names(model, count):
         prefix = f"model.layers.{model.layers + count}."
         inner = {name.removeprefix(prefix) for name in wanted} - _ENDS
@@ -76,6 +87,10 @@ def list_further_modules(
 
     Of its routed experts only those that are `held`, if that is given. None, if the model has no such layer.
     """
+    if f"{_JOINED['eh_proj']}.weight" in parts:
+        if not index:
+            yield from _list_joined_modules(parts, variant, held)
+        return
     number = parts.model.layers + index
     first, last, ending = f"model.layers.{number}", f"model.layers.{number}", "shared_head.norm"
     hybrid = is_hybrid(parts.model)
@@ -91,6 +106,15 @@ def list_further_modules(
     else:
         yield INNER, list_layer_arrays(parts, number, variant, held)
     yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{last}.{ending}.weight"],)),))
+
+
+def _list_joined_modules(
+    parts: ModelParts, variant: LayerVariant, held: range | None
+) -> Iterator[tuple[str, Iterator[WholeArray]]]:
+    """List the modules of Qwen's layer that predicts, beside which stands what joins and what ends it."""
+    yield "", (WholeArray(f"{name}.weight", (parts[f"{_JOINED[name]}.weight"],), dim) for name, dim in _JOINING)
+    yield INNER, list_layer_arrays(parts, 0, variant, held, within=_WITHIN)
+    yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{_WITHIN}.norm.weight"],)),))
 
 
 def _list_layer_names(model: Model, index: int) -> list[str]:

@@ -86,13 +86,16 @@ def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
 
 
 def list_layer_arrays(
-    parts: ModelParts, number: int, variant: LayerVariant, held: range | None = None
+    parts: ModelParts, number: int, variant: LayerVariant, held: range | None = None, *, within: str = "model"
 ) -> Iterator[WholeArray]:
-    """List the arrays of a layer; of its routed experts only those that are `held`, if that is given."""
+    """List the arrays of a layer; of its routed experts only those that are `held`, if that is given.
+
+    `within` is what has the layer: the model, or what predicts further tokens.
+    """
     if parts.model.family == "gpt2":
         yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
         return
-    have = f"model.layers.{number}"
+    have = f"{within}.layers.{number}"
     if is_hybrid(parts.model):
         yield from hybrid.list_hybrid_arrays(parts, have, held)
         return
