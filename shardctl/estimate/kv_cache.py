@@ -168,9 +168,11 @@ def _list_terms(
             f"CrossAttentionSpec, {_PAGES}",
         )
     states = Counter(layer.state for layer in layers if layer.state is not None)
-    if states:
+    past = sum(layer.past for layer in layers)
+    if states or past:
         most, least = (
             sum(n * _compute_layer_state_bytes(one, active, tp, smallest=small) for one, n in states.items())
+            + past * active.bits // 8
             for small in (False, True)
         )
         yield MemoryTerm(

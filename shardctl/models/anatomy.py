@@ -215,6 +215,8 @@ class ModelLayer:
     """The states of each token between layers, which it mixes (hyper-connections)."""
     halves: int = 1
     """How often it has its attention and its MLP, one after the other (LongCat)."""
+    past: int = 0
+    """Elements per sequence that a convolution beside its mixer sees again, whole on every tp rank (Qwen4-Exp)."""
     runs: int = 1
     """How often each token passes through it, with what each time keeps (ALBERT)."""
     further: tuple[LayerTensor, ...] = ()
@@ -422,6 +424,7 @@ class _AnatomyReader:
             hidden=named.size("hidden"),
             attention=attention,
             state=state,
+            past=named.size("streams") * named.size("padding") if named.has("ngram_window") else 0,
             mlp=named.size(mlp) if mlp else 0,
             gated=bool(widest) and named.matrices(widest) == _WITH_GATE,
             experts=experts,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+import torch
+import transformers
+from cache_bytes import state_bytes
 from model_oracle import fixture, stored
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -88,3 +91,24 @@ def test_a_table_in_one_array_is_the_parts_behind_each_other():
 def test_tables_that_are_not_possible_or_not_known_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         describe_model(fixture("qwen4_exp_text", **changes))
+
+
+def test_the_states_are_those_of_transformers_cache():
+    """With what the convolution of n-grams sees again; the numbers of the last tokens are not counted."""
+    config = fixture("qwen4_exp_text")
+    said = transformers.models.auto.CONFIG_MAPPING["qwen4_exp_text"].from_dict(config)
+    cache = transformers.DynamicCache(config=said)
+    with torch.inference_mode():
+        transformers.AutoModelForCausalLM.from_config(said, dtype=torch.float32).eval()(
+            torch.arange(12)[None], past_key_values=cache, use_cache=True
+        )
+    kept = [
+        state
+        for layer in cache.layers
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        for state in states.values()
+    ]
+    shape = build_anatomy(config)
+    assert [layer.past for layer in shape.layers] == [64 * 3, 0, 0]
+    assert state_bytes(shape, dtype="F32") == sum(state.nbytes for state in kept if state.is_floating_point())
+    assert [state.shape for state in kept if not state.is_floating_point()] == [(1, 2)]
