@@ -120,6 +120,8 @@ class TestReading:
         [
             ("llama/0.25-tp2", "0.32 and 0.25"),
             ("llama/0.11-tp2", "0.11, and of SGLang for some models"),
+            ("../sglang/qwen2", "0.11, and of SGLang for some models"),
+            ("mixtral/0.11-tp2-ep2", "0.11, and of SGLang for some models"),
             ("gemma/0.25-tp2", "0.25"),
             ("gemma/0.32-tp2", "0.32 and 0.25"),  # as another tied model has it
             ("gemma2/0.25-tp2", "0.32 and 0.25"),
@@ -134,7 +136,7 @@ class TestReading:
     def test_inspect_says_which_versions_have_such_arrays(self, owner, profiles):
         training = inspect(FIXTURES / owner).training
         assert (training.writer, training.ranks, training.notes) == (
-            "vLLM",
+            "vLLM or SGLang" if "SGLang" in profiles and "ep2" not in owner else "vLLM",
             2,
             (f"the arrays are those of vLLM {profiles}",),
         )
@@ -168,13 +170,19 @@ class TestReading:
         assert unequal(ranks(tmp_path / "parts"), ranks(FIXTURES / "llama" / "0.25-tp2")) == []
         assert digest(tmp_path / "parts").digest == digest(source("llama/")).digest
 
-    @pytest.mark.parametrize("name", ["granite", "mistral", "phi3", "qwen2"])
+    @pytest.mark.parametrize("name", ["granite", "mistral", "phi3", "qwen2", "qwen3"])
     def test_sglangs_arrays_of_some_models_are_those_of_the_oldest_profile(self, name, tmp_path):
         given, saved = source(f"{name}/"), FIXTURES.parent / "sglang" / name
         read = SourceOptions(config=given / "config.json")
         assert digest(saved, source_options=read).digest == digest(given).digest
         reshard(given, tmp_path / "out", reshard_options(f"{name}/0.11-tp2"))
         assert unequal(ranks(tmp_path / "out"), ranks(saved)) == []
+
+    def test_sglangs_gemma_2_has_an_array_more_and_is_refused_by_name(self):
+        saved, given = FIXTURES.parent / "sglang" / "gemma2", source("gemma2/")
+        with pytest.raises(UnsupportedError, match=r"has no rank0/model\.normalizer") as raised:
+            digest(saved, source_options=SourceOptions(config=given / "config.json"))
+        assert "SGLang" in str(raised.value.hint)
 
     def test_arrays_of_another_engine_are_answered_with_what_to_do(self, place):
         at = place("llama/0.11-tp2")

@@ -54,13 +54,16 @@ def scan_vllm(source: Source) -> Manifest:
         _refuse_quantised(tensor)
     side, left = list_side_files(source, set(sizes))
     dialect, profiles = recognise_dialect(arrays, len(files), stages)
+    shared = profiles == _OLDEST and stages == dialect.mesh.ep == 1  # SGLang cuts by tp alone
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
         files=sizes,
         objects=side,
         warnings=left,
-        training=TrainingState(writer="vLLM", ranks=len(files), notes=(_describe_arrays(profiles),)),
+        training=TrainingState(
+            writer="vLLM or SGLang" if shared else "vLLM", ranks=len(files), notes=(_describe_arrays(profiles),)
+        ),
         dialect=dialect,
     )
 
