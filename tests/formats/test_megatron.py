@@ -621,6 +621,109 @@ class TestNames:
             MegatronOptions.parse("layers=local,layers=local")
 
 
+class TestHybrids:
+    """Nemotron-H beyond what the cases show."""
+
+    def write(self, tmp_path: Path, mesh: Mesh | None = None, said: str = "", **more: str) -> Path:
+        out = tmp_path / "out"
+        at = FIXTURES / "hf" / "nemotron-h"
+        reshard(at, out, ReshardOptions(to="megatron", mesh=mesh or Mesh.of(), megatron=said, **more))
+        return out
+
+    def config(self, tmp_path: Path, **changed: object) -> Path:
+        """Copy a small config, changed, without weights."""
+        config = json.loads((FIXTURES.parent / "configs" / "nemotron_h.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"use_bias": False, "mlp_bias": False} | changed))
+        return tmp_path
+
+    @pytest.mark.parametrize(("core", "name"), [("", "conv1d_weight"), ("core=0.17", "conv1d.weight")])
+    def test_the_convolution_is_no_module_in_newer_cores(self, core, name, tmp_path):
+        out = self.write(tmp_path, said=core)
+        assert f"decoder.layers.0.mixer.{name}" in load(next(out.rglob(FILE)))["model"]
+        assert digest(out).digest == digest(FIXTURES / "hf" / "nemotron-h").digest
+
+    def test_patterns_say_stages_of_any_number_of_layers_to_newer_cores(self, tmp_path):
+        out = self.write(tmp_path, Mesh.of(pp=3), "core=0.17", stages="1,2,3")
+        args = load(next(out.rglob(FILE)))["args"]
+        assert (args.hybrid_layer_pattern, args.hybrid_override_pattern) == ("M|E*|M-E", "ME*M-E")
+        assert args.decoder_first_pipeline_num_layers is None
+        assert digest(out).digest == digest(FIXTURES / "hf" / "nemotron-h").digest
+        with pytest.raises(CutError, match="--stages 1,1,3,1 differ in the middle"):
+            self.write(tmp_path / "older", Mesh.of(pp=4), "core=0.16", stages="1,1,3,1")
+
+    @pytest.mark.parametrize("said", ["layers=local", "core=0.16,virtual=3"])
+    def test_what_core_has_not_around_mamba(self, said, tmp_path):
+        with pytest.raises(UsageError, match=r"megatron-core (has Mamba between|0.16 has no virtual)"):
+            self.write(tmp_path, Mesh.of(pp=2), said)
+
+    def test_groups_of_heads_stay_whole(self, tmp_path):
+        with pytest.raises(CutError, match=r"2 groups of 4 heads \(64 channels\) cannot be divided over tp=4"):
+            self.write(tmp_path, Mesh.of(tp=4))
+
+    def test_the_name_that_norms_have_where_they_are_modules(self, tmp_path):
+        out = self.write(tmp_path)
+        path = next(out.rglob(FILE))
+        saved = load(path)
+        model = saved["model"]
+        for name in [name for name in model if name.endswith("in_proj.layer_norm_weight")]:
+            model[name.replace("mixer.in_proj.layer_norm_", "norm.")] = model.pop(name)
+        torch.save(saved, path)
+        assert digest(out).digest == digest(FIXTURES / "hf" / "nemotron-h").digest
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"use_bias": True}, r"biases in the projections of all layers but Mamba's or in none, .*in_proj\.bias"),
+            ({"mlp_bias": True}, r"this model has model\.layers\.1\.mixer\..*bias"),
+            ({"use_conv_bias": False}, r"no convolution without a bias, and this model has .*conv1d\.weight"),
+            ({"conv_kernel": 3}, r"convolutions over 4 tokens, but .* is over 3"),
+        ],
+    )
+    def test_arrays_that_core_has_not(self, changed, message, tmp_path):
+        said = json.loads((self.config(tmp_path, **changed) / "config.json").read_text())
+        with pytest.raises(UnsupportedError, match=message):
+            check_model(describe_model(said))
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"layer_norm_epsilon": 1e-6}, "an epsilon of 1e-05 in the norm behind Mamba, but this config has 1e-06"),
+            ({"mlp_hidden_act": "silu"}, "no mlp_hidden_act 'silu'"),
+            ({"mamba_hidden_act": "gelu"}, "no mamba_hidden_act 'gelu'"),
+            ({"norm_topk_prob": False}, "by their sum, which this config does not"),
+            ({"num_experts_per_tok": 1}, "but not that of one alone, which this config does"),
+        ],
+    )
+    def test_what_the_args_cannot_say(self, changed, message, tmp_path):
+        said = json.loads((self.config(tmp_path, **changed) / "config.json").read_text())
+        with pytest.raises(UnsupportedError, match=message):
+            convert_config_to_arguments(said, describe_model(said))
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"hybrid_override_pattern": "MG*M-E"},
+            {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.5},
+            {"swiglu": True},
+            {"position_embedding_type": "rope"},
+        ],
+    )
+    def test_hybrids_that_are_no_nemotron_h_are_not_described(self, changed, tmp_path):
+        out = self.write(tmp_path)
+        change(out, without=("hybrid_layer_pattern",), **{f"args_{key}": value for key, value in changed.items()})
+        assert scan_checkpoint(LocalSource(out)).own_config is None
+
+    def test_norms_that_are_stored_less_one_are_refused(self, tmp_path):
+        out = self.write(tmp_path)
+        change(out, args_apply_layernorm_1p=True)
+        with pytest.raises(UnsupportedError, match="hybrid models with norms that are stored less one are not known"):
+            digest(out, source_options=SourceOptions(config=FIXTURES / "hf" / "nemotron-h"))
+
+    def test_megatron_fsdp_is_refused(self, tmp_path):
+        with pytest.raises(UnsupportedError, match="calls the parts of Mamba is not known"):
+            reshard(FIXTURES / "hf" / "nemotron-h", tmp_path / "out", ReshardOptions(to="fsdp_dtensor"))
+
+
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
     """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
     with pytest.raises(CutError, match="4 cannot be divided over tp=8"):

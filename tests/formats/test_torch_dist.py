@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from stored_bits import bits
 from stored_bytes import check, gather
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -38,7 +38,7 @@ from shardctl.manifest import Chunk, Region, Tensor, TrainingState
 from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
-from shardctl.training import split_state_name
+from shardctl.training import format_state_name, split_state_name
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -610,6 +610,44 @@ def test_megatron_core_goes_on_from_it_as_without_the_detour(model, dtype, mesh,
             assert found == losses
         else:
             assert found == pytest.approx(losses, rel=1e-6 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not megatron_core(), reason="megatron-core is not installed")
+def test_a_model_with_mamba_goes_on_on_another_mesh(tmp_path):
+    program, hf = "fixtures.torch_dist.resume_hybrid", tmp_path / "hf"
+    run_program(program, "model", hf, "dense")
+    run_program(program, "train", hf, tmp_path / "run", tmp_path / "run.json", "fully_reshardable", "tp=2", "dp=2")
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(pp=2), optimizer_states="keep")
+    reshard(tmp_path / "run", tmp_path / "out", asked, source_options=SourceOptions(config=hf))
+    run_program(program, "resume", hf, tmp_path / "out", tmp_path / "out.json", "tp=1", "pp=2")
+    losses, found = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("run", "out"))
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_each_part_of_mamba_has_the_states_of_its_rows(tmp_path):
+    weights = {name: tensor.float() for name, tensor in published("nemotron-h").items()}
+    trained = {name: tensor for name, tensor in weights.items() if not name.endswith("e_score_correction_bias")}
+    states = {n: {"exp_avg": t + 1, "exp_avg_sq": t * t, "step": torch.tensor(3.0)} for n, t in trained.items()}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": list(trained)}]
+    at = tmp_path / "trained"
+    save({"model": weights, "optim": {"state": states, "param_groups": groups}}, checkpoint_id=at, no_dist=True)
+    told = SourceOptions(config=model("nemotron-h"))
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2), optimizer_states="keep")
+    reshard(at, tmp_path / "out", asked, source_options=told)
+    folder = tmp_path / "out" / "iter_0000003"
+    metadata = read_metadata(LocalSource(folder), ".metadata")
+    keys = [
+        f"optimizer.state.exp_avg.decoder.layers.0.mixer.in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")
+    ]
+    boxes = [(key, origin) for key in keys for origin in sorted(box.origin for box in metadata.tensors[key].boxes)]
+    assert len(boxes) == 2 * len(keys)
+    whole = torch.cat([stored(folder, metadata, key, origin) for key, origin in boxes])
+    assert whole.equal(weights["model.layers.0.mixer.in_proj.weight"] + 1)
+    reshard(tmp_path / "out", tmp_path / "back", ReshardOptions(to="dcp", optimizer_states="keep"), source_options=told)
+    with open_checkpoint(tmp_path / "back", told) as back:
+        name = format_state_name("exp_avg", "model.layers.0.mixer.in_proj.weight")
+        check(tmp_path / "back", {name: back.manifest.training.states[name]}, {name: whole})
 
 
 @pytest.mark.engine

@@ -7,6 +7,7 @@ groups of their own (`is_expert_parallel`).
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
@@ -22,6 +23,8 @@ GROUPS: Final = "param_groups"
 _DEPTH: Final = 3
 _MOST: Final = 64
 _EXPERT: Final = ".mlp.experts."
+_PART: Final = re.compile(r"bias\.[A-Za-z]+$")
+"""A bias of which each part is in an array of its own."""
 UNASSIGNED: Final = (
     "the optimizer has several groups of one kind, and no file says which parameters are in which: their settings, "
     "such as lr and betas, are left behind"
@@ -96,9 +99,11 @@ def has_decay(group: Mapping[str, Setting]) -> bool:
 
 
 def is_vector(name: str) -> bool:
-    """Return whether an array holds biases or weights of norms.
+    """Return whether an array holds biases, weights of norms, or a number for each head of Mamba or gated DeltaNet.
 
     >>> is_vector("decoder.layers.mlp.linear_fc1.layer_norm_weight"), is_vector("output_layer.weight")
     (True, False)
+    >>> is_vector("decoder.layers.0.mixer.A_log"), is_vector("decoder.layers.0.mixer.conv1d.bias.x")
+    (True, True)
     """
-    return name.endswith(("bias", "layernorm.weight", "layer_norm_weight"))
+    return _PART.sub("bias", name).endswith(("bias", "norm.weight", "layer_norm_weight", ".A_log", ".D"))

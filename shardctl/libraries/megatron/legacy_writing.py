@@ -106,7 +106,7 @@ def _check_hybrid_options(wanted: MegatronOptions, further: int) -> None:
             "megatron-core has Mamba between Transformer Engine's layers only", hint="leave layers=local out"
         )
     if wanted.older and (further or wanted.chunks > 1):
-        lacking = "layers that predict further tokens" if further else "a virtual pipeline"
+        lacking = "layers that predict further tokens" if further else "virtual pipelines"
         raise UsageError(
             f"megatron-core 0.16 has no {lacking} in models with Mamba",
             hint="use core=0.17" + (", or --exclude 'mtp.*'" if further else ""),
