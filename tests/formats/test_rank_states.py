@@ -7,14 +7,16 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from shardctl.api import ReshardOptions, SourceOptions, reshard
+from shardctl.api import Mesh, ReshardOptions, SourceOptions, VerifyOptions, reshard, verify
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.megatron.buffer_layout import place_parameters
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource
@@ -24,6 +26,7 @@ HERE = ROOT / "fixtures" / "rank_states"
 CASES = {"distributed": ROOT / "fixtures" / "fsdp_dtensor" / "moe" / "hf", "replicated": HERE / "replicated" / "hf"}
 KEEP = "keep"
 STATES = "distrib_optim.pt"
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
 FILE = "model_optim_rng.pt"
 
 
@@ -145,7 +148,144 @@ def test_a_missing_file_of_states_is_named(tmp_path):
     path = sorted(place.rglob(STATES))[1]
     path.unlink()
     (text,) = find_left(place)
-    assert f"mp_rank_00_000_001/{FILE} has no {STATES} beside it" in text
+    assert f"mp_rank_00_000_001/{FILE} has no states, nor a {STATES} beside it" in text
+
+
+OWN = {
+    "distributed": ReshardOptions(
+        to="megatron", mesh=Mesh.of(pp=2, dp=2, ep=2, etp=1), megatron="layers=local", optimizer_states=KEEP
+    ),
+    "replicated": ReshardOptions(
+        to="megatron", mesh=Mesh.of(tp=2), megatron="layers=local,optimizer=replicated", dtype="bf16",
+        optimizer_states=KEEP,
+    ),
+}  # fmt: skip
+"""What makes a case of itself."""
+
+
+def find_unlike(one: object, other: object, path: str = "") -> list[str]:
+    """The places in which two dictionaries, lists or arrays differ."""
+    if isinstance(one, torch.Tensor):
+        alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return [] if alike else [path]
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = one if "/param_groups" in path else {**one, **other}  # a group has what either Adam asks for
+        parts = [(key, one.get(key), other.get(key)) for key in keys]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        parts = list(zip(range(len(one)), one, other, strict=True))
+    else:
+        return [] if one == other else [path]
+    return [place for key, a, b in parts for place in find_unlike(a, b, f"{path}/{key}")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_megatron_core_writes(case, tmp_path):
+    done = reshard(HERE / case, tmp_path / "out", OWN[case], source_options=SourceOptions(config=CASES[case]))
+    assert "--no-load-rng" in done.warnings[-1]
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    paths = sorted(path.relative_to(HERE / case) for path in (HERE / case).rglob("*.pt"))
+    assert paths == sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.pt"))
+    for path in paths:
+        ours, theirs = load(tmp_path / "out" / path), load(HERE / case / path)
+        if path.name == FILE:
+            assert list(ours["model"]) == [name for name in theirs["model"] if name in ours["model"]]
+            for each in (ours, theirs):
+                del each["args"]
+            for name in [name for name in theirs["model"] if name not in ours["model"]]:
+                assert theirs["model"].pop(name) is None, name
+            if case == "replicated":
+                steps = [each.pop("step") for each in theirs["optimizer"]["optimizer"]["state"].values()]
+                assert set(map(float, steps)) == {float(ours["optimizer"]["optimizer"]["state"].pop("common_step"))}
+        assert [place for place in find_unlike(theirs, ours) if not place.startswith("/opt_param_scheduler")] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_other_kind_of_optimizer_has_the_same_states(case, tmp_path):
+    """Also on another mesh, and for Transformer Engine's layers."""
+    said = SourceOptions(config=CASES[case])
+    kind = "distributed" if case == "replicated" else "replicated"
+    experts = ",experts=grouped" if case == "distributed" else ""
+    for number, more in enumerate(({}, {"mesh": Mesh.of(pp=2)})):
+        asked = replace(OWN[case], megatron=f"optimizer={kind}{experts}", **more)
+        out = tmp_path / f"out{number}"
+        reshard(HERE / case, out, asked, source_options=said)
+        assert verify(out, VerifyOptions(level="full")).ok
+        reshard(out, tmp_path / f"back{number}", OWN[case], source_options=said)
+        for path in sorted((HERE / case).rglob("*.pt")):
+            ours = load(tmp_path / f"back{number}" / path.relative_to(HERE / case))
+            for each in (theirs := load(path)), ours:
+                if path.name == FILE:
+                    each.pop("args"), each.pop("opt_param_scheduler")
+            theirs = theirs.get("optimizer") if path.name == FILE else theirs
+            ours = ours.get("optimizer") if path.name == FILE else ours
+            assert {each for each in find_unlike(theirs, ours) if not each.endswith("step")} == set()
+
+
+def test_what_has_no_name_and_no_known_place_is_refused(tmp_path):
+    case = HERE.parent / "megatron" / "hf"
+    keep = {"to": "megatron", "optimizer_states": KEEP}
+
+    def train(name: str) -> Path:
+        """A model with states of every tensor: weights in the place of states."""
+        place = tmp_path / name
+        shutil.copytree(case / name, place)
+        held = load_file(place / "model.safetensors")
+        named = [(f"optimizer.{state}.{key}", each) for key, each in held.items() for state in STATE_NAMES]
+        states = {name: each.float().clone() for name, each in named}
+        save_file(held | states, place / "model.safetensors", {"format": "pt"})
+        return place
+
+    with pytest.raises(UnsupportedError, match="layers that predict further tokens stand") as caught:
+        reshard(train("glm4-moe-predicting"), tmp_path / "out", ReshardOptions(**keep))
+    assert "--to torch_dist" in caught.value.hint
+    with pytest.raises(UnsupportedError, match=r"in_proj.* stands among the parameters"):
+        reshard(train("qwen3-next"), tmp_path / "out", ReshardOptions(**keep))
+    llama = train("llama")
+    with pytest.raises(UsageError, match="padding=last-row is for weights alone"):
+        reshard(llama, tmp_path / "out", ReshardOptions(**keep, megatron="padding=last-row"))
+    held = load_file(llama / "model.safetensors")
+    save_file(
+        {key: each for key, each in held.items() if not key.endswith("_sq.lm_head.weight")},
+        llama / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(UnsupportedError, match="has no state"):
+        reshard(llama, tmp_path / "out", ReshardOptions(**keep))
+    kept = {key: each for key, each in held.items() if not key.endswith(".lm_head.weight") or "optimizer" not in key}
+    save_file(kept, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight in output_layer.weight has no optimizer states"):
+        reshard(llama, tmp_path / "out", ReshardOptions(**keep))
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize(
+    ("model", "dtype", "saver", "before", "asked", "after"),
+    [
+        ("llama", "bfloat16", "torch_dist", "tp=2 dp=2", {"tp": 2, "dp": 2}, "tp=2 dp=2"),
+        ("llama", "bfloat16", "megatron", "pp=2", {"pp": 2}, "replicated pp=2"),
+        ("llama", "float32", "megatron", "replicated tp=2", {"tp": 2, "pp": 2}, "tp=2 pp=2"),
+        ("qwen3_moe", "bfloat16", "megatron", "pp=2 ep=2", {"pp": 2, "dp": 2, "ep": 2, "etp": 1}, "pp=2 ep=2"),
+        ("qwen3_moe", "float32", "torch_dist", "ep=2", {"dp": 2, "ep": 2, "etp": 1}, "replicated ep=2"),
+    ],
+)
+def test_megatron_core_goes_on_from_directories_of_ranks(model, dtype, saver, before, asked, after, tmp_path):
+    """And from `torch_dist` made of them; where the mesh is the same, losses are to the last bit."""
+    hf, run, said = tmp_path / "hf", tmp_path / "run", SourceOptions(config=tmp_path / "hf")
+    run_program("fixtures.torch_dist.resume", "model", hf, model, dtype)
+    run_program(f"fixtures.{saver}.resume", "train", hf, run, tmp_path / "run.json", *before.split())
+    common = {"mesh": Mesh.of(**asked), "optimizer_states": KEEP, "dtype": "bf16" if dtype == "bfloat16" else "keep"}
+    kind = "replicated" if "replicated" in after else "distributed"
+    ranks = ReshardOptions(to="megatron", megatron=f"layers=local,optimizer={kind}", **common)
+    reshard(run, tmp_path / "ranks", ranks, source_options=said)
+    reshard(tmp_path / "ranks", tmp_path / "dist", ReshardOptions(to="torch_dist", **common), source_options=said)
+    mesh = [word for word in after.split() if "=" in word]
+    run_program("fixtures.megatron.resume", "resume", hf, tmp_path / "ranks", tmp_path / "ranks.json", *after.split())
+    run_program("fixtures.torch_dist.resume", "resume", hf, tmp_path / "dist", tmp_path / "dist.json", *mesh)
+    losses, ranks, dist = (json.loads((tmp_path / f"{each}.json").read_text()) for each in ("run", "ranks", "dist"))
+    rounding = {"rel": 1e-6, "abs": 0} if dtype == "float32" else {"rel": 0, "abs": 0}
+    assert ranks == pytest.approx(losses, **rounding)
+    assert dist == pytest.approx(losses, **rounding)
 
 
 @pytest.mark.engine

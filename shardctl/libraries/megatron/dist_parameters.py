@@ -208,7 +208,7 @@ class StoredModules:
             if self.mesh.etp != tp:
                 raise UnknownOrderError("experts are divided in another way than the layers that they are in")
             names.add(f"{_EXPERTS}.weight")
-        for name in sorted(names, key=lambda local: _find_position(local, order)):
+        for name in sorted(names, key=lambda local: find_position(local, order)):
             if name == f"{_EXPERTS}.weight":
                 yield from self._list_experts(order, layer, 0, index)
             else:
@@ -225,8 +225,8 @@ class StoredModules:
             yield cells[key].share(index, self.mesh.etp)
 
 
-def _find_position(local: str, order: ModuleOrder) -> tuple[int, int]:
-    """Find where a parameter stands in its layer."""
+def find_position(local: str, order: ModuleOrder) -> tuple[int, int]:
+    """Find where a parameter stands in its layer; raises UnknownOrderError if that is not known."""
     for fused, alone in _FUSED_NORMS if not order.fused else ():
         local = local.replace(fused, alone) if local.startswith(fused) else local
     module, _, kind = local.rpartition(".")

@@ -138,12 +138,12 @@ def find_iteration(training: TrainingState | None) -> int:
     return said if isinstance(said, int) else (training.step if training is not None else None) or 0
 
 
-def add_progress(args: Value, training: TrainingState) -> None:
-    """Change `args` to those of a run that has come as far as the training has."""
+def add_progress(args: Value, training: TrainingState, *, distributed: bool = True) -> None:
+    """Change `args` to those of a run that has come as far as the training has, with a distributed optimizer or not."""
     assert isinstance(args, PickleObject)  # noqa: S101 - as `build_arguments` makes it
     number = {name: training.progress[name] for name in _COUNTS if name in training.progress}
     said = args.state if isinstance(args.state, dict) else {}
-    said |= {"use_distributed_optimizer": True, "no_save_optim": False, "no_save_rng": True, **number}
+    said |= {"use_distributed_optimizer": distributed, "no_save_optim": False, "no_save_rng": True, **number}
     said["iteration"] = find_iteration(training)
     said |= {"clip_grad": training.clipping} if training.clipping is not None else {}
 

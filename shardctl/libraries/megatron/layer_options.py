@@ -14,6 +14,7 @@ _CHOICES: Final = {
     "experts": ("sequential", "grouped"),
     "padding": ("zeros", "last-row"),
     "core": ("0.19", "0.17", "0.16"),
+    "optimizer": ("distributed", "replicated"),
 }
 _NUMBERS: Final = ("virtual", "multiple")
 
@@ -37,12 +38,16 @@ class MegatronOptions:
     multiple: int = DIVISIBLE
     """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
 
+    replicated: bool = False
+    """Whether optimizer states are for one that is not distributed; else for `--use-distributed-optimizer`."""
+
     @classmethod
     def parse(cls, text: str) -> MegatronOptions:
         """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
-        >>> MegatronOptions.parse("layers=local,multiple=16")
-        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, older=False, newest=True, multiple=16)
+        >>> options = MegatronOptions.parse("layers=local,multiple=16")
+        >>> options.local, options.multiple, options.newest, options.replicated
+        (True, 16, True, False)
         """
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
@@ -63,4 +68,5 @@ class MegatronOptions:
             given.get("core") == "0.16",
             given.get("core", "0.19") == "0.19",
             int(given.get("multiple", DIVISIBLE)),
+            given.get("optimizer") == "replicated",
         )

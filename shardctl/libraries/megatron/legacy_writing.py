@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
-from shardctl.errors import CutError, UsageError
+from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron import arrays as megatron
@@ -20,6 +20,16 @@ from shardctl.libraries.megatron import layers
 from shardctl.libraries.megatron.args_writing import FOLDER, TRACKER, VERSION, build_arguments
 from shardctl.libraries.megatron.arguments import LAST_ROW
 from shardctl.libraries.megatron.arrays import SCHEMA
+from shardctl.libraries.megatron.dist_parameters import BUFFERS
+from shardctl.libraries.megatron.dist_states import (
+    SCHEDULE,
+    add_progress,
+    build_schedule,
+    collect_states,
+    find_iteration,
+    list_trained,
+    note_unknown_progress,
+)
 from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
@@ -33,22 +43,30 @@ from shardctl.libraries.megatron.names import (
     find_newest_name,
     find_projection,
 )
+from shardctl.libraries.megatron.rank_archive import RankArchive, StoragePart
+from shardctl.libraries.megatron.rank_order import sort_parameters
+from shardctl.libraries.megatron.rank_state_writing import RankStateWriter
+from shardctl.libraries.megatron.rank_states import STATES_FILE
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
-from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
+from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Region
+from shardctl.manifest import CheckpointFile
 from shardctl.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.libraries.arrays.composing import ComposedArray
+    from shardctl.libraries.megatron.rank_state_writing import NamedArray
     from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Chunk, Manifest
     from shardctl.mesh import Mesh
 
 NAME: Final = "megatron"
+_FOLDER: Final = "folder"
+"""The fact that says in which folder the ranks' folders are."""
+_NO_RANDOM_STATES: Final = f"start {TITLE} with --no-load-rng: no random states are written"
 _LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|(?:in|out)_proj|eh_proj|output_layer)\.(weight|bias)")
 
 
@@ -67,6 +85,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
         raise UsageError(
             "megatron-core's local layers have no grouped experts with biases", hint="leave experts=grouped out"
         )
+    training, trained = order.have.training, list_trained(order)
     mesh = _build_mesh(order)
     counts = _count_chunk_layers(order, wanted)
     names = dict(enumerate(list_mesh_folders(mesh)))
@@ -74,6 +93,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
     embedding = layers.get_embedding_name(order.model)
     padded = _compute_padded_rows(order.model.tensors[embedding].shape[0], tp, wanted)
     further = count_complete_layers(order)
+    folder = f"iter_{find_iteration(training):07d}/" if trained else FOLDER
     dialect = LibraryDialect(
         megatron.NAME,
         mesh,
@@ -87,16 +107,55 @@ def pack_megatron(order: PackRequest) -> Manifest:
             megatron.GROUPED: wanted.grouped and wanted.local,
             megatron.DTYPE: order.dtypes[embedding].name,
             COUNT: further,
+            _FOLDER: folder,
         },
     )
     arguments = _build_arguments(order, wanted, dialect)
+    namer = _ArrayNamer(order, wanted)
+    named = {rank: list(namer(arrays)) for rank, arrays in compose_arrays(order, SCHEMA, dialect).items()}
     files: dict[str, CheckpointFile] = {}
     stored: list[tuple[str, Chunk]] = []
-    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
-        path = f"{FOLDER}{names[rank]}/{FILE}"
-        files[path] = _build_file(path, arrays, _ArrayNamer(order, wanted), arguments, wanted, stored)
-    files[TRACKER] = CheckpointFile(TRACKER, len(b"release"), ((0, b"release"),))
-    return build_manifest(NAME, order, SCHEMA, dialect, files, stored, note_copies(order, further))
+    common: dict[str, Value] = {"args": arguments, "checkpoint_version": VERSION, "iteration": find_iteration(training)}
+    writer: RankStateWriter | None = None
+    warnings: tuple[str, ...] = ()
+    if trained and training is not None:
+        _check_states(wanted, further)
+        add_progress(arguments, training, distributed=not wanted.replicated)
+        common[SCHEDULE] = build_schedule(training)
+        named = {rank: sort_parameters(arrays, engine=not wanted.local) for rank, arrays in named.items()}
+        writer = RankStateWriter(order, mesh, named, trained, replicated=wanted.replicated)
+        warnings = (*note_unknown_progress(training), _NO_RANDOM_STATES)
+    for rank, arrays in named.items():
+        path = f"{folder}{names[rank]}/"
+        files[path + FILE] = _build_file(RankArchive(path + FILE), rank, arrays, common, wanted, writer, stored)
+        beside = writer.build_file(rank, path + STATES_FILE, stored) if writer and not wanted.replicated else None
+        if beside is not None:
+            files[beside.path] = beside
+    tracked = (str(find_iteration(training)) if trained else FOLDER.rstrip("/")).encode()
+    files[TRACKER] = CheckpointFile(TRACKER, len(tracked), ((0, tracked),))
+    held = training.states if training is not None else {}
+    weights = replace(order.have, tensors={n: t for n, t in order.have.tensors.items() if n not in held})
+    own = [each for each in stored if each[0] not in held]
+    built = build_manifest(NAME, replace(order, have=weights), SCHEMA, dialect, files, own, note_copies(order, further))
+    return replace(
+        built,
+        tensors={**built.tensors, **collect_states(training, stored)},
+        warnings=(*built.warnings, *warnings),
+    )
+
+
+def _check_states(wanted: MegatronOptions, further: int) -> None:
+    """Raise UnsupportedError for what optimizer states cannot be written beside."""
+    if further:
+        raise UnsupportedError(
+            f"where layers that predict further tokens stand among the parameters of {TITLE}'s optimizers is not known",
+            hint="write --to torch_dist, whose states have names, or add --optimizer-states drop",
+        )
+    if wanted.last_row:
+        raise UsageError(
+            "padding=last-row is for weights alone: no token trains the rows that pad the vocabulary",
+            hint="leave it out, or add --optimizer-states drop",
+        )
 
 
 def _check_hybrid_options(wanted: MegatronOptions, further: int) -> None:
@@ -251,19 +310,20 @@ class _ArrayNamer:
 
 
 def _build_file(
-    path: str,
-    arrays: Sequence[ComposedArray],
-    namer: _ArrayNamer,
-    arguments: PickleObject,
+    archive: RankArchive,
+    rank: int,
+    arrays: Sequence[NamedArray],
+    common: Mapping[str, Value],
     wanted: MegatronOptions,
+    writer: RankStateWriter | None,
     stored: list[tuple[str, Chunk]],
 ) -> CheckpointFile:
-    """Build a rank's file; what it holds of each tensor is added to `stored`."""
+    """Build the file of a rank's weights; what it holds of each tensor is added to `stored`."""
     models: dict[str, dict[str, Value]] = {}
-    names: list[str] = []
-    for number, (chunk, name, array) in enumerate(namer(arrays)):
-        names.append(name)
+    for chunk, name, array in arrays:
         model = models.setdefault(chunk, {})
+        is_copy = writer is not None and not name.endswith(BUFFERS) and writer.has_masters(array)
+        number = archive.add(array.nbytes, [StoragePart(array, name=name, aside=is_copy)])
         model[name] = build_tensor_value(array.dtype, array.box.shape, number)
         linear = _LINEAR.fullmatch(name) if wanted.local else None
         if linear is not None:
@@ -274,22 +334,23 @@ def _build_file(
         for model in models.values():
             if "decoder.final_layernorm.weight" in model:
                 model.setdefault(f"output_layer.{EXTRA_STATE}", None)
-    value: dict[str, Value] = {"args": arguments, "checkpoint_version": VERSION, "iteration": 0, **models}
-    item = build_archive({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
-    literals, blanks = list(item.literals), []
-    for name, array, start in zip(names, arrays, item.starts, strict=True):
-        if array.constant is not None:
-            literals.append((start, array.constant))
-            continue
-        if array.padding:
-            blanks.append((start + array.nbytes - array.padding, array.padding))
-        for tensor, part in array.chunks(Region(path, start, ())):
-            stored.append((tensor, replace(part, name=name)))
-    return CheckpointFile(path, item.size, tuple(literals), tuple(blanks))
+    value: dict[str, Value] = {**common, **models}
+    if writer is not None:
+        value["optimizer"] = writer.add_replicated(archive, rank) if wanted.replicated else writer.build_settings()
+    return archive.finish({**value, "num_floating_point_operations_so_far": 0}, stored)
 
 
 def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
-    return f"{FOLDER}{dialect.ranks.get(rank, '?/')}"
+    return f"{dialect.text(_FOLDER, FOLDER)}{dialect.ranks.get(rank, '?/')}"
 
 
-LAYOUT: Final = Layout(NAME, pack_megatron, ranks="library", options=frozenset({OPTION}), prefix=_format_file_prefix)
+LAYOUT: Final = Layout(
+    NAME,
+    pack_megatron,
+    ranks="library",
+    options=frozenset({OPTION}),
+    states="on request",
+    own_settings=True,
+    trainer="Megatron-LM",
+    prefix=_format_file_prefix,
+)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 STATES_FILE: Final = "distrib_optim.pt"
 EXPERTS: Final = ".mlp.experts."
 """What is in the names of weights that ep divides."""
-_SHARED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+SHARED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""What the first stage and the last have both, if the head is the embedding."""
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 """What `--ddp-bucket-size` is if it is not given (`distributed/distributed_data_parallel.py`)."""
 _BOXES: Final = 512
@@ -97,14 +98,14 @@ def _collect_states(
     for rank, name in ranks.items():
         file, at = files[name], mesh.coordinate(rank)
         saved = _open_states_file(source, file, found) if found.distributed else file.saved
-        held = _list_chained(saved.tree if found.distributed else file.optimizer)
+        held = _list_chained(saved.tree if saved is not file.saved else None if found.distributed else file.optimizer)
         if held and len(held) != len(kinds):
             raise UnknownOrderError(f"{saved.path} has {len(held)} optimizers where {len(kinds)} are known")
         for number, routed in enumerate(kinds):
             key = (routed, at["pp"], *((at["ep"], at["etp"]) if routed else (at["tp"],)))
             tree = held[number] if held else None
             if tree is None and key not in placed:
-                raise UnknownOrderError(f"{saved.path} has no states of what only it could have")
+                raise UnknownOrderError(f"{saved.path} has no states, nor a {STATES_FILE} beside it")
             if tree is not None and (key not in placed or not found.distributed):
                 chunks = list(_list_parameters(file, routed=routed, divided=len(kinds) > 1))
                 place = _place_distributed if found.distributed else list_replicated_states
@@ -149,8 +150,8 @@ def _find_states_file(source: Source, file: MegatronRankFile) -> str:
 
 def _open_states_file(source: Source, file: MegatronRankFile, found: RankStates) -> SavedFile:
     path = _find_states_file(source, file)
-    if not path:
-        raise UnknownOrderError(f"{file.path} has no {STATES_FILE} beside it, as others have")
+    if not path:  # all that the rank has, earlier ones have, too
+        return file.saved
     found.files.append(path)
     return open_saved(source, path)
 
@@ -205,7 +206,10 @@ def _place_buffer(
     reason = f"{path} has {size} elements of {dtype}, which its parameters do not fill in any known way"
     for starts in _list_layouts(reader.file, buffer, size):
         found = {
-            name: {state: reader.build_tensor(name, each, view.shape, start) for state, each in views.items()}
+            name: {
+                state: reader.build_tensor(reader.name_state(name, state), each, view.shape, start)
+                for state, each in views.items()
+            }
             for (name, view), start in zip(buffer, starts, strict=True)
         }
         try:
@@ -230,7 +234,7 @@ def _list_layouts(
     limit = limit if isinstance(limit, int) else max(_LEAST_BUCKET, _BUCKET_PER_RANK * ranks)
     counts = [Box.whole(view.shape).size for _, view in buffer]
     seen: set[tuple[int, ...]] = set()
-    for alone, most in product(((), _SHARED, _SHARED[:1]), (None, limit)):
+    for alone, most in product(((), SHARED, SHARED[:1]), (None, limit)):
         starts, total = place_parameters(counts, [name.endswith(alone) for name, _ in buffer], most)
         if total == size and starts not in seen:
             seen.add(starts)

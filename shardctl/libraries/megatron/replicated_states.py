@@ -67,7 +67,7 @@ def _read_parameter(reader: StateReader, node: object, name: str, view: StorageV
     found = {}
     for state, each in (as_mapping(node) or {}).items():
         if state != "step":
-            found[str(state)] = _read_state(reader, each, f"{state} of {name}", view)
+            found[str(state)] = _read_state(reader, each, reader.name_state(name, str(state)), view)
     return found
 
 
@@ -95,4 +95,4 @@ def _add_masters(
     if not isinstance(group, list) or len(group) != len(copied):
         raise UnknownOrderError(f"{reader.saved.path} has no fp32 copy of every parameter in 16 bits")
     for (name, view), node in zip(copied, group, strict=True):
-        found[name][MASTER] = _read_state(reader, node, f"the fp32 copy of {name}", view)
+        found[name][MASTER] = _read_state(reader, node, reader.name_state(name, MASTER), view)

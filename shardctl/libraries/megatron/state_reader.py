@@ -35,6 +35,10 @@ class StateReader:
     compared: int = 0
     """Values that were."""
 
+    def name_state(self, array: str, state: str) -> str:
+        """Name what a file has of a state, which has no name there."""
+        return f"{self.file.stored[array]}.{state}"
+
     def build_view(self, node: object, name: str) -> StorageView:
         """Build what a node says of a tensor; raises UnknownOrderError if it is none."""
         view = as_tensor(node, f"{self.saved.path}: {name}")
