@@ -20,7 +20,8 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.libraries.files.rank_files import parse_rank_file_name
 from shardctl.libraries.rank_pickles.placements import AxisPlacement, compute_local_shape, list_local_boxes
-from shardctl.options import SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
 DCP = FIXTURES.parent / "dcp"
@@ -239,6 +240,20 @@ def test_the_config_that_verl_keeps_is_found(place):
     (found / "huggingface").mkdir()
     shutil.copy(DCP / "config.json", found / "huggingface" / "config.json")
     assert scan(found).own_config.values == json.loads((DCP / "config.json").read_text())
+
+
+def test_what_verl_keeps_beside_ranks_is_where_engines_look_for_it(place, tmp_path):
+    """As verl 0.9.1 saves: the tokenizer in a folder, the model on request again, and what only its run needs."""
+    found = place("fsdp-tp")
+    (found / "huggingface").mkdir()
+    shutil.copy(DCP / "config.json", found / "huggingface" / "config.json")
+    for name, text in (("huggingface/tokenizer.json", "{}"), ("huggingface/model.safetensors", "the model again")):
+        (found / name).write_text(text)
+    (found / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 4}')
+    torch.save({"rng": torch.zeros(3)}, found / "extra_state_world_size_4_rank_0.pt")
+    reshard(found, tmp_path / "hf", ReshardOptions(to="hf"))
+    made = {str(path.relative_to(tmp_path / "hf")) for path in (tmp_path / "hf").rglob("*") if path.is_file()}
+    assert made == {"config.json", "model.safetensors", "shardctl.json", "tokenizer.json"}
 
 
 def edited(path: Path, old: bytes, new: bytes) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_TORCH
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES, WHOLE_TORCH
 from shardctl.libraries.files.rank_files import list_rank_files
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format, find_given_file
@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 _WHOLE: Final = (WHOLE_TORCH, WHOLE_TORCH + INDEX_SUFFIX)
 """Beside these, the files of ranks are something else."""
-_CONFIG: Final = "huggingface/config.json"
-"""Where verl keeps the config, beside the files of its ranks."""
+_FOLDER: Final = "huggingface/"
+"""Where verl keeps config and tokenizer, and on request the model again, beside the files of its ranks (verl 0.9.1,
+`utils/checkpoint/fsdp_checkpoint_manager.py`)."""
+_CONFIG: Final = f"{_FOLDER}config.json"
+_RUN: Final = "fsdp_config.json"
+"""What it says of its ranks, which are not those of the result."""
 
 
 def detect_pickled_ranks(source: Source) -> bool:
@@ -104,7 +108,21 @@ def _select_one_save(source: Source, files: Sequence[RankFileName], what: str) -
 def _list_side_objects(source: Source, files: Sequence[RankFileName]) -> list[OpaqueObject]:
     side, _ = list_side_files(source, {file.path for file in files if file.kind != "other"})
     others = {file.path for file in files if file.kind == "other"}
+    if _CONFIG in source.files():
+        others |= {_CONFIG, _RUN} | {each.name for each in side if _is_repeated(each.name)}
+        side = tuple(_lift_file(source, each) if each.name not in others else each for each in side)
     return [replace(each, policy="drop") if each.name in others else each for each in side]
+
+
+def _is_repeated(path: str) -> bool:
+    """Return whether a file is part of the model that is there again."""
+    return path.startswith(_FOLDER) and path.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX))
+
+
+def _lift_file(source: Source, side: OpaqueObject) -> OpaqueObject:
+    """Return a file of the folder as one of the result's root, where engines look for it, if there is no such."""
+    name = side.name.removeprefix(_FOLDER)
+    return side if name in source.files() else replace(side, name=name)
 
 
 def _read_own_config(source: Source) -> OwnConfig | None:
