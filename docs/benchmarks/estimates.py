@@ -54,7 +54,7 @@ The runs of transformers are of January 2022, when torch kept gradients from ste
 and CUDA's context took 1.31 GiB, where the plan has 0.56 GiB; all three are counted. What is left is slack of the
 allocator, of which the plan takes 5 %: its rules, followed through a step of these runs, give 0.4 % to 8 %.
 
-Of the rows that are farthest off, torchtitan's 70B on 256 devices lacks 6.4 GiB that were not found (with asynchronous
+Of the rows that are farthest off, torchtitan's 70B on 256 devices lacks 4.4 GiB that were not found (with asynchronous
 TP, the same run took 4.3 GiB less). megatron-core with tp2, pp2 and cp2, and with tp4, are runs of about 1 GiB that
 lack 50 MiB. The runs of fms-acceleration showed that weights which are not trained need none of their inputs, and those
 that PEFT or TRL prepared that results of bitsandbytes' layers have the type of what they read. Those of PowerLM were

@@ -214,14 +214,29 @@ class RankActivations:
         """List what the allocator cannot use in a moment, though it is free."""
         if not moment.with_head or self.work.profile != "fsdp2" or "eager loss" not in self.flags:
             return
-        hole = self._amount((KeptTensor("logits", "logits"),), self._compute_head_sizes(), self.flags)
-        yield MemoryTerm(
+        yield self._build_hole(
             "hole that the logits leave",
+            KeptTensor("logits", "logits"),
+            "torch's caching allocator: logits and their fp32 copy, once freed, have room for one fp32 gradient",
+        )
+        if "gathers" in self.flags and self.share.batch > 1:
+            yield self._build_hole(
+                "hole that the head's input leaves",
+                KeptTensor("what tp ranks gathered, before it is put in order", "hidden"),
+                "torch 2.13, distributed/_functional_collectives.py, `all_gather_tensor`: what is gathered along a dim "
+                "that is not the first is copied; logits in fp32 are larger than the hole",
+            )
+
+    def _build_hole(self, name: str, tensor: KeptTensor, source: str) -> MemoryTerm:
+        """Build the term of what a tensor of the head leaves free, into which nothing fits that comes after it."""
+        hole = self._amount((tensor,), self._compute_head_sizes(), self.flags)
+        return MemoryTerm(
+            name,
             "runtime",
             round(hole.nbytes),
             hole.format_formula(),
             hole.collect_inputs(),
-            "torch's caching allocator: logits and their fp32 copy, once freed, have room for one fp32 gradient",
+            source,
             interval=(0, round(hole.nbytes)),
             counter="reserved",
             spared=True,

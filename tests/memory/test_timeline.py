@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
+from shardctl.api import PlanOptions, ReshardOptions, plan
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.selective import list_recomputation_remarks
@@ -154,10 +155,21 @@ def test_what_the_allocator_keeps_for_other_streams_is_counted_and_not_needed():
     trained = (4 * layer + root) // 2
     assert terms["free memory of other streams"].nbytes == root + layer + 4 * trained // 8
     assert terms["hole that the logits leave"].nbytes == 2 * 8192 * 128256
+    assert "hole that the head's input leaves" not in terms
     spared = sum(term.nbytes for term in terms.values() if term.spared)
     reserved, needed = (sum_terms(terms.values(), counter=counter).nbytes for counter in ("reserved", None))
     assert reserved - needed == spared > 0
     assert sum_terms(terms.values(), counter="allocated").nbytes == needed
+
+
+@pytest.mark.parametrize(("batch", "hole"), [(1, 0), (2, 2 * 2 * 8192 * 4096)])
+def test_what_tp_ranks_gather_for_the_head_leaves_a_hole(batch, hole):
+    """torch 2.13 copies what is gathered along the tokens, unless there is only one sequence."""
+    options = PlanOptions(use="train", profile="fsdp2", seq_len=8192, batch=batch, microbatches=1, recompute="full")
+    llama = Path(__file__).parents[2] / "fixtures/configs_public/llama-3.1-8b.json"
+    found = plan(llama, ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2)), plan_options=options)
+    terms = found.forecast.estimate.binding.terms
+    assert sum(term.nbytes for term in terms if term.name == "hole that the head's input leaves") == hole
 
 
 def test_one_rank_has_no_streams_to_keep_memory_for():
