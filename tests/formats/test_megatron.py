@@ -310,8 +310,10 @@ class TestWriting:
         assert digest(tmp_path / "out").digest == text
 
     def test_a_norm_behind_gated_delta_net_is_not_rounded(self, tmp_path):
+        """4 elements of one layer are refused and 2 of another, whichever a thread comes to first."""
         at = FIXTURES.parent / "vllm" / "qwen3_5_moe" / "hf"
-        with pytest.raises(UnsupportedError, match=r"out_norm\.weight: 4 of its elements cannot be stored as gamma-1"):
+        message = r"out_norm\.weight: [24] of its elements cannot be stored as gamma-1"
+        with pytest.raises(UnsupportedError, match=message):
             reshard(at, tmp_path / "out", ReshardOptions(to="megatron", only="text"))
 
     def test_gated_delta_net_is_not_written_for_megatron_fsdp(self, tmp_path):

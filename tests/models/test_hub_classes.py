@@ -40,7 +40,8 @@ def test_every_family_has_a_config():
 
 def test_every_row_is_used():
     full = hub_config("step3p5", layer_types=["full_attention"] * 5)
-    configs = (*map(hub_config, NAMES), full)
+    biased = hub_config("mistral_large4", multimodal_projector_bias=True)
+    configs = (*map(hub_config, NAMES), full, biased)
     used = {tensor.row for config in configs for tensor in describe_model(config).tensors.values()}
     shared = {*HEADS, *(row for family in BUILT for row in family.rows)}
     rows = {row for family in FAMILY.values() for row in family.rows if ".language_model." not in row.name}
