@@ -240,6 +240,11 @@ def _set_vocabulary(
     if source_options.true_vocab is not None:
         if stored.dialect is None and config is not None and config.get("vocab_size") == source_options.true_vocab:
             return config  # the other side of a comparison
+        if stored.dialect is not None and config is None:
+            raise UsageError(
+                "--true-vocab changes the model's config, and these files say too little to make one of",
+                hint="give the config of the model with --config PATH; it has the vocabulary's size",
+            )
         if stored.dialect is None or config is None:
             raise UsageError(
                 "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",

@@ -43,7 +43,9 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
         raise UsageError(
-            "--optimizer-states keep was given, but the source has no optimizer states", hint="leave it out"
+            "--optimizer-states keep was given, but the source has no optimizer states"
+            + (" that can be read" if have.warnings else ""),
+            hint="leave it out" + ("; shardctl inspect SRC says what is left behind, and why" if have.warnings else ""),
         )
     if wished == "keep" and layout.states == "none":
         others = format_choice([each.name for each in LAYOUTS if each.states != "none"])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 INTERPRETER: Final = 40 * MIB
 """Anonymous memory of the command line besides what tensors and threads take: 32 to 33.5 MiB before any tensor is read
-(twenty sources and layouts with Python 3.11, 3.12 and 3.13, NumPy 2.4 and rich 15), and 3 MiB of the digest's keys."""
+(nine sources and seven layouts with Python 3.11, two of each with 3.12 and 3.13, NumPy 2.4, rich 15), and 3 MiB of the
+digest's keys."""
 PER_TENSOR: Final = 2_500
 """Bytes of bookkeeping for a tensor: manifest, plan, digest, and its line in `shardctl.json` (1,800 for a small Llama
 whose names have 40 characters)."""

@@ -46,6 +46,19 @@ def parse_part(text: str) -> float:
     return part
 
 
+def parse_dropout(text: str) -> float:
+    """Parse a probability of dropout, such as ``0.05`` or ``0``; raises UsageError for what is none."""
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise UsageError(
+            f"{text!r} is no probability of dropout", hint="write 0.05, or another number from 0 to below 1"
+        )
+    return part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What the devices are for; None stands for the default that the model or the mesh decides."""
@@ -210,7 +223,7 @@ class PlanOptions:
             HelpPanel.TRAINING,
             "Dropout of the adapter, as PEFT's lora_dropout: any above 0 keeps masks and copies. Default: 0.",
             metavar="PART",
-            parser=parse_part,
+            parser=parse_dropout,
             accepts=str,
         ),
     ] = None

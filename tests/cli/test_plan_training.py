@@ -200,6 +200,13 @@ def test_attention_that_is_not_fused_keeps_its_scores(document):
     assert total(eager) - total(fused) > 2 * scores
 
 
+def test_adapters_without_dropout_may_be_said(document, say):
+    adapter = (LLAMA, "--fsdp", "8", "--lora-rank", "8")
+    plain, none, some = (document(*adapter, *more) for more in ((), ("--lora-dropout", "0"), ("--lora-dropout", "0.1")))
+    assert total(plain) == total(none) < total(some)
+    assert "'1' is no probability of dropout" in say("plan", *adapter, "--lora-dropout", "1").err
+
+
 def test_wider_gradients_are_compared_as_such(document):
     usual, wide = (
         document(LLAMA, "--fsdp", "8", *given)["strategies"][0] for given in ((), ("--gradient-dtype", "fp32"))

@@ -714,6 +714,11 @@ class TestHybrids:
         out = self.write(tmp_path)
         change(out, without=("hybrid_layer_pattern",), **{f"args_{key}": value for key, value in changed.items()})
         assert scan_checkpoint(LocalSource(out)).own_config is None
+        for name in ("config.json", "shardctl.json"):
+            (out / name).unlink()
+        with pytest.raises(UsageError, match="say too little to make one of") as error:
+            inspect(out, source_options=SourceOptions(true_vocab=100))
+        assert "--config PATH" in error.value.hint
 
     def test_norms_that_are_stored_less_one_are_refused(self, tmp_path):
         out = self.write(tmp_path)

@@ -233,6 +233,10 @@ def test_buckets_of_an_unknown_mesh_are_left_behind(place):
     with open_checkpoint(where, SourceOptions(config=model("buckets_cut"))) as checkpoint:
         assert not checkpoint.manifest.training.states
         assert any("4 ranks have buckets, but 1 were expected" in each for each in checkpoint.manifest.warnings)
+    kept = ReshardOptions(to="dcp", optimizer_states="keep")
+    with pytest.raises(UsageError, match="no optimizer states that can be read") as error:
+        reshard(where, where.with_name("out"), kept, source_options=SourceOptions(config=model("buckets_cut")))
+    assert "shardctl inspect SRC says what is left behind" in error.value.hint
 
 
 def test_buckets_in_the_order_of_transformer_engine_are_told_from_those_of_local_layers():
