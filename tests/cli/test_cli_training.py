@@ -70,7 +70,7 @@ def test_hugging_face_has_no_place_for_them(say, tmp_path):
     assert (code, out) == (2, "")
     assert err == (
         "error: layout hf cannot store optimizer states\n"
-        "hint:  use --to ranks, dcp, universal, torch_dist or fsdp_dtensor, or leave --optimizer-states out\n"
+        "hint:  use --to ranks, dcp, universal, torch_dist, fsdp_dtensor or megatron, or leave --optimizer-states out\n"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_record_that_two_runs_read_is_compared_with_what_both_read(source, tmp
     path, found = place(source, 0)
     flip(path, found.offset)
     monkeypatch.setattr("shardctl.execute.engine.SYNC_BYTES", 1)
-    monkeypatch.setattr("shardctl.execute.engine.split_bands", partial(_small_bands, engine.split_bands))
+    monkeypatch.setattr("shardctl.execute.engine.split_tensor_bands", partial(_small_bands, engine.split_tensor_bands))
     read_at, reads = LocalSource.read_at, []
 
     def counted(self, file, offset, into):
@@ -225,5 +225,5 @@ def test_a_record_that_two_runs_read_is_compared_with_what_both_read(source, tmp
     assert not (tmp_path / "out").exists()
 
 
-def _small_bands(split, shape, dtype, block, **options):
-    return split(shape, dtype, min(block, 4_096), **options)
+def _small_bands(split, tensor, dtype, block, **options):
+    return split(tensor, dtype, min(block, 4_096), **options)

@@ -52,7 +52,6 @@ DOTS1: Final = Family(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(4096, "last", start=62),
-        joined_queries=True,
         wide_router=True,
     ),
     aliases={"num_local_experts": "n_routed_experts"},
