@@ -130,7 +130,7 @@ def reshard(source, target, threads, clock):
         *(
             (BandBuffer, "read", "arrange"),
             (BandBuffer, "write", "arrange"),
-            (band_mover, "compute_box_sums", "digest"),
+            (band_mover, "compute_band_sums", "digest"),
         ),
         *((small_copies, "compute_stacked_sums", "digest"), (small_copies, "_gather_pieces", "arrange")),
     ):
