@@ -43,10 +43,6 @@ from shardctl.libraries.megatron.names import (
     find_newest_name,
     find_projection,
 )
-from shardctl.libraries.megatron.rank_archive import RankArchive, StoragePart
-from shardctl.libraries.megatron.rank_order import sort_parameters
-from shardctl.libraries.megatron.rank_state_writing import RankStateWriter
-from shardctl.libraries.megatron.rank_states import STATES_FILE
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.writer import Layout
@@ -57,7 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.libraries.arrays.composing import ComposedArray
-    from shardctl.libraries.megatron.rank_state_writing import NamedArray
+    from shardctl.libraries.megatron.rank_archive import RankArchive
+    from shardctl.libraries.megatron.rank_state_writing import NamedArray, RankStateWriter
     from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Chunk, Manifest
@@ -76,6 +73,10 @@ def pack_megatron(order: PackRequest) -> Manifest:
     Raises as `Layout.pack` says.
     """
     from shardctl.libraries.megatron.embedding_copies import note_copies  # which needs NumPy
+    from shardctl.libraries.megatron.rank_archive import RankArchive  # as all below, of these files alone
+    from shardctl.libraries.megatron.rank_order import sort_parameters
+    from shardctl.libraries.megatron.rank_state_writing import RankStateWriter
+    from shardctl.libraries.megatron.rank_states import STATES_FILE
 
     SCHEMA.check(order.model)
     wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
@@ -319,6 +320,8 @@ def _build_file(
     stored: list[tuple[str, Chunk]],
 ) -> CheckpointFile:
     """Build the file of a rank's weights; what it holds of each tensor is added to `stored`."""
+    from shardctl.libraries.megatron.rank_archive import StoragePart  # of these files alone
+
     models: dict[str, dict[str, Value]] = {}
     for chunk, name, array in arrays:
         model = models.setdefault(chunk, {})
