@@ -17,24 +17,6 @@ _NUMBERS: Final = {
     "Input should be a valid number": "{value} is not a number",
 }
 """How pydantic, which typer repeats, begins to say that something is no number."""
-_TYPES: Final = {
-    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
-    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
-    **dict.fromkeys(("float32", "float", "f32"), "fp32"),
-}
-"""Other spellings of element types, and those that options take."""
-_VERBS: Final = {
-    **dict.fromkeys(("convert", "split", "shard", "consolidate", "export", "unshard"), "reshard"),
-    "merge": "reshard --to hf, or reshard --merge for an adapter",
-    **dict.fromkeys(("quantize", "quantise"), "reshard --quantize"),
-    **dict.fromkeys(("dequantize", "dequantise", "cast"), "reshard --dtype"),
-    **dict.fromkeys(("info", "show", "list", "ls", "cat", "describe"), "inspect"),
-    **dict.fromkeys(("estimate", "estimate-memory", "fit", "memory", "search"), "plan"),
-    **dict.fromkeys(("check", "validate", "test"), "verify"),
-    **dict.fromkeys(("compare", "cmp"), "diff"),
-    **dict.fromkeys(("hash", "checksum", "sha256"), "digest"),
-}
-"""What other tools call what a verb does."""
 _REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _CHOICE: Final = re.compile(r"'(?P<value>\w+)' is not one of (?P<choices>'.*)", re.DOTALL)
 
@@ -44,6 +26,8 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
 
     `args` is the command line, for the values that a message does not repeat.
     """
+    from shardctl.cli import foreign_words  # rarely needed
+
     if not isinstance(error, typer.TyperException):
         return error
     message, _, guess = error.message.partition(". Did you mean ")
@@ -60,11 +44,15 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
             if rest.startswith(begin):
                 message = f"{option}: {said.format(value=repr(_find_value(args, option)))}"
         choice = _CHOICE.fullmatch(rest)
-        meant = _TYPES.get(choice["value"].lower()) if choice is not None else None
+        meant = foreign_words.TYPES.get(choice["value"].lower()) if choice is not None else None
         guess = guess or (meant if choice is not None and meant and f"'{meant}'" in choice["choices"] else "")
     unknown = re.fullmatch(r"no such command '(?P<verb>.*)'", message)
     if unknown is not None:
-        guess = _VERBS.get(unknown["verb"], guess)
+        guess = foreign_words.VERBS.get(unknown["verb"], guess)
+    option = re.fullmatch(r"no such option: --(?P<word>[\w-]+)", message)
+    if option is not None:
+        meant = foreign_words.OPTIONS.get(option["word"].replace("_", "-").lower(), "")
+        guess = meant if meant.partition(" ")[0] in _list_options(context) else guess
     short = re.fullmatch(r"no such option: -\w", message)
     if short is not None and not guess:
         guess = _find_long_option(args, context)
@@ -87,6 +75,11 @@ def _find_value(args: Sequence[str], option: str) -> str:
 
 def _find_long_option(args: Sequence[str], context: typer.Context | None) -> str:
     """Find the option that one word of a command line would be with a second dash, such as ``-tp``."""
-    known = {name for each in context.command.params for name in each.opts} if context is not None else set()
+    known = _list_options(context)
     meant = (f"-{arg.partition('=')[0]}" for arg in args if re.match(r"-\w", arg))
     return next((each for each in meant if each in known), "")
+
+
+def _list_options(context: typer.Context | None) -> set[str]:
+    """List the options of the verb that a command line names."""
+    return {name for each in context.command.params for name in each.opts} if context is not None else set()

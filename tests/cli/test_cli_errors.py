@@ -1,4 +1,5 @@
 import json
+import re
 import signal
 
 import pytest
@@ -9,6 +10,7 @@ import shardctl.verbs.digest
 import shardctl.verbs.inspect
 import shardctl.verbs.reshard
 from shardctl.cli import streams
+from shardctl.cli.foreign_words import OPTIONS
 from shardctl.errors import (
     AccessError,
     CutError,
@@ -49,6 +51,18 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
         (["plan", "x", "-tp", "2"], "no such option: -tp", "did you mean --tp?"),
         (["plan", "x", "-tp=2"], "no such option: -tp", "did you mean --tp?"),
         (["plan", "x", "-t"], "no such option: -t", "shardctl plan --help lists the arguments"),
+        (["plan", "x", "--training"], "no such option: --training", "did you mean --for train?"),
+        (
+            ["plan", "x", "--gpu_memory_utilization=0.9"],
+            "no such option: --gpu_memory_utilization",
+            "did you mean --utilization?",
+        ),
+        (["plan", "x", "--world-size", "8"], "no such option: --world-size", "did you mean --gpus?"),
+        (
+            ["reshard", "x", "y", "--tensor-parallel-size", "8"],
+            "no such option: --tensor-parallel-size",
+            "did you mean --tp?",
+        ),
         (["plan", "--tp=3.5", "x"], "--tp: '3.5' is not a whole number", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--tp", "two"], "--tp: 'two' is not a whole number", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--memory", "5G"], "size '5G' has the unknown unit 'G'", "did you mean 5GB or 5GiB?"),
@@ -314,3 +328,8 @@ def test_the_record_of_a_checkpoint_is_not_the_checkpoint(say, source, tmp_path,
     code, _, err = say(verb, record)
     assert code == 4
     assert err == f"error: {record} is the record of a checkpoint\nhint:  give the directory that it lies in\n"
+
+
+def test_what_other_tools_call_an_option_names_one_that_some_verb_has(say):
+    listed = "".join(say(verb, "--help-all")[1] for verb in ("plan", "reshard", "verify"))
+    assert [meant for meant in OPTIONS.values() if not re.search(rf"{meant.partition(' ')[0]}\b", listed)] == []

@@ -1,0 +1,55 @@
+"""Lists what other tools call our verbs, options and element types, for the hints of wrong command lines."""
+
+from __future__ import annotations
+
+from typing import Final
+
+TYPES: Final = {
+    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
+    **dict.fromkeys(("float32", "float", "f32"), "fp32"),
+}
+"""Other spellings of element types, and those that options take."""
+
+VERBS: Final = {
+    **dict.fromkeys(("convert", "split", "shard", "consolidate", "export", "unshard"), "reshard"),
+    "merge": "reshard --to hf, or reshard --merge for an adapter",
+    **dict.fromkeys(("quantize", "quantise"), "reshard --quantize"),
+    **dict.fromkeys(("dequantize", "dequantise", "cast"), "reshard --dtype"),
+    **dict.fromkeys(("info", "show", "list", "ls", "cat", "describe"), "inspect"),
+    **dict.fromkeys(("estimate", "estimate-memory", "fit", "memory", "search"), "plan"),
+    **dict.fromkeys(("check", "validate", "test"), "verify"),
+    **dict.fromkeys(("compare", "cmp"), "diff"),
+    **dict.fromkeys(("hash", "checksum", "sha256"), "digest"),
+}
+"""What other tools call what a verb does, and that verb."""
+
+OPTIONS: Final = {
+    **dict.fromkeys(("train", "training"), "--for train"),
+    **dict.fromkeys(("serve", "serving", "inference"), "--for serve"),
+    **dict.fromkeys(("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"), "--tp"),
+    **dict.fromkeys(("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size"), "--pp"),
+    **dict.fromkeys(("expert-parallel", "expert-parallel-size", "expert-model-parallel-size", "ep-size"), "--ep"),
+    **dict.fromkeys(("context-parallel-size", "cp-size"), "--cp"),
+    **dict.fromkeys(("data-parallel", "data-parallel-size", "dp-size"), "--dp"),
+    **dict.fromkeys(("world-size", "num-gpus", "n-gpus", "nproc", "nproc-per-node", "devices"), "--gpus"),
+    **dict.fromkeys(("gpu-memory", "device-memory", "vram"), "--gpu 80GB"),
+    **dict.fromkeys(("gpu-memory-utilization", "mem-fraction-static"), "--utilization"),
+    **dict.fromkeys(("max-model-len", "context-length", "context-len", "max-seq-len", "seq-length"), "--seq-len"),
+    **dict.fromkeys(("batch-size", "micro-batch-size", "per-device-train-batch-size"), "--batch"),
+    **dict.fromkeys(("gradient-accumulation-steps", "num-microbatches"), "--microbatches"),
+    **dict.fromkeys(("gradient-checkpointing", "activation-checkpointing"), "--recompute"),
+    "max-num-seqs": "--max-seqs",
+    "max-num-batched-tokens": "--batched-tokens",
+    "kv-cache-dtype": "--kv-dtype",
+    "zero-stage": "--zero",
+    **dict.fromkeys(("ram", "max-memory", "max-ram", "memory-limit"), "--memory"),
+    **dict.fromkeys(("jobs", "num-threads"), "--threads"),
+    **dict.fromkeys(("torch-dtype", "outtype", "precision"), "--dtype"),
+    **dict.fromkeys(("quantization", "quant"), "--quantize"),
+    **dict.fromkeys(("force", "replace", "yes"), "--overwrite"),
+    **dict.fromkeys(("format", "layout", "target"), "--to"),
+    **dict.fromkeys(("shard-size", "max-file-size"), "--max-shard-size"),
+    **dict.fromkeys(("base", "reference", "compare"), "--against"),
+}
+"""What other tools call an option, without its dashes, and ours, with a value where that is what they mean."""
