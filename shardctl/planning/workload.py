@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
+from shardctl.amounts import format_plural
 from shardctl.errors import UsageError
 from shardctl.estimate.inventory import FLOATING
 from shardctl.estimate.workload import (
@@ -51,7 +52,7 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     _check_about_use(options, use)
     if use == "serve" and not options.search and options.devices not in {None, mesh.world}:
         raise UsageError(
-            f"--gpus {options.devices} applies to --search, but the mesh has {mesh.world:,} ranks",
+            f"--gpus {options.devices} applies to --search, but the mesh has {format_plural(mesh.world, 'rank')}",
             hint=f"add --search, or divide them, such as with --tp {options.devices}",
         )
     if about.anatomy is None and use == "serve":

@@ -107,7 +107,7 @@ def test_a_folder_left_behind_is_named_once(tmp_path):
     assert len(objects) == 3
     assert warnings == (
         "checkpoint-1/ is left behind: 2 files of another checkpoint",
-        "checkpoint-2/ is left behind: 1 files of another checkpoint",
+        "checkpoint-2/ is left behind: 1 file of another checkpoint",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import format_plural
 from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import ADAPTERS
@@ -84,7 +85,8 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
             unused.append(path)
         objects.append(OpaqueObject(path, policy, file=path, size=stat.size))
     warnings = [_describe_unused(unused)] if unused else []
-    warnings += [f"{folder}/ is left behind: {n} files of another checkpoint" for folder, n in folders.items()]
+    for folder, number in folders.items():
+        warnings.append(f"{folder}/ is left behind: {format_plural(number, 'file')} of another checkpoint")
     return tuple(objects), tuple(warnings)
 
 
