@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
+from shardctl.estimate.preconditioner_blocks import count_blocks, count_packed_sides
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from shardctl.estimate.preconditioner_blocks import Block
 
 
 @value_class
@@ -27,11 +30,13 @@ class OptimizedTensor:
     """Elements that the ranks which share it by fsdp see as one tensor; at least those of `kept`."""
     hidden: bool
     """Whether it is a matrix inside a layer, neither embedding nor head: what Muon orthogonalises."""
+    blocks: tuple[tuple[Block, int], ...] = ()
+    """Of optimizers that spread blocks over ranks, those that this rank updates, instead of `kept`."""
 
     @property
     def elements(self) -> int:
         """Elements of the rank's part."""
-        return prod(self.kept)
+        return sum(count * prod(block) for block, count in self.blocks) if self.blocks else prod(self.kept)
 
 
 @value_class
@@ -46,6 +51,8 @@ class StateSlot:
     """The safetensors dtype; None for that of the parameters which are updated."""
     paged: bool = False
     """Whether it is in pages that move to the host when the device is full (CUDA unified memory)."""
+    square: bool = False
+    """Whether a part of a tensor may have less than its share, because sides count by their squares."""
 
 
 @value_class
@@ -83,6 +90,8 @@ class OptimizerSpec:
     """Whether a step makes a temporary as large as the parameters (torch's foreach kernels)."""
     trainer_copies: int = 0
     """How many temporaries of the tensor that it updates a step makes in transformers' Trainer."""
+    spreads: bool = False
+    """Whether ranks with the same parameters spread the blocks of their matrices, and nothing divides flat vectors."""
 
 
 SMALL: Final = 4096
@@ -93,8 +102,6 @@ PAGED: Final = 100_000
 """States of tensors with fewer elements are never paged (bitsandbytes, `Optimizer8bit.get_state_buffer`)."""
 WIDEST: Final = 10_000
 """Dims that are longer have no preconditioner (SOAP, `max_precondition_dim`)."""
-LONGEST: Final = 1024
-"""Elements of the longest dim of a block, and of dims that are taken as one (Shampoo, `max_preconditioner_dim`)."""
 CODES: Final = 256 * 4
 """Bytes of the table that says what each of 256 codes means; all tensors share it."""
 
@@ -149,27 +156,8 @@ def _count_sides(seen: OptimizedTensor) -> int:
 
 
 def _count_packed_sides(seen: OptimizedTensor) -> int:
-    """Count the elements of half a symmetric matrix, its diagonal included, for each dim of each block of a tensor."""
-    if not seen.elements:
-        return 0
-    total = 0
-    dims = _merge_small_dims(seen.kept)
-    blocks = [ceil(n / LONGEST) for n in dims]
-    for n, own in zip(dims, blocks, strict=True):
-        sides = [LONGEST] * (n // LONGEST) + ([n % LONGEST] if n % LONGEST else [])
-        total += prod(blocks) // own * sum(side * (side + 1) // 2 for side in sides)
-    return total
-
-
-def _merge_small_dims(shape: tuple[int, ...]) -> list[int]:
-    """Merge neighbouring dims, from the first on, while their product is not too long; leave out those of one."""
-    merged = [1]
-    for n in shape:
-        if merged[-1] * n <= LONGEST:
-            merged[-1] *= n
-        elif n > 1:
-            merged.append(n)
-    return merged[1:] if merged[0] == 1 and len(merged) > 1 else merged
+    blocks = seen.blocks or tuple(count_blocks(seen.kept).items())
+    return sum(count * count_packed_sides(block) for block, count in blocks)
 
 
 def _count_unfactored(seen: OptimizedTensor) -> int:
@@ -268,8 +256,8 @@ OPTIMIZERS: Final = (
         "SOAP: Adam in the eigenbasis of Shampoo's preconditioners",
         (
             *(StateSlot(name, _count_elements) for name in _ADAM),
-            StateSlot("preconditioners", _count_sides),
-            StateSlot("their eigenvectors", _count_sides),
+            StateSlot("preconditioners", _count_sides, square=True),
+            StateSlot("their eigenvectors", _count_sides, square=True),
         ),
         "Vyas et al. 2024, algorithm 3; pytorch_optimizer 4.1, optimizer/soap.py",
     ),
@@ -279,10 +267,11 @@ OPTIMIZERS: Final = (
         (
             StateSlot("momentum", _count_elements, None),
             StateSlot("second moment, for the step size", _count_elements, None),
-            StateSlot("preconditioners", _count_packed_sides),
-            StateSlot("their inverse roots", _count_packed_sides),
+            StateSlot("preconditioners", _count_packed_sides, square=True),
+            StateSlot("their inverse roots", _count_packed_sides, square=True),
         ),
-        "Shi et al. 2023; facebookresearch/optimizers f606606, distributed_shampoo, grafting from Adam, on one rank",
+        "Shi et al. 2023; facebookresearch/optimizers f606606, distributed_shampoo, grafting from Adam",
+        spreads=True,
     ),
     OptimizerSpec(
         "lion",

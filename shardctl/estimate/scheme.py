@@ -74,6 +74,11 @@ class TrainingScheme:
         return self.zero > 0 and self.runtime != "units"
 
     @property
+    def spread(self) -> bool:
+        """Whether ranks that hold the same parameters spread the optimizer's blocks among them."""
+        return self.optimizer.spreads and not self.zero and self.sharers > 1
+
+    @property
     def offloaded(self) -> bool:
         """Whether the optimizer works on the host."""
         return self.states != "device"
@@ -116,6 +121,8 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
             f"DeepSpeed does not support pipelines with ZeRO {stage}",
             hint="give --zero 1, or a mesh without pipeline stages",
         )
+    if known.spreads:
+        _check_spreading(runtime, work)
     return TrainingScheme(
         runtime=runtime,
         compute=compute,
@@ -134,6 +141,18 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         gradients=gradients,
         states=states,
     )
+
+
+def _check_spreading(runtime: Runtime, work: TrainingWorkload) -> None:
+    """Raise UsageError for runtimes that have no such optimizer, or give theirs no matrices."""
+    why = {
+        # megatron-core 0.16, optimizer/__init__.py and muon.py
+        "buffers": f"Megatron-LM has no {work.optimizer}: its optimizers are Adam, SGD and Muon",
+        # DeepSpeed 0.19.8, runtime/zero, and unfused_optimizer.py, whose fp32 copies it would not see
+        "partitions": f"DeepSpeed gives its optimizers flat partitions, and {work.optimizer} needs matrices",
+    }
+    if runtime in why:
+        raise UsageError(why[runtime], hint="use --profile fsdp2, or --profile hf without --zero, which is DDP")
 
 
 def _choose_narrow_moments(known: OptimizerSpec, work: TrainingWorkload) -> OptimizerSpec:

@@ -11,7 +11,7 @@ ranks that share unevenly by ZeRO, the one that has most is counted.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, lcm, prod
@@ -22,6 +22,7 @@ from shardctl.errors import UsageError
 from shardctl.estimate.holding import SHARDING
 from shardctl.estimate.offload import list_buffer_terms
 from shardctl.estimate.optimizers import OptimizedTensor
+from shardctl.estimate.preconditioner_blocks import count_blocks, count_gathered_bytes, spread_blocks
 from shardctl.estimate.scheme import F32, choose_scheme
 from shardctl.estimate.term import MemoryTerm, sum_terms
 from shardctl.estimate.transients import list_step_terms
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.estimate.holding import HeldPart, RankHolding
+    from shardctl.estimate.preconditioner_blocks import Block
     from shardctl.estimate.scheme import TrainingScheme
     from shardctl.estimate.term import Category, Tier
     from shardctl.estimate.workload import TrainingWorkload
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 _BUCKET: Final = 40_000_000
 """The fewest parameters of a gradient bucket (Megatron-LM, `distributed_data_parallel.py`)."""
 _ZERO: Final = "Rajbhandari et al. 2020, sec. 3 and 5"
+_SPREAD: Final = (
+    "facebookresearch/optimizers f606606, distributed_shampoo/distributor: DDPDistributor, HybridShardDistributor"
+)
 _SOURCES: Final = {
     "units": "torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py",
     "partitions": f"{_ZERO}; DeepSpeed, runtime/zero",
@@ -88,11 +93,12 @@ def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -
         _refuse_untrainable(holding)
     trained = tuple(_build_trained_part(part, mesh, holding.coordinate, plan) for part in parts)
     groups = _group_trained(trained, plan)
-    shared = sum(g.shared for g in groups)
+    spread = tuple(_spread_group(trained, g, plan) for g in groups) if plan.spread else ()
+    shared = sum(one.elements for one, _ in spread) if spread else sum(g.shared for g in groups)
     lasting = (
         *_list_weight_terms(holding, groups, plan),
         *_list_gradient_terms(holding, groups, plan),
-        *_list_optimizer_terms(trained, groups, plan),
+        *_list_optimizer_terms(trained, groups, spread, plan),
     )
     passing = (
         *list_step_terms(shared, max((t.stored for t in trained), default=0), plan),
@@ -221,7 +227,10 @@ def _list_gradient_terms(
 
 
 def _list_optimizer_terms(
-    trained: Sequence[TrainedPart], groups: Sequence[StateGroup], plan: TrainingScheme
+    trained: Sequence[TrainedPart],
+    groups: Sequence[StateGroup],
+    spread: Sequence[tuple[OptimizedTensor, int]],
+    plan: TrainingScheme,
 ) -> Iterator[MemoryTerm]:
     if plan.master:
         name = "F32 copies of the weights"
@@ -238,6 +247,17 @@ def _list_optimizer_terms(
         )
     if plan.flat:
         seen = [(1, OptimizedTensor((g.shared,), g.shared, hidden=g.hidden)) for g in groups]
+    elif spread:
+        seen = [(1, one) for one, _ in spread]
+        yield MemoryTerm(
+            "updates gathered from the ranks that compute them",
+            "optimizer",
+            sum(nbytes for _, nbytes in spread),
+            "N * the most that a rank computes, in F32",
+            _collect_inputs(groups, plan),
+            _SPREAD,
+            tier=plan.states,
+        )
     else:
         seen = [
             (
@@ -262,6 +282,20 @@ def _list_optimizer_terms(
             tier="host" if slot.paged and plan.states == "device" else plan.states,
         )
     yield MemoryTerm("tables of 8-bit codes", "optimizer", plan.optimizer.constant, source=plan.optimizer.source)
+
+
+def _spread_group(
+    trained: Sequence[TrainedPart], group: StateGroup, plan: TrainingScheme
+) -> tuple[OptimizedTensor, int]:
+    """Return what the rank updates that has most to keep for it, and the bytes in which all updates are gathered."""
+    blocks: Counter[Block] = Counter()
+    for each in (t for t in trained if t.part.kind.spec.of_expert == group.expert):
+        for block, count in count_blocks(each.kept).items():
+            blocks[block] += each.part.count * count
+    loads, ranks = spread_blocks(tuple(blocks.items()), plan.among(expert=group.expert))
+    found = [OptimizedTensor((0,), 0, hidden=False, blocks=tuple(some.items())) for some in ranks]
+    most = max(found, key=lambda one: sum(slot.elements(one) for slot in plan.optimizer.slots))
+    return most, count_gathered_bytes(loads)
 
 
 def _count_optimized_elements(trained: TrainedPart, plan: TrainingScheme) -> int:

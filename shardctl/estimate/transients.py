@@ -84,6 +84,18 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
             "DeepSpeed 0.19.8, stage3.py, `_prepare_fp32_grad_for_sub_group`, and the same in stage_1_and_2.py",
             interval=(wide * some, (flat + wide) * some),
         )
+    elif plan.optimizer.spreads:
+        nbytes = 4 * plan.resident.nbytes((shared,))
+        yield MemoryTerm(
+            STEP,
+            "workspace",
+            nbytes,
+            f"4 * {plan.resident.unit_bytes} * elements",
+            {"elements": shared},
+            "facebookresearch/optimizers f606606 on a CPU: 2.25 to 3 copies of what a rank updates, 3.9 to 4 in steps "
+            "that update preconditioners",
+            interval=(nbytes // 2, nbytes),
+        )
     elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
         whole = plan.resident.nbytes((shared,))
         about = (round(0.99 * whole), round(1.01 * whole)) if plan.foreach else None

@@ -138,6 +138,8 @@ def _is_timed(work: ServingWorkload | TrainingWorkload, device: DeviceSpec) -> b
 def _compare_strategies(parameters: int, devices: int, work: TrainingWorkload) -> tuple[ShardingStrategy, ...]:
     """Compare data parallelism and the ZeRO stages for the types of `work`."""
     known, width = get_optimizer(work.optimizer), BY_NAME[work.dtype].unit_bytes
+    if known.spreads:
+        return ()  # ZeRO cuts flat vectors, which have nothing to precondition
     if work.precision != "mixed":
         known = build_plain_optimizer(known)
     states = known.per_parameter * (width / USUAL_GRADIENT if work.precision == "fp32" else 1)

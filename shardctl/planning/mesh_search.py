@@ -13,6 +13,7 @@ from shardctl.estimate.cost import MeshCost, price_mesh
 from shardctl.estimate.devices import DeviceSpec, get_device
 from shardctl.estimate.heaviest import HeaviestRanks
 from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.optimizers import get_optimizer
 from shardctl.estimate.rank_estimate import MeshEstimate
 from shardctl.estimate.search import (
     SERVING,
@@ -162,11 +163,14 @@ class MeshExplorer:
         terms = tuple(t for t in terms if gradients or t.category != "gradients")
         # Of Megatron's states nothing but the padding is not exact; of other runtimes' what comes and goes.
         lasts = self.work.profile == "megatron"
-        return sum(t.low for t in terms if (t.exact or lasts) and t.category in _STATES and t.tier == "device")
+        squares = {slot.name for slot in get_optimizer(self.work.optimizer).slots if slot.square}
+        some = (t for t in terms if (t.exact or lasts) and t.name not in squares)
+        return sum(t.low for t in some if t.category in _STATES and t.tier == "device")
 
     def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
         """Return the states that some rank of a mesh must have: the mean of `dense` and `expert` bytes over all."""
-        shared = isinstance(self.work, TrainingWorkload) and self.work.zero > 0
+        work = self.work
+        shared = isinstance(work, TrainingWorkload) and (work.zero > 0 or get_optimizer(work.optimizer).spreads)
 
         def floor(mesh: Mesh) -> int:
             apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)

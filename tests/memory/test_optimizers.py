@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
+from math import ceil, prod
 
 import bitsandbytes
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 from shardctl.estimate.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
+from shardctl.estimate.preconditioner_blocks import count_blocks, count_gathered_bytes, spread_blocks
 
 SHAPES = ((70, 64), (64, 70), (4096,), (4095,), (257, 16), (16, 8), (1, 5), (3,), (2, 64, 64), ())
 """Around the sizes from which states have 8 bits, whose blocks are 256 elements."""
@@ -87,7 +92,7 @@ def test_soap(shape, nbytes):
         ((70, 64), "F32", 72360), ((64, 70), "F32", 72360), ((257, 16), "F32", 299208), ((16, 8), "F32", 67072),
         ((1, 5), "F32", 160), ((3,), "F32", 72), ((4096,), "F32", 16826368), ((2, 64, 64), "F32", 148224),
         ((2500, 1), "F32", 9235824), ((1500, 30), "F32", 5474048), ((2048, 1100), "F32", 43259616),
-        ((70, 64), "BF16", 54440),
+        ((70, 64), "BF16", 54440), ((32, 3, 64, 64), "F32", 3314816),
     ],
 )  # fmt: skip
 def test_shampoo(shape, dtype, nbytes):
@@ -97,6 +102,46 @@ def test_shampoo(shape, dtype, nbytes):
     number of steps is left out.
     """
     assert told("shampoo", [shape], dtype) == nbytes
+
+
+ODD = ((70, 64), (4096,), (2048, 1100), (1500, 30))
+TALL = ((2048, 1100), (1100, 2048), (300, 256), (256,))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "buffer"),
+    [
+        (ODD, (26077688, 39554704), 9256960), ((*ODD, (2500, 1), (3,)), (16785408, 16785408, 41297472), 12582912),
+        (TALL, (33570816, 27712976, 26739424), 25165824), (((3,), (1, 5)), (72, 160), 128),
+        (((35, 64), (2048,), (1024, 1100), (750, 30)), (16785408, 15733904), 8388608),
+    ],
+)  # fmt: skip
+def test_shampoo_over_replicas(shapes, ranks, buffer):
+    """Bytes that each rank has after a step, and those of its `_global_dist_buffer`, as above on gloo processes.
+
+    With DDPDistributedConfig, and HybridShardDistributedConfig for the third; the last is the part that the ranks
+    (0, 0) and (1, 0) of a mesh of 2 x 2 have of `ODD`.
+    """
+    blocks = sum((count_blocks(shape) for shape in shapes), Counter())
+    loads, each = spread_blocks(tuple(blocks.items()), len(ranks))
+    seen = [OptimizedTensor((0,), 0, hidden=False, blocks=tuple(some.items())) for some in each]
+    assert tuple(sum(4 * slot.elements(one) for slot in get_optimizer("shampoo").slots) for one in seen) == ranks
+    assert count_gathered_bytes(loads) == buffer
+
+
+@given(
+    st.lists(st.tuples(st.tuples(st.integers(1, 40), st.integers(1, 8)), st.integers(1, 50)), min_size=1, max_size=9),
+    st.integers(1, 9),
+)
+def test_blocks_are_spread_as_one_by_one(blocks, ranks):
+    """Rounds of equal blocks leave each rank as many bytes as `distribute_buffer_sizes` does, block after block."""
+    loads = [0] * ranks
+    for block, count in sorted(blocks, key=lambda one: -ceil(prod(one[0]) / 16)):
+        for _ in range(count):
+            loads[loads.index(min(loads))] += ceil(prod(block) / 16) * 64
+    found, each = spread_blocks(tuple(blocks), ranks)
+    assert sorted(found) == sorted(loads)
+    assert sum(each, Counter()) == sum((Counter({block: count}) for block, count in blocks), Counter())
 
 
 def test_transformers_adafactor():

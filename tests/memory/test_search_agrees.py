@@ -25,6 +25,7 @@ ASKED = (
     ),
     (SMALL / "t5.json", PlanOptions(use="train", seq_len=64, schedule="gpipe", batch=3)),
     (SMALL / "llama.json", PlanOptions(use="train", seq_len=64, virtual_stages=1, optimizer="adafactor", profile="hf")),
+    (SMALL / "qwen3_moe.json", PlanOptions(use="train", seq_len=64, optimizer="shampoo")),
     (LARGE / "t5-base.json", PlanOptions(use="train", seq_len=512, virtual_stages=2)),
     (SMALL / "qwen3_moe.json", PlanOptions(use="serve", batch=3)),
 )

@@ -163,6 +163,31 @@ def test_megatron_shares_experts_among_the_ranks_that_have_them():
     assert moment.low == moment.nbytes < moment.high
 
 
+@pytest.mark.parametrize(("mesh", "profile", "zero", "ranks", "parts"), [
+    ("dp=2", "hf", 0, 2, 1), ("dp=2,fsdp=2", "fsdp2", 0, 2, 2), ("dp=2,cp=2", "fsdp2", 0, 4, 1),
+])  # fmt: skip
+def test_shampoo_spreads_blocks_over_replicas(mesh, profile, zero, ranks, parts):
+    """facebookresearch/optimizers f606606: the replicas keep together what one of them would keep alone."""
+    inventory = one_tensor(16 * 1024 * 1024, "F32")
+    options = {"profile": profile, "zero": zero, "optimizer": "shampoo", "precision": "fp32", "dtype": "F32"}
+    sizes = {t.name: t.nbytes for t in terms(inventory, mesh, **options)}
+    alone = {t.name: t.nbytes for t in terms(inventory, f"fsdp={parts}", **options)}
+    for name in ("momentum", "preconditioners", "their inverse roots"):
+        assert sizes[name] * ranks == alone[name]
+    assert sizes["updates gathered from the ranks that compute them"] == 4 * 16 * 1024 * 1024 // parts
+    assert "updates gathered from the ranks that compute them" not in alone
+    assert sizes[STEP] * ranks == alone[STEP]
+
+
+@pytest.mark.parametrize(("mesh", "profile", "zero", "message"), [
+    ("dp=2", "deepspeed", 1, "flat partitions"), ("dp=2", "deepspeed", 0, "flat partitions"),
+    ("dp=2", "hf", 3, "flat partitions"), ("dp=2", "megatron", 0, "Megatron-LM has no shampoo"),
+])  # fmt: skip
+def test_shampoo_is_refused_without_matrices(mesh, profile, zero, message):
+    with pytest.raises(UsageError, match=message):
+        terms(one_tensor(4096), mesh, profile=profile, zero=zero, optimizer="shampoo")
+
+
 def megatron_layout(sizes, ranks, *, overlap):
     """Elements of the buffer and of each rank's shard as Megatron-LM lays them out (optimizer/param_layout.py).
 
