@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 HERE = ROOT / "fixtures" / "fsdp_dtensor"
 TRAINING = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.training")
 CASES = sorted(path.parent.name for path in HERE.glob("*/losses.json"))
+MODELS = {case: HERE / ("moe" if case == "moe" else "dense") / "hf" for case in CASES}
 
 
 def load_all(place: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +42,7 @@ def load_all(place: Path) -> dict[str, torch.Tensor]:
 def test_torch_goes_on_with_the_losses_of_megatron_fsdp(case, tmp_path):
     experts = {"experts": "fused"} if case == "moe" else {}
     asked = ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2), optimizer_states="keep", **experts)
-    hf = HERE / case / "hf"
+    hf = MODELS[case]
     reshard(HERE / case, tmp_path / "dcp", asked, source_options=SourceOptions(config=hf))
     words = [sys.executable, "-m", "fixtures.torch_dist.resume_torch", "resume", hf, tmp_path / "dcp"]
     done = subprocess.run(
@@ -56,7 +57,7 @@ def test_torch_goes_on_with_the_losses_of_megatron_fsdp(case, tmp_path):
 def test_torch_dist_holds_the_same_arrays(case, tmp_path):
     """Compared with what torch itself reads of Megatron-FSDP's files."""
     asked = ReshardOptions(to="torch_dist", optimizer_states="keep")
-    reshard(HERE / case, tmp_path / "out", asked, source_options=SourceOptions(config=HERE / case / "hf"))
+    reshard(HERE / case, tmp_path / "out", asked, source_options=SourceOptions(config=MODELS[case]))
     ours, theirs = load_all(tmp_path / "out" / "iter_0000002"), load_all(HERE / case / "iter_0000002")
     for state, there in (("exp_avg", "optimizer.state.module.module"), ("exp_avg_sq", "optimizer.state.module.module")):
         for number in range(2):
@@ -87,7 +88,7 @@ def find_keys(place: Path) -> dict[str, tuple[int, ...] | None]:
 
 def write_again(case: str, out: Path, **more) -> None:
     asked = ReshardOptions(to="fsdp_dtensor", optimizer_states="keep", megatron="layers=local", **more)
-    reshard(HERE / case, out, asked, source_options=SourceOptions(config=HERE / case / "hf"))
+    reshard(HERE / case, out, asked, source_options=SourceOptions(config=MODELS[case]))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -132,8 +133,15 @@ def test_stages_and_what_megatron_fsdp_has_not_are_refused(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.skipif(not TRAINING, reason="megatron-core 0.19 with Megatron-LM's training loop is not installed")
-@pytest.mark.parametrize(("family", "mesh"), [("llama", ("dp=2",)), ("qwen3_moe", ("dp=2", "ep=2"))])
-def test_megatron_fsdp_goes_on_with_its_own_losses(family, mesh, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("llama", ("tp=2", "dp=2")),
+        ("qwen3_moe", ("tp=2", "ep=2", "dp=2")),
+        ("glm4-moe-predicting", ("dp=2",)),
+    ],
+)
+def test_megatron_fsdp_goes_on_with_its_own_losses(model, mesh, tmp_path):
     """Straight, and by way of torch's DCP; in bfloat16 `load_checkpoint` itself loads, and asks for every key."""
     hf = tmp_path / "hf"
 
@@ -147,7 +155,10 @@ def test_megatron_fsdp_goes_on_with_its_own_losses(family, mesh, tmp_path):
         reshard(source, out, asked, source_options=SourceOptions(config=hf))
 
     numbers = {key: int(value) for key, value in (each.split("=") for each in mesh)}
-    run("fixtures.torch_dist.resume", "model", hf, family, "bfloat16")
+    if "-" in model:
+        run("fixtures.megatron.trained", hf, model, "bfloat16")
+    else:
+        run("fixtures.torch_dist.resume", "model", hf, model, "bfloat16")
     run("fixtures.fsdp_dtensor.resume", "train", hf, tmp_path / "run", tmp_path / "run.json", *mesh)
     there = {"megatron": "layers=local", "dtype": "bf16"}
     convert(tmp_path / "run", tmp_path / "straight", "fsdp_dtensor", **there)
