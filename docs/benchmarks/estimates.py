@@ -44,22 +44,23 @@ has cast at the end of the forward pass only, also of layers that are computed a
 nothing is in fp32 between the layers of a frozen base in 16 bits.
 """
 OTHERS = """\
-Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem
-publishes 1.6 % on one GPU and 3.0 % on several (Kim et al. 2024, abstract).
+Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem publishes 1.6 % on one
+GPU and 3.0 % on several (Kim et al. 2024, abstract).
 
-What allocated memory is missed by is mostly workspaces of kernels, which differ by device and version and weigh most in
-runs of 1 GiB. Reserved memory depends on the order of allocations, which is modelled for FSDP2's largest blocks only:
-for Megatron-LM, the allocator kept 2 % to 9 % more than what was allocated. Buffers of asynchronous TP are not known.
-The runs of transformers are of January 2022, when torch kept gradients from step to step and the input of each softmax,
-and CUDA's context took 1.31 GiB, where the plan has 0.56 GiB; all three are counted. What is left is slack of the
-allocator, of which the plan takes 5 %: its rules, followed through a step of these runs, give 0.4 % to 8 %.
+Allocated memory of Megatron-LM lacked one of three workspaces of matrix kernels, which the bytes that its CI logs
+between steps showed: one run of an H100 has 96 MiB besides its states, and on an A100 68 MiB. What is left, 16 MiB in
+runs of 1 GiB, was not followed. Reserved memory depends on the order of allocations, which is modelled for FSDP2's
+largest blocks only: for Megatron-LM, the allocator kept 2 % to 9 % more than what was allocated. Buffers of
+asynchronous TP are not known. The runs of transformers are of January 2022, when torch kept gradients from step to
+step and the input of each softmax, and CUDA's context took 1.31 GiB, where the plan has 0.56 GiB; all three are
+counted. What is left is slack of the allocator, of which the plan takes 5 %: its rules, followed through a step of
+these runs, give 0.4 % to 8 %.
 
 Of the rows that are farthest off, torchtitan's 70B on 256 devices lacks 4.4 GiB that were not found (with asynchronous
-TP, the same run took 4.3 GiB less). megatron-core with tp2, pp2 and cp2, and with tp4, are runs of about 1 GiB that
-lack 50 MiB. The runs of fms-acceleration showed that weights which are not trained need none of their inputs, and those
-that PEFT or TRL prepared that results of bitsandbytes' layers have the type of what they read. Those of PowerLM were
-looked at afterwards. Llama-2-70B with QLoRA lacks 0.25 GiB, as much as the result of one layer, which torch's reentrant
-checkpointing holds while it is computed again.
+TP, the same run took 4.3 GiB less). The runs of fms-acceleration showed that weights which are not trained need none
+of their inputs, and those that PEFT or TRL prepared that results of bitsandbytes' layers have the type of what they
+read. Those of PowerLM were looked at afterwards. Llama-2-70B with QLoRA lacks 0.25 GiB, as much as the result of one
+layer, which torch's reentrant checkpointing holds while it is computed again.
 
 ## Runs of which something is not known, or cannot be said
 

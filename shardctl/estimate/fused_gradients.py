@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer
 
 MIB: Final = 1 << 20
-_WORKSPACES: Final = (12 * MIB, 64 * MIB, 384 * MIB)
-"""The least, the usual and the most bytes of workspaces of cuBLAS and Transformer Engine, by the generation of the
-device: 4 and 8 MiB on an A100, 32 MiB each since Hopper."""
+_WORKSPACES: Final = (20 * MIB, 96 * MIB, 384 * MIB)
+"""The least, the usual and the most bytes of workspaces: torch has one of cuBLAS for each thread that multiplies, of
+the forward and of the backward pass, and Transformer Engine has one. Since Hopper each has 32 MiB; on an A100, torch's
+have 8 MiB unless `CUBLAS_WORKSPACE_CONFIG` says 32, and Transformer Engine's has 4."""
 _GROUPED: Final = (16 * MIB, 128 * MIB, 128 * MIB)
 """The same of the four streams that matrices of experts run in."""
 _DUMMIES: Final = (
@@ -33,7 +34,10 @@ _DUMMIES: Final = (
     "tensor_parallel/layers.py, get_dummy_wgrad; none with --no-gradient-accumulation-fusion"
 )
 _GATHERED: Final = "megatron-core 0.14 to 0.20, tensor_parallel/layers.py, get_global_memory_buffer"
-_STREAMS: Final = "Transformer Engine 2.11, pytorch/cpp_extensions/gemm.py, get_cublas_workspace; torch's of cuBLAS"
+_STREAMS: Final = (
+    "Transformer Engine 2.11, pytorch/cpp_extensions/gemm.py, get_cublas_workspace; torch 2.13, "
+    "aten/src/ATen/cuda/CublasHandlePool.cpp: one for each handle, of which a thread has its own"
+)
 
 
 def list_lasting_buffers(

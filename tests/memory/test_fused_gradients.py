@@ -59,6 +59,14 @@ def test_without_the_fusion_one_is_alive_at_a_time():
     assert found["gradient of one weight, until it is added"].high == 2 * 50257 * 12288
 
 
+def test_workspaces_are_what_a_run_had_between_steps_besides_its_states():
+    config = {**GPT_3, "n_layer": 12, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 50304}
+    found = terms(config, "dp=8", zero=1, fused_gradients=False).values()
+    lasting = [t for t in found if t.category in {"weights", "gradients", "optimizer"} or "workspaces" in t.name]
+    # mem-allocated-bytes of gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files on H100 (Megatron-LM d98e8a6)
+    assert sum(term.nbytes for term in lasting) == pytest.approx(581_489_664, abs=1 << 14)
+
+
 def test_a_fused_loss_keeps_the_logits_alone():
     name, logits = "kept by the head and the loss", 4096 * 128256
     eager, fused = (terms(LLAMA_3_405B, fused_loss=fused)[name].nbytes for fused in (False, True))
