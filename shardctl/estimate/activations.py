@@ -443,7 +443,7 @@ def _find_unknown_part(layer: ModelLayer, work: TrainingWorkload) -> str:
     listed = bool(layer.further) and work.profile != "megatron"
     if layer.attention is not None and layer.attention.chosen is not None and not listed:
         return "it attends to tokens that an indexer chooses"
-    if layer.attention is not None and layer.attention.compressed:
+    if layer.attention is not None and layer.attention.compressed and not listed:
         return "it attends to compressed tokens"
     if layer.streams > 1 and not listed:
         return "it mixes several states of each token"

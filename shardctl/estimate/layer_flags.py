@@ -139,9 +139,10 @@ def _list_attention_flags(
     yield "latent" if attention.kind == "latent" else "full"
     padded = attention.value_dim != attention.head_dim and work.attention == "flash"
     yield "padded values" if padded else "own values"
-    # Given a mask, as of a window, torch's fused kernel needs keys and values for each query head.
+    # Given a mask, as of a window or an indexer, torch's fused kernel needs keys and values for each query head.
     seen = attention.window is not None and attention.window < work.sequence
-    masked = work.attention == "sdpa" and (seen or style.masked or attention.kind == "cross")
+    chosen = attention.chosen is not None
+    masked = work.attention == "sdpa" and (seen or chosen or style.masked or attention.kind == "cross")
     copied = style.copied_keys or (masked and attention.kv_heads < attention.heads)
     yield "copied keys" if copied else "shared keys"
     if attention.gated:

@@ -41,6 +41,7 @@ Size = Literal[
     "rows",
     "key_rows",
     "scores",
+    "compressed",
     "biases",
     "intermediate",
     "steps",
@@ -81,7 +82,8 @@ MLP. `readings`: of that, once more for each further matrix that reads it. `drop
 `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what latent attention
 compresses to; what it makes keys and values from. `rotary_keys`: of its keys' rotary part, which all heads share.
 `repeated_...`: keys, values, once per query head. `contexts`: attention's result. `rows`, `key_rows`: one per query and
-head; one per key and head. `scores`: one per query, key and head. `biases`: that, but once for all sequences.
+head; one per key and head. `scores`: one per query, key and head. `compressed`: one
+per vector that is made of several tokens and attended to, too. `biases`: that, but once for all sequences.
 `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens
 times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this
 rank's experts get; `narrowed`: of their latents; `narrow_products`: of a token's products with the first
@@ -197,6 +199,9 @@ def _add_attention_sizes(
     wide, value = attention.head_dim, attention.value_dim
     pictured = attention.kind == "cross"
     seen, keys = (share.batch * attention.pictured, attention.pictured) if pictured else (n, share.keys)
+    if attention.compressed:
+        sizes["compressed"] = share.batch * (share.queries // attention.compressed)
+        seen, keys = seen + sizes["compressed"], keys + share.keys // attention.compressed
     sizes["queries"] = n * heads * wide
     sizes["keys"] = seen * kv_heads * wide
     sizes["values"] = seen * kv_heads * value

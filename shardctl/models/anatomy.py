@@ -466,7 +466,10 @@ class _AnatomyReader:
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
             width = ranks[1] + (named.size("rope") if named.has("rope") else 0)
             borrowed = "own_kv" in self.facts.flags and not any(row.dims == named.known("kv_rank") for row in rows)
-            latent = LayerAttention("latent", heads, heads, head, value, None, width, *ranks, borrowed=borrowed)
+            sinks = _has_sinks(rows)
+            latent = LayerAttention(
+                "latent", heads, heads, head, value, None, width, *ranks, borrowed=borrowed, sinks=sinks
+            )
             return _add_indexer(latent, named) if named.known("chosen") else latent
         wide = "full_" if named.has("full_q") else ""
         if not named.has(f"{wide}q"):
@@ -501,9 +504,14 @@ class _AnatomyReader:
             cross=cross,
             gated=gated,
             borrowed=borrowed,
-            sinks=any("sink" in row.name for row in rows),
+            sinks=_has_sinks(rows),
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found
+
+
+def _has_sinks(rows: list[Row]) -> bool:
+    """Return whether heads have a score that belongs to no token."""
+    return any("sink" in row.name for row in rows)
 
 
 def _attends_twice(attention: LayerAttention | None) -> bool:
@@ -563,7 +571,8 @@ def _build_compressed_attention(named: RowDims, window: int | None) -> LayerAtte
     """
     width = named.size("shared_kv")
     heads = named.size("q") // width
-    plain = LayerAttention("sliding", heads, heads, width, width, window, width, named.size("q_rank"))
+    ranks = width, named.size("q_rank")
+    plain = LayerAttention("sliding", heads, heads, width, width, window, *ranks, sinks=_has_sinks(named.rows))
     two = named.has("rate")
     if not two and not named.has("dense_rate"):
         return plain

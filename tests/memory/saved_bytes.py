@@ -7,6 +7,7 @@ the kernels of recurrent layers (`recurrent_kernels.py`).
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -153,6 +154,10 @@ def build_model(
     for module in model.modules() if kind == "flash" else ():
         if isinstance(getattr(module, "config", None), transformers.PreTrainedConfig):
             module.config._attn_implementation_internal = chosen
+    kept = model._get_dtype_plan(dtype)  # as from_pretrained does: some weights are fp32 in 16 bits, too
+    for name, weight in model.named_parameters() if kept else ():
+        if re.search("|".join(key.replace("*", ".*") for key in kept), name):
+            weight.data = weight.data.float()
     return model.train()
 
 

@@ -51,15 +51,9 @@ SCANS: Final = {"short", "delta", "channel delta", "chunked"}
 OTHER_KERNELS: Final = "a selective scan keeps what its kernel saves; test_activations_recurrent.py compares those"
 NOT_KNOWN: Final[Mapping[str, str]] = {
     "big_bird": "sparse blocks of attention",
-    "bitnet": "norms of what attention and MLP hand on",
     "deberta": "in fp32 only",
-    "deepseek_v4": "several states of each token",
-    "glm5_next": "several states of each token",
-    "hy_v4": "an indexer chooses",
     "longt5": "attention to what is near",
     "longt5-summary": "attention to what is near",
-    "minimax_m3_vl": "an indexer chooses",
-    "minimax_m3_vl_text": "an indexer chooses",
     "recurrent_gemma": "a recurrent state",
     "voxtral_realtime": "norms that are scaled",
 }
@@ -111,7 +105,7 @@ def is_routing(saved: SavedTensor) -> bool:
     notes = not saved.dtype.is_floating_point and saved.dtype != torch.bool
     if "Experts" in saved.kind or re.search("Mo[eE](Attention)?$", saved.kind):
         return notes or saved.shape[-1] == 1
-    router = re.search(r"Router|(?<!Forget)Gate$|TopK|DbrxFFN", saved.kind)
+    router = re.search(r"Router|SqrtSoftplus|(?<!Forget)Gate$|TopK|DbrxFFN", saved.kind)
     return router is not None and (not saved.dtype.is_floating_point or saved.shape[-1] < TOKENS // 2)
 
 
@@ -143,6 +137,32 @@ def test_layers_keep_what_autograd_saves(name, kind):
     expected = [b - a for a, b, counted in zip(some, many, mixes, strict=True) if counted]
     assert [b - a for a, b, counted in zip(few, more, mixes, strict=True) if counted] == expected
     assert any(mixes) or name in STATES_ONLY
+
+
+OTHER_SIZES: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
+    ("deepseek_v4", {"hc_mult": 4, "hc_sinkhorn_iters": 3}),
+    ("hy_v4", {"hc_mult": 4, "v_head_dim": 6}),
+    ("glm5_next", {"text_config": {"hc_mult": 3, "hc_sinkhorn_iters": 7, "linear_lower_bound": None}}),
+    ("minimax_m3_vl_text", {"index_block_size": 7}),
+    ("bitnet", {"num_key_value_heads": 4}),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "changed"), OTHER_SIZES, ids=lambda one: one if isinstance(one, str) else "")
+def test_layers_of_other_sizes_keep_what_autograd_saves(name, changed, kind, monkeypatch):
+    """With sizes that are not each other's multiples, and a number of tokens that no rate of compression divides."""
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", 39)
+    torch.manual_seed(0)
+    config = describe(name)
+    for key, value in changed.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    model, anatomy, paths = build_model(config, kind), build_anatomy(config), layer_paths(config)
+    if model is None:
+        pytest.skip(f"transformers has no {kind} attention for {name}")
+    few, more = (estimate(anatomy, kind, batch) for batch in (2, 4))
+    some, many = (measure(model, paths, batch) for batch in (2, 4))
+    assert [b - a for a, b in zip(few, more, strict=True)] == [b - a for a, b in zip(some, many, strict=True)]
 
 
 STATES_ONLY: Final = {"mamba", "falcon_mamba"}

@@ -19,7 +19,7 @@ from shardctl.models.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -36,14 +36,24 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     return facts.also(dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))})
 
 
+_FURTHER: Final = tuple(
+    one
+    for what, dims in (("attention", "all_heads"), ("the MLP", "all_ffn"))
+    for one in (
+        FurtherTensor(f"fp32 copy of what {what} hands to its last matrix", dims=dims, width=4),
+        FurtherTensor(f"the same normed, before the weight, of {what}", dims=dims, given=("head norms trained",)),
+        FurtherTensor(f"statistics of that norm, of {what}", width=4),
+    )
+)
+_INPUT: Final = FurtherTensor(
+    "input of attention's last matrix, besides its result", dims="all_heads", given=("fused", "output trained")
+)
 BITNET: Final = Family(
     name="bitnet",
     rows=(*EMBEDDING, *QKVO, _OF_HEADS, *GATED, _OF_MLP, *NORMS, *LAST_NORM, *HEADS),
     facts=_build_facts,
     classes={"BitNetForCausalLM": ModelClass("model", "lm"), "BitNetModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(
-        activation=("hidden_act", "relu2"), norm="rms", unmodelled="norms of what attention and MLP hand on"
-    ),
+    traits=LayerTraits(activation=("hidden_act", "relu2"), norm="rms", further=(*_FURTHER, _INPUT)),
     assumed={**assume_sizes(128256, 2560, 6912, 30, 20), "num_key_value_heads": 5},
 )

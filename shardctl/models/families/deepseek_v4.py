@@ -23,7 +23,8 @@ from shardctl.models.experts import (
     count_experts,
 )
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.hyper_connections import list_mixed_streams
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "chosen": LogicalDim(config.size("index_topk", 512)),
             "count": LogicalDim(streams),
             "mixes": LogicalDim((2 + streams) * streams),
+            "rounds": LogicalDim(config.size("hc_sinkhorn_iters", 20)),
+            "rope": LogicalDim(config.size("qk_rope_head_dim", head // 8)),
             "streams": LogicalDim(streams * hidden),
             "tokens": LogicalDim(config.size("vocab_size")),
             "targets": LogicalDim(config.size("num_experts_per_tok", 6)),
@@ -198,6 +201,29 @@ def _list_hashed_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(n for n in range(layers) if kinds[n] == "hash_moe")
 
 
+_FURTHER: Final = (
+    *list_mixed_streams(),
+    FurtherTensor(
+        "fp32 copies of compressed queries, those normed, and the input of what they go through",
+        dims="q_rank",
+        width=10,
+    ),
+    FurtherTensor("queries that are normed, also in fp32", dims="q", width=6),
+    FurtherTensor("statistics of their norms, also cast", "rows", width=6),
+    FurtherTensor("fp32 copies of keys and values, also normed", dims="shared_kv", width=8),
+    FurtherTensor("statistics of the norms of compressed queries, and of keys and values", width=8),
+    FurtherTensor("what fp32 scores of sinks have more", "rows", width=2),
+    FurtherTensor("input of the last matrix of attention", dims="o_rank"),
+    FurtherTensor("gate and up of shared experts within their bounds", "intermediate", width=4),
+    *(
+        FurtherTensor("shares of tokens in their vector, in fp32 and cast", "compressed", dims, width, when)
+        for dims, width, when in (("rate shared_kv", 16, "choosing"), ("dense_rate shared_kv", 6, "compressing"))
+    ),
+    FurtherTensor("tokens of all vectors", dims="shared_kv", when="compressing"),
+    FurtherTensor("fp32 copies of vectors of several tokens, also normed", "compressed", dims="shared_kv", width=8),
+    FurtherTensor("statistics of their norm", "compressed", width=4),
+    FurtherTensor("sines and cosines of their positions", "compressed", dims="rope", width=4),
+)
 DEEPSEEK_V4: Final = Family(
     name="deepseek_v4",
     rows=(
@@ -237,6 +263,9 @@ DEEPSEEK_V4: Final = Family(
     },
     traits=LayerTraits(
         unfused=True,
+        shifted_scores=True,
+        expert_steps=2,
+        further=_FURTHER,
         activation=("hidden_act", "silu"),
         norm="rms32",
         window=WindowRule(128),

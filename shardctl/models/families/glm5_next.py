@@ -22,10 +22,11 @@ from shardctl.models.experts import (
 )
 from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
 from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts, list_indexer_layers
-from shardctl.models.families.kimi_linear import KDA, KDA_ARRAYS, build_kda_dims
+from shardctl.models.families.kimi_linear import FORGET_GATE, KDA, KDA_ARRAYS, build_kda_dims
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.hyper_connections import list_mixed_streams
 from shardctl.models.latent_attention import LATENT
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
 
 _FP32: Final = (".dt_bias", ".A_log")
@@ -74,11 +75,19 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
                 linear.size("short_conv_kernel_size", config.size("linear_conv_kernel_dim", 4)),
             ),
             "pool": LogicalDim(config.size("index_kpool", 16)),
+            "count": LogicalDim(streams),
             "mixes": LogicalDim((2 + streams) * streams),
+            "rounds": LogicalDim(config.size("hc_sinkhorn_iters", 20)),
             "streams": LogicalDim(streams * facts.size("hidden")),
         },
-        flags={"attention": _list_attention_layers(config)},
+        flags={"attention": _list_attention_layers(config), "bounded": _has_bounded_decays(config, linear)},
     )
+
+
+def _has_bounded_decays(config: ModelConfig, linear: ModelConfig) -> bool:
+    """Return whether decays have a lower bound, as `Glm5NextTextConfig` finds it."""
+    bound = linear.values.get("gate_lower_bound", config.values.get("linear_lower_bound", -5.0))
+    return bound is not None or (bool(linear.values) and linear.switch("safe_gate", default=True))
 
 
 _LINEAR: Final = "linear_attention"
@@ -118,7 +127,22 @@ _TEXT: Final = Family(
     classes={"Glm5NextTextModel": ModelClass("model", "lm")},
     prefixes=("model",),
     fused=(*KDA_ARRAYS, *build_fused_experts()),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        experts_per_token=8,
+        wide_router=True,
+        expert_steps=2,
+        further=(
+            *list_mixed_streams(),
+            *(one if one.dims == "decay_rank" else replace(one, when=f"{one.when} !bounded") for one in FORGET_GATE),
+            FurtherTensor(
+                "fp32 decays, before and behind their bound", dims="values", width=12, when="!attention bounded"
+            ),
+            FurtherTensor("gate and up of dense MLPs and shared experts within their bounds", "intermediate", width=4),
+            FurtherTensor("mask of the tokens that an indexer chose", "pairs", "", 1, "attention", ("fused",)),
+        ),
+    ),
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
     assumed={
         **assume_sizes(154880, 4096, 12288, 45, 64),

@@ -22,8 +22,9 @@ from shardctl.models.experts import (
 from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
 from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.hyper_connections import list_added_streams
 from shardctl.models.latent_attention import LATENT
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
@@ -105,7 +106,20 @@ HY_V4: Final = Family(
     prefixes=("model",),
     legacy=_SPELLINGS,
     fused=(*build_fused_experts(), *build_fused_experts(layer=_NEXT)),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, unfused=True),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        experts_per_token=8,
+        wide_router=True,
+        shifted_scores=True,
+        expert_steps=2,
+        unfused=True,
+        further=(
+            *list_added_streams(),
+            FurtherTensor("what fp32 scores of sinks have more", "rows", width=2),
+            FurtherTensor("gate of attention, activated, and the result with it", dims="vs", width=4),
+        ),
+    ),
     aliases={"num_local_experts": "n_routed_experts"},
     assumed={
         **assume_sizes(120832, 2816, 6912, 34, 32),

@@ -33,7 +33,7 @@ from shardctl.models.experts import (
     count_experts,
 )
 from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.layer_traits import FurtherTensor, LayerTraits
 from shardctl.models.towers import ModelTower, build_tower_family
 
 if TYPE_CHECKING:
@@ -149,7 +149,17 @@ MINIMAX_M3_TEXT: Final = Family(
             for name in ("q_proj", "k_proj", "q_norm", "k_norm")
         ),
     ),
-    traits=LayerTraits(activation=("", "silu"), norm="rms32", experts_per_token=4),
+    traits=LayerTraits(
+        activation=("", "silu"),
+        norm="rms32",
+        experts_per_token=4,
+        expert_steps=3,
+        joined_queries=True,
+        further=(
+            FurtherTensor("gate and up within their bounds, and what scales the gate", "intermediate", width=6),
+            FurtherTensor("mask of the blocks that an indexer chose", "scores", when="sparse", given=("fused",)),
+        ),
+    ),
     class_names_only=True,
     aliases={"num_experts": "num_local_experts"},
     assumed={

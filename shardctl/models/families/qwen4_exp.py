@@ -226,7 +226,6 @@ QWEN4_EXP_TEXT: Final = Family(
         norm="rms32",
         experts_per_token=10,
         narrow_experts=True,
-        masked=True,
         further=_FURTHER,
     ),
     aliases={"num_local_experts": "num_experts"},
