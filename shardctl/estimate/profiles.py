@@ -160,6 +160,7 @@ _HF_LAYER: Final = (
         "backward pass of an MLP",
         (
             KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("the same of further states of a token", "streamed"),
             KeptTensor("gradients of gate, up and their product", "intermediate", 6, ("gated", "eager layer")),
             KeptTensor("the product, freed by then", "intermediate", -2, ("gated", "eager layer", "down trained")),
             KeptTensor("what is wider of these gradients", "intermediate", 6, ("gated", "fp32 products")),
@@ -174,6 +175,7 @@ _HF_LAYER: Final = (
         "backward pass of experts, their MLPs",
         (
             KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("the same of further states of a token", "streamed"),
             KeptTensor("gradients of gate, up and their product", "routed", 6, ("gated",)),
             KeptTensor("the product, freed by then", "routed", -2, ("gated", "experts down trained")),
             KeptTensor("gradient of the activation's result", "routed", None, ("plain",)),
@@ -184,6 +186,7 @@ _HF_LAYER: Final = (
         "backward pass of experts, their weights",
         (
             KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("the same of further states of a token", "streamed"),
             KeptTensor("fp32 gradients of results, weighted ones and products", "routed_hidden", 12, ("wide weights",)),
             KeptTensor("gradients of the experts' results", "routed_hidden", None, ("wide weights",)),
             KeptTensor("gradients of results, weighted ones and products", "routed_hidden", 6, ("narrow weights",)),
@@ -260,6 +263,7 @@ _HF: Final = RuntimeProfile(
     },
     checkpoint=(
         KeptTensor("the layer's input", "hidden"),
+        KeptTensor("the same of further states of a token", "streamed"),
         KeptTensor("what is wider of it", "hidden", 2, ("wide",)),
         KeptTensor("what is wider of it", "hidden", 2, ("autocast",)),
     ),

@@ -20,6 +20,7 @@ Size = Literal[
     "tokens",
     "pairs",
     "hidden",
+    "streamed",
     "norms",
     "normed",
     "norm_rows",
@@ -76,7 +77,8 @@ Size = Literal[
     "grouped",
 ]
 """What a tensor's elements are counted by. `sequences`, `tokens`: one per sequence; per token. `pairs`: one per
-query and key, of all heads together. `hidden`: a token's. `norms`, `norm_rows`,
+query and key, of all heads together. `hidden`: a token's; `streamed`: of its further states, where it has several.
+`norms`, `norm_rows`,
 `normed`: of all norms of whole tokens; of their statistics; of what they norm. `inputs`: of what enters attention and
 MLP. `readings`: of that, once more for each further matrix that reads it. `drops`: of the outputs that dropout changes.
 `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what latent attention
@@ -145,6 +147,7 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
         "tokens": n,
         "pairs": n * share.keys,
         "hidden": n * hidden,
+        "streamed": n * hidden * (layer.streams - 1),
         "norms": n * hidden * layer.norms,
         "norm_rows": n * layer.norms,
         "normed": n * hidden * (1 if both and style.side_by_side else layer.norms),
@@ -200,8 +203,9 @@ def _add_attention_sizes(
     pictured = attention.kind == "cross"
     seen, keys = (share.batch * attention.pictured, attention.pictured) if pictured else (n, share.keys)
     if attention.compressed:
-        sizes["compressed"] = share.batch * (share.queries // attention.compressed)
-        seen, keys = seen + sizes["compressed"], keys + share.keys // attention.compressed
+        vectors = share.batch * (share.queries // attention.compressed)
+        seen, keys = seen + vectors, keys + share.keys // attention.compressed
+        sizes["compressed"] = vectors
     sizes["queries"] = n * heads * wide
     sizes["keys"] = seen * kv_heads * wide
     sizes["values"] = seen * kv_heads * value

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import torch
 import transformers
 from model_oracle import BUILT, FIXTURES, fixture
-from saved_bytes import SavedTensor, build_model, gpu_autocast, layer_paths, list_saved
+from saved_bytes import SavedTensor, ask, build_model, gpu_autocast, layer_paths, list_saved
 
 from shardctl.errors import UnsupportedError
 from shardctl.estimate.activations import RankActivations
@@ -33,6 +33,7 @@ from shardctl.models.anatomy import ModelAnatomy, build_anatomy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.estimate.workload import Recompute
 KINDS: Final[tuple[AttentionKernel, ...]] = get_args(AttentionKernel)
 TOKENS: Final = 40
 ROUTING: Final = {"router", "chosen"}
@@ -80,11 +81,22 @@ def describe(name: str) -> dict[str, Any]:
     return config | {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
-def estimate(anatomy: ModelAnatomy, kind: AttentionKernel, batch: int, precision: Precision = "bf16") -> list[float]:
+def estimate(
+    anatomy: ModelAnatomy,
+    kind: AttentionKernel,
+    batch: int,
+    precision: Precision = "bf16",
+    recompute: Recompute = "none",
+) -> list[float]:
     """What the estimate says that each layer keeps, less routing."""
     vision = not anatomy.vocabulary and anatomy.positions
     work = TrainingWorkload(
-        anatomy.positions if vision else TOKENS, batch, profile="hf", attention=kind, precision=precision
+        anatomy.positions if vision else TOKENS,
+        batch,
+        profile="hf",
+        attention=kind,
+        precision=precision,
+        recompute=recompute,
     )
     whole = Mesh.of()
     holding = RankHolding(0, "", whole.coordinate(0), 1, 0, range(len(anatomy.layers)), ())
@@ -211,6 +223,17 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
         if layer.state is None:
             near = OTHERWISE_CAST.get(name, 0)
             assert more[number] - few[number] == pytest.approx(many[number] - some[number], rel=near, abs=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4", "glm5_next", "hy_v4", "qwen4_exp", "gemma3n_text"])
+def test_layers_that_are_computed_again_keep_their_input(name):
+    config = describe(name)
+    model, anatomy = build_model(config, "eager"), build_anatomy(config)
+    given = []
+    for path in layer_paths(config):
+        model.get_submodule(path).register_forward_pre_hook(lambda _, args: given.append(args[0].nbytes))
+    model(**ask(model, 2, TOKENS))
+    assert estimate(anatomy, "eager", 2, recompute="full") == given
 
 
 @pytest.mark.parametrize("name", NOT_KNOWN)

@@ -208,12 +208,12 @@ def test_attention_sees_the_window_and_compressed_tokens():
         )
 
 
-def test_what_training_keeps_is_said_to_be_unknown():
+def test_what_training_keeps_in_megatron_is_said_to_be_unknown():
     shape = build_anatomy(fixture("deepseek_v4"))
     for number, why in enumerate(("mixes several states", "an indexer chooses", "compressed tokens")):
         holding = RankHolding(0, "only", {}, 1, 0, range(number, number + 1), ())
         with pytest.raises(UnsupportedError, match=f"layer {number} is not known: it .*{why}"):
-            estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8), stages=(4,))
+            estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="megatron"), stages=(4,))
 
 
 FP4 = {
