@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "fixtures" / "configs_public"
 ROWS, PAGE = HERE / "estimates.json", HERE / "estimates.md"
 COUNTERS = ("allocated", "reserved", "device", "cache")
-OUTSIDE = ("CUDA context", "NCCL communicators", "allocator slack", "keys and values", "kept free by the engine")
+OUTSIDE = ("CUDA context", "NCCL communicators", "allocator slack", "kept free by the engine")
 GIB = 2**30
 INTRODUCTION = """\
 # How far plans are from what others measured
@@ -41,11 +41,16 @@ of attention that cp ranks exchange), so they are no independent test of those. 
 at afterwards. The runs of torchtitan showed that reserved memory of FSDP2 lacked what the allocator keeps for other
 streams and the hole that freed logits leave. The runs of transformers showed that autocast forgets the weights that it
 has cast at the end of the forward pass only, also of layers that are computed again, and those of fms-acceleration that
-nothing is in fp32 between the layers of a frozen base in 16 bits.
+nothing is in fp32 between the layers of a frozen base in 16 bits. SGLang's logs showed the blocks of weights.
 """
 OTHERS = """\
 Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem publishes 1.6 % on one
 GPU and 3.0 % on several (Kim et al. 2024, abstract).
+
+Rooms for caches are what an engine's log says. Of vLLM's versions before 0.21, graphs are taken to lie beside its part.
+SGLang's rows showed that loading takes more than the weights, because torch's allocator gives out multiples of 2 MiB;
+half a block for each matrix is counted now. What is left of them is mostly what NCCL and SGLang's own reductions take
+before the weights, of which the log of Qwen3-235B does not say how much: on eight H200 others measured 1.8 to 2.0 GB.
 
 Allocated memory of Megatron-LM lacked one of three workspaces of matrix kernels, which the bytes that its CI logs
 between steps showed: one run of an H100 has 96 MiB besides its states, and on an A100 68 MiB. What is left, 16 MiB in
@@ -127,7 +132,7 @@ def compare_rows() -> list[MeasuredPeak]:
                         continue
                     needs = [said["needs"][rank["needs"]] for rank in ranks]
                     if counter == "cache":
-                        counted = count_cache_room(said)
+                        counted = count_cache_room(said, source.get("beside", []), row.get("within", []))
                     else:
                         most = max(needs, key=lambda one: one["counters"][counter]["total_bytes"])
                         counted = count_bytes(most, counter, source.get("context"))
@@ -148,13 +153,18 @@ def add_to_loss(sizes: list[float], moments: list[dict[str, object]], added: flo
     return [size + more for size in sizes]
 
 
-def count_cache_room(said: dict[str, object]) -> list[float]:
-    """What the caches of the longest context take on a rank, and what if all else is the most or the least."""
-    work, terms = said["purpose"]["workload"], said["needs"][0]["terms"]
-    kept = next(term["term_bytes"] for term in terms if term["name"] == "keys and values")
-    room = kept * said["purpose"]["longest_context"] / work["context"]
-    inside = [term for term in terms if term["name"] not in OUTSIDE]
+def count_cache_room(said: dict[str, object], beside: list[str], within: list[str]) -> list[float]:
+    """What all else leaves for caches on the first rank, and what if that is the most or the least.
+
+    `beside` and `within` are the names of terms that the version which was measured did not count in its part of the
+    device, and of those that only it did.
+    """
+    terms = said["needs"][0]["terms"]
+    others = [term for term in terms if term["category"] != "kv cache" and term["name"] not in beside]
+    room = said["device"]["usable_bytes"] - sum(term["term_bytes"] for term in others)
+    inside = [term for term in others if term["name"] not in OUTSIDE or term["name"] in within]
     more, less = (sum(term[key] - term["term_bytes"] for term in inside) for key in ("high_bytes", "low_bytes"))
+    room -= sum(term["term_bytes"] for term in others if term["name"] in within)
     return [room, room - more, room - less]
 
 

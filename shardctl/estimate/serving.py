@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
-from shardctl.estimate.engine_budget import build_reserve_term
+from shardctl.estimate.engine_budget import build_reserve_term, build_rounding_term
 from shardctl.estimate.kv_cache import count_source_tokens, count_units_per_rank, list_cache_terms
 from shardctl.estimate.runtime import list_runtime_terms
 from shardctl.estimate.term import MemoryTerm, sum_terms
@@ -26,7 +26,7 @@ MOST: Final = 1 << 40
 _STREAM: Final = 4
 """Hidden states of all tokens that a layer has beside those of its MLP: its input, the residual, the normalised ones
 and the output of the attention."""
-_SAMPLER: Final = (60, 97, 140)
+_SAMPLER: Final = (40, 97, 140)
 """Tenths of an fp32 logit for each logit: the least, the usual and the most. Sampling by top-p sorts them, with their
 indices in int64, and keeps logits, probabilities and sums beside each other."""
 _HIDDEN: Final = 9
@@ -127,9 +127,11 @@ def _list_other_terms(
         raise UsageError(f"there is no element type {dtype!r}", hint=f"the types are {', '.join(BY_NAME)}")
     bits = BY_NAME[dtype].bits
     passing = [*_list_gathered_terms(holding, mesh), *_list_forward_terms(anatomy, holding, mesh, work, bits)]
+    rounded = work.budget is not None and work.budget.engine == "sglang"
     found = (
         *list_cache_terms(anatomy, holding, mesh, work, dtype=dtype),
         *passing,
+        *([build_rounding_term(len(holding.layers))] if rounded else []),
         *list_runtime_terms(mesh, serving=True, allocated=sum(term.nbytes for term in passing)),
     )
     yield from found
@@ -198,8 +200,9 @@ def _list_forward_terms(
             "bytes": bits / 8,
             "forward": peak,
         },
-        "startup logs of vLLM 0.6 to 0.8; a rank of tp that samples has the logits of the whole vocabulary, and the "
-        "rows are the batch's: left alone, vLLM makes room for 256 or more (max_num_seqs)",
+        "startup logs of vLLM 0.6 to 0.8, and 4.8 for 9.7 in one of August 2026; a rank of tp that samples has the "
+        "logits of the whole vocabulary, and the rows are the batch's: left alone, vLLM makes room for 256 or more "
+        "(max_num_seqs)",
         # Where sampling is greedy or tp's other ranks do not sample, it needs less.
         interval=(min(low, usual), high),
     )

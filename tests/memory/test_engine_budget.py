@@ -105,8 +105,11 @@ def test_sglang_counts_weights_and_cache_alone():
     terms = needs(Mesh.of(tp=2), ServingWorkload(8192, budget=budget))
     fixed = sum(t.nbytes for t in terms if t.name in {"CUDA context", "NCCL communicators"})
     kept = next(t for t in terms if t.name == "kept free by the engine")
-    beside = sum(t.nbytes for t in terms if t.category not in {"kv cache", "weights"} and t is not kept) - fixed
-    assert kept.nbytes + beside == ceil((USABLE - fixed) * (1 - 0.8))
+    rounded = next(t for t in terms if t.name == "blocks of weights, rounded up")
+    others = [t for t in terms if t.category not in {"kv cache", "weights"} and t not in (kept, rounded)]
+    assert kept.nbytes + sum(t.nbytes for t in others) - fixed == ceil((USABLE - fixed) * (1 - 0.8))
+    assert rounded.interval == (0, 2 * rounded.nbytes)
+    assert rounded not in needs(Mesh.of(tp=2), ServingWorkload(8192, budget=EngineBudget("vllm", 0.8, USABLE)))
 
 
 def test_nothing_is_kept_where_the_rest_needs_it_all():
