@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from shardctl.errors import CutError, UsageError
 from shardctl.mesh import REPLICATING, build_holding_key
 from shardctl.placement import check_cuts, compute_held_boxes, find_holder
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -178,7 +178,7 @@ def _share_names(names: tuple[str, ...], place: int, places: int) -> tuple[str, 
     return names[place:] if place == places - 1 else names[place : place + 1]
 
 
-@dataclass(slots=True)
+@state_class
 class _StageTensors:
     """The tensors of a pipeline stage."""
 

@@ -1,10 +1,13 @@
-"""`value_class` makes what `dataclass(frozen=True, slots=True)` makes, but for the refusal of assignments."""
+"""The decorators make what `dataclass` makes, except that `value_class` leaves the refusal of assignments to mypy."""
 
 import copy
+import inspect
 import pickle
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
 
-from shardctl.value import value_class
+import pytest
+
+from shardctl.value import settings_class, state_class, value_class
 
 
 class Plain:
@@ -72,3 +75,72 @@ def test_a_class_without_fields_has_one_value():
     assert nothing() == nothing()
     assert hash(nothing()) == hash(nothing())
     assert repr(nothing()) == "Nothing()"
+
+
+@value_class
+class Base:
+    size: int
+    _sizes: list[int] = field(default_factory=list)
+
+
+@value_class
+class Extended(Base):
+    sizes: int = 3
+    name: str = field(default="x", kw_only=True)
+
+
+_BODY = {"__annotations__": {"size": int, "name": str}, "__module__": __name__, "name": "", "__doc__": ""}
+Setting = settings_class(
+    type(
+        "Setting",
+        (),
+        {"__annotations__": {"size": int, "name": str}, "__module__": __name__, "name": "", "__doc__": ""},
+    )
+)
+KINDS = (
+    (value_class, {"slots": True, "frozen": True}),
+    (state_class, {"slots": True}),
+    (settings_class, {"slots": True, "frozen": True, "kw_only": True}),
+)
+
+
+@pytest.mark.parametrize(("decorate", "options"), KINDS)
+def test_arguments_and_defaults_are_those_of_a_dataclass(decorate, options):
+    ours, theirs = make_class(Plain, decorate), make_class(Plain, dataclass(**options))
+    assert str(inspect.signature(ours)) == str(inspect.signature(theirs))
+    assert ours.__init__.__qualname__ == "Plain.__init__"
+    one = ours(size=1)
+    assert (one.name, one.parts, one.counts, one.known) == ("", (), {}, None)
+    assert one.counts is not ours(size=1).counts
+    for made in ours, theirs:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'known'"):
+            made(size=1, known=2)
+        with pytest.raises(ValueError, match="-1"):
+            made(size=-1)
+
+
+def test_fields_are_inherited():
+    assert str(inspect.signature(Extended)) == (
+        "(size: int, _sizes: list[int] = <factory>, sizes: int = 3, *, name: str = 'x') -> None"
+    )
+    assert Extended(1) == Extended(1, [], 3, name="x")
+    assert Extended(1)._sizes == []
+    assert Base(1) != Extended(1)
+
+
+def test_instances_that_change_have_no_hash():
+    ours = make_class(Plain, state_class)
+    one = ours(1)
+    one.size = 2
+    assert one == ours(2)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
+
+
+def test_settings_refuse_assignment_and_are_copied():
+    setting = Setting(size=3)
+    for change in (lambda: setattr(setting, "size", 4), lambda: delattr(setting, "size")):
+        with pytest.raises(FrozenInstanceError, match="field 'size'"):
+            change()
+    assert pickle.loads(pickle.dumps(setting)) == copy.deepcopy(setting) == setting  # noqa: S301
+    assert replace(setting, size=4) == Setting(size=4, name="")

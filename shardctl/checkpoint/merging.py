@@ -5,7 +5,7 @@ What follows, from the plan of a conversion to the comparison of its result, tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
@@ -15,6 +15,7 @@ from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.libraries.peft.adapter import open_adapter
 from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ def merge_adapters(checkpoint: OpenedCheckpoint, paths: Sequence[Path], threads:
     return checkpoint
 
 
-@dataclass(slots=True)
+@state_class
 class _AdapterMerge:
     """One adapter on its way into a checkpoint."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardctl.amounts import format_duration
 from shardctl.errors import AccessError, DestinationError
 from shardctl.options.talk_options import TalkOptions
+from shardctl.value import state_class
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.cli.chosen_settings import OptionSetting
 
 
-@dataclass(slots=True)
+@state_class
 class RunLog:
     """What is to be said of a run, and the file to which it is written as well."""
 

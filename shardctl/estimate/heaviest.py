@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardctl.estimate.holding import HeldPart, RankHolding, compute_sizes_at, count_members, group_by_cut
 from shardctl.placement import check_cuts
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
 
 
-@dataclass(slots=True)
+@state_class
 class HeaviestRanks:
     """The ranks at index 0 of every axis but pp.
 

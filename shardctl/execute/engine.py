@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +43,7 @@ from shardctl.manifest import Region, first_byte
 from shardctl.shares import WorkerPortion
 from shardctl.small_tensors import TensorRun, split_runs
 from shardctl.storage.crc_tracker import CrcReader
+from shardctl.value import state_class
 from shardctl.workers import NullWatcher, StopRequest, run_in_threads
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ GAP: Final = 32 << 10
 itself would be a call and, on a cold file, a small read from the disk, which takes longer than this many bytes."""
 
 
-@dataclass(slots=True)
+@state_class
 class CopyOutcome:
     """What a copy did."""
 

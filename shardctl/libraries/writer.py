@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.value import value_class
+from shardctl.value import settings_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ StateKind = Literal["none", "on request", "by default"]
 """When a layout holds optimizer states."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class PackRequest:
     """What is asked of a layout: the tensors, how they are cut and named, and the options that shape files."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
+from shardctl.value import state_class
 from shardctl.verify.device import list_devices
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ _ANY: Final = "auto"
 """What may also be the CPU."""
 
 
-@dataclass(slots=True)
+@state_class
 class DeviceChoice:
     """The devices that a level may use.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.companion_comparison import compare_model_configs
@@ -15,6 +15,7 @@ from shardctl.loading.device_choice import DeviceChoice
 from shardctl.loading.state_dict import list_expert_names
 from shardctl.mesh import build_holding_key
 from shardctl.record import DERIVED, RECORD
+from shardctl.value import state_class
 from shardctl.verify import rank_files
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult, LoadedRank
@@ -123,7 +124,7 @@ def _load_ranks(
         level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
 
 
-@dataclass(slots=True)
+@state_class
 class _LoadRun:
     """What loading the ranks of a checkpoint one after another needs to know."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -15,7 +15,7 @@ from shardctl.models.layer_traits import read_style
 from shardctl.models.layer_weights import WeightPlace, list_weight_places
 from shardctl.models.table import MOST_TENSORS
 from shardctl.models.windows import list_windows
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -305,7 +305,7 @@ def _is_unmodelled(traits: LayerTraits, facts: FamilyFacts) -> bool:
     return not traits.unmodelled_when or any(bool(facts.flags[word]) for word in traits.unmodelled_when)
 
 
-@dataclass(slots=True)
+@state_class
 class _AnatomyReader:
     """Reads one class of a family."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError
-from shardctl.value import value_class
+from shardctl.value import settings_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +47,7 @@ class FurtherTensor:
     """What holds of the computation, in the words of estimates (`estimate.kept_tensors.Flag`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class LayerTraits:
     """What the layers of a family compute besides their rows.
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +20,7 @@ from shardctl.models.family import INDEX, LogicalDim
 from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors, transpose_tensor
 from shardctl.models.model import Model, ModelTensor
 from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class _RowPlan:
         return all((outermost in values) == wanted for values, wanted in self.only)
 
 
-@dataclass(slots=True)
+@state_class
 class _ModelBuilder:
     """The tensors of one model, while they are made."""
 

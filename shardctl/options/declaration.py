@@ -10,9 +10,11 @@ program inspects their types when it starts.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_args
+
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +38,7 @@ class HelpPanel(StrEnum):
     SOURCE = "Source"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class CommandOption:
     """What the command line says of an option besides its type and default, which the field has."""
 

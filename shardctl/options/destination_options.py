@@ -1,12 +1,12 @@
 """Declares how a destination is written: the options that only `reshard` has."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.value import settings_class
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class DestinationOptions:
     """How a destination is written; none of this changes a tensor."""
 

@@ -1,12 +1,12 @@
 """Declares what `inspect` finds out beside what the headers say."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.value import settings_class
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class InspectOptions:
     """What is found out beside what the headers say."""
 

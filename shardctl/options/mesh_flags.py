@@ -1,18 +1,18 @@
 """Declares the flags that make a mesh: a degree for each axis, or the whole mesh in one text."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from shardctl.errors import UsageError
 from shardctl.mesh import AXES, EXPERT_AXES, Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.value import settings_class
 
 
 def _build_degree_option(text: str) -> CommandOption:
     return CommandOption(HelpPanel.MESH, text, metavar="N", least=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class MeshFlags:
     """The degrees that were given, one per axis, or the text of `--mesh`."""
 

@@ -1,7 +1,6 @@
 """Declares the options that only `plan` has: what the devices are used for, and what they are."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +9,7 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.known_words import list_gpu_names, list_optimizer_names
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
+from shardctl.value import settings_class
 
 if TYPE_CHECKING:
     from shardctl.estimate.calibrate import FittedCalibration
@@ -59,7 +59,7 @@ def parse_dropout(text: str) -> float:
     return part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class PlanOptions:
     """What the devices are for; None stands for the default that the model or the mesh decides."""
 

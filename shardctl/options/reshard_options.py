@@ -1,6 +1,5 @@
 """Declares what a checkpoint is converted to: the options that `plan`, `reshard` and the plan file share."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +8,7 @@ from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup
 from shardctl.options.known_words import list_layout_names, list_part_names, list_recipe_names
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
+from shardctl.value import settings_class
 
 Threads = Annotated[
     int | None,
@@ -22,7 +22,7 @@ Threads = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class ReshardOptions:
     """What a checkpoint is converted to."""
 

@@ -1,14 +1,14 @@
 """Declares how a source is understood: the options that all verbs share."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.known_words import list_format_names
+from shardctl.value import settings_class
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class SourceOptions:
     """How a source is understood."""
 

@@ -1,14 +1,14 @@
 """Declares how much a run says, and where: the options that every verb has."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.places import parse_output_file
+from shardctl.value import settings_class
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class TalkOptions:
     """How much a run says on stderr; results on stdout, warnings and errors are the same in all of them."""
 

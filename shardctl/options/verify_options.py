@@ -1,6 +1,5 @@
 """Declares which levels of checks `verify` runs, and how it runs those that use devices."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeGuard, get_args
 
@@ -9,6 +8,7 @@ from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.known_words import list_load_devices
 from shardctl.options.sizes import parse_size
+from shardctl.value import settings_class
 
 LevelName = Literal["quick", "full", "load", "forward"]
 _LEVELS: Final = get_args(LevelName)
@@ -31,7 +31,7 @@ def parse_engine(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class VerifyOptions:
     """Which levels are run, and how `load` and `forward` are; some options imply one of these levels."""
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class CrcDamage:
     """The CRC-32 that it has."""
 
 
-@dataclass(slots=True)
+@state_class
 class _TrackedContainer:
     """The ranges of a container, and what is known of each."""
 
@@ -116,7 +116,7 @@ class _TrackedContainer:
     """Ranges that were read whole, or that nothing is stated of, or that are given up."""
 
 
-@dataclass(slots=True)
+@state_class
 class _TrackedFile:
     spans: Sequence[tuple[int, int]]
     starts: list[int]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
+
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 
-@dataclass(slots=True)
+@state_class
 class EntryLimit:
     """What a source's headers were found to list so far, and who says whether that is too much."""
 

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ChangedError
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ class StretchNote:
 BY_START: Final = attrgetter("start")
 
 
-@dataclass(slots=True)
+@state_class
 class HashedFile:
     """How far a file is hashed; `turn` guards all of it."""
 

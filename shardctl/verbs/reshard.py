@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _run_conversion(
     return _build_result(work, staging.destination, record, [part], warnings, proof)
 
 
-@dataclass(slots=True)
+@state_class
 class _ResultProof:
     """Runs a result beside its source, and keeps what that showed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_plural
@@ -32,6 +32,7 @@ from shardctl.record import GIVEN, RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
+from shardctl.value import state_class
 from shardctl.verify import alignment, content, rank_parts, structure
 from shardctl.verify.device import parse_device_number
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
@@ -92,7 +93,7 @@ def verify(
     return VerifyResult(str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked))
 
 
-@dataclass(slots=True)
+@state_class
 class _VerifyRun:
     """One verification on its way."""
 

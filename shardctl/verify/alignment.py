@@ -13,7 +13,7 @@ axes cut in the same way are the same on every rank, whatever the mesh.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box, make_disjoint
 from shardctl.errors import format_first_few
 from shardctl.manifest import Region
+from shardctl.value import state_class
 from shardctl.verify.expert_owners import check_expert_owners
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.held_dims import (
@@ -59,7 +60,7 @@ _CutKey = tuple[object, ...]
 """The extent of a dim, its cuts, and what else decides which rank has what of it."""
 
 
-@dataclass(slots=True)
+@state_class
 class _AlignmentScope:
     """What holders have of one layer, or of what else lives in one place."""
 

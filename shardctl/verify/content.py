@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import starmap
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill, first_byte
 from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
 from shardctl.turns import compute_band_sums, unfold_tensors
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.workers import run_in_threads
 
@@ -104,7 +104,7 @@ class _DistanceSums:
         return ValueDistance(self.largest, self.apart / max(self.finite, 1), relative, self.nonfinite)
 
 
-@dataclass(slots=True)
+@state_class
 class _DifferenceTally:
     """What several threads found of one tensor."""
 

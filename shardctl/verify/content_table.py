@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from shardctl.digest import LANES, DigestSums, compute_stacked_sums, count_element_parts, hash_tensor_sums
 from shardctl.manifest import first_byte
 from shardctl.small_tensors import stack_alike
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ _SLICE: Final = 1 << 18
 """Bytes looked at while they are in the core's cache."""
 
 
-@dataclass(slots=True)
+@state_class
 class TensorContent:
     """What the elements of one tensor are."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_plural
@@ -13,6 +13,7 @@ from shardctl.manifest import Region
 from shardctl.storage.file_hashes import PIECE, FileHashes
 from shardctl.storage.hashed_file import PromisedHash
 from shardctl.storage.local import LocalSource
+from shardctl.value import state_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.workers import raise_if_stopped
 
@@ -32,7 +33,7 @@ _HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256_DIGITS: Final = 64
 
 
-@dataclass(slots=True)
+@state_class
 class DownloadHashes:
     """Which files have the hashes that the Hub stated when they were downloaded, or states now."""
 

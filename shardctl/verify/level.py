@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import Mismatch
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ class LoadedRank:
     """What `plan` says that its weights take, ties counted once; None where the mesh or the model is not known."""
 
 
-@dataclass(slots=True)
+@state_class
 class LevelResult:
     """The outcome of one level of checks."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
@@ -15,6 +15,7 @@ from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.safetensors.header import encode_header, read_header
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
+from shardctl.value import state_class
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _Array = tuple[str, tuple[int, ...], int]
 """Type, shape, and byte offset in the file; -1 where an array has no bytes, which lie nowhere."""
 
 
-@dataclass(slots=True)
+@state_class
 class LibraryHeaders:
     """What the library was asked to read, and which files it could not judge."""
 

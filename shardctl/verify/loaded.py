@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from shardctl.copyplan import cover_tensor
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.device import synchronize_device
 from shardctl.verify.load import HostStaging, as_bytes, as_integers
 from shardctl.workers import run_in_threads
@@ -176,7 +176,7 @@ def compare_loaded(
     return list(found.values())
 
 
-@dataclass(slots=True)
+@state_class
 class LoadedDigests:
     """The sums over what was loaded, box by box, until all ranks have been."""
 

@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import MachineError, ShardctlError
+from shardctl.value import state_class
 from shardctl.verify.process_traces import (
     SHOWN,
     describe_exit,
@@ -158,7 +158,7 @@ def _start_process(process: BaseProcess) -> None:
         raise NotStartedError(f"the process of {process.name} could not be started: {said}") from error
 
 
-@dataclass(slots=True)
+@state_class
 class _ProcessRun:
     """The processes of one run, seen from outside."""
 

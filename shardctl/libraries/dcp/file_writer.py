@@ -6,7 +6,7 @@ classes (torch `distributed/checkpoint/filesystem.py` and `metadata.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -15,6 +15,7 @@ from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.torch_save.item_writer import encode_tensor
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, PickleObject, Value, encode_pickle
 from shardctl.manifest import CheckpointFile, Region, compute_dense_strides
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ def format_file_prefix(rank: int) -> str:
     return f"__{rank}_"
 
 
-@dataclass(slots=True)
+@state_class
 class _DescribedTensor:
     """A tensor that has items."""
 

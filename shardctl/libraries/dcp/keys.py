@@ -6,13 +6,14 @@ way to each value into a key with dots, and keeps the way itself (torch `distrib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.manifest import ParameterGroup
 from shardctl.settings import as_steps
 from shardctl.training import format_state_name
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -44,7 +45,7 @@ _NESTED: Final = 3
 """Keys from an optimizer's `state` to a value: that one, the parameter, and the state's name."""
 
 
-@dataclass(slots=True)
+@state_class
 class SortedKeys:
     """Every key of a checkpoint, by what it is."""
 

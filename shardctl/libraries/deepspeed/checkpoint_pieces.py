@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from shardctl.libraries.deepspeed.pieces import TensorPieces
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from shardctl.settings import Setting
 
 
-@dataclass(slots=True)
+@state_class
 class CheckpointPieces:
     """Pieces of every tensor, by what they are of."""
 

@@ -7,12 +7,13 @@ Names: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -29,7 +30,7 @@ _LONGEST: Final = 1_024
 """Bytes of a file that names a folder."""
 
 
-@dataclass(slots=True)
+@state_class
 class DeepSpeedFiles:
     """The files of one checkpoint, by what they are."""
 

@@ -5,7 +5,7 @@ Written by DeepSpeed `runtime/engine.py`, `_save_checkpoint` and `_common_checkp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
@@ -13,6 +13,7 @@ from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list, is
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.libraries.torch_save.tensors import as_tensor
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.values import FileArray
@@ -32,7 +33,7 @@ _KNOWN: Final = frozenset(
 """Keys of the engine's own; whatever else there is, a trainer put there."""
 
 
-@dataclass(slots=True)
+@state_class
 class ModelState:
     """One file, read."""
 

@@ -6,7 +6,7 @@ Written by DeepSpeed `runtime/zero/stage_1_and_2.py` (`state_dict`), `runtime/ze
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -24,6 +24,7 @@ from shardctl.libraries.deepspeed.values import (
 from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.settings import as_setting
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,7 @@ WEIGHTS: Final = 3
 """The stage that parts weights, too."""
 
 
-@dataclass(slots=True)
+@state_class
 class FlatGroup:
     """One group of parameters, made flat: this rank's part."""
 
@@ -61,7 +62,7 @@ class FlatGroup:
     """States of another kind."""
 
 
-@dataclass(slots=True)
+@state_class
 class OptimizerState:
     """One rank's file, read."""
 

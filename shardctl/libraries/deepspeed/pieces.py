@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, list_flat_boxes
 from shardctl.errors import CoverageError, SourceError
 from shardctl.manifest import Chunk, ConstantFill, Region, Tensor, locate_dense_run, narrow_chunk
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ class TensorCut:
     """By model-parallel rank: boxes of its own tensor, and where each begins in the whole."""
 
 
-@dataclass(slots=True)
+@state_class
 class LocalTensor:
     """What one model-parallel rank has of a tensor, all data-parallel ranks together."""
 
@@ -60,7 +60,7 @@ class LocalTensor:
             )
 
 
-@dataclass(slots=True)
+@state_class
 class TensorPieces:
     """The pieces of several tensors, by name and model-parallel rank."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME, CASTABLE
@@ -20,6 +20,7 @@ from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, 
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
 from shardctl.training import split_state_name
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +125,7 @@ def _describe_experts(parameter: str, shape: tuple[int, ...]) -> dict[Value, Val
     return {"is_expert_param": True, "ep_num_experts": shape[0]}
 
 
-@dataclass(slots=True)
+@state_class
 class _UniversalBuilder:
     """Collects files and the chunks that lie in them."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -20,6 +20,7 @@ from shardctl.libraries.megatron.buffer_layout import ALIGNMENT
 from shardctl.libraries.megatron.dist_parameters import ModuleOrder, RankParameter, StoredModules, UnknownOrderError
 from shardctl.manifest import Chunk, Region, Tensor, locate_dense_run
 from shardctl.training import format_state_name
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ KEY: Final = re.compile(
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 
 
-@dataclass(slots=True)
+@state_class
 class _Buffer:
     """The buckets of one type of parameters in one chunk of layers of a rank."""
 
@@ -61,7 +62,7 @@ class _Buffer:
         ]
 
 
-@dataclass(slots=True)
+@state_class
 class UnpackedBuckets:
     """The states that were found in buckets."""
 

@@ -7,13 +7,14 @@ were saved; optimizers put theirs before the weight's own (`optimizer/optimizer.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
 from shardctl.libraries.megatron.dist_arrays import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import ZERO_CENTRED
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +33,7 @@ _OF_EXPERT: Final = re.compile(r".+\.mlp\.experts\.experts\.[0-9]+\..+")
 _HALF: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
 
 
-@dataclass(slots=True)
+@state_class
 class MegatronKeys:
     """The keys of tensors, by what they are."""
 

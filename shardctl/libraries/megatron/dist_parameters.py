@@ -8,10 +8,9 @@ pieces each, follows from their number. The order is that of `named_parameters()
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,7 +84,7 @@ class RankParameter:
     """As torch calls it."""
 
 
-@dataclass(slots=True)
+@state_class
 class _Cell:
     """A layer's part of an array, or of two, for gate and up."""
 

@@ -6,14 +6,16 @@ Checked against megatron-core 0.16 and 0.19 (`transformer/transformer_config.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import settings_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_class
 class CoreTraits:
     """What core's layers are told of a family, and its config class assumes where a config is silent."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from shardctl.libraries.torch_save.item_writer import build_archive
 from shardctl.manifest import CheckpointFile, Chunk, Region
 from shardctl.training import format_state_name
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class StoragePart:
             yield name, replace(chunk, name=self.name or self.array.name, affine=affine, aside=self.aside)
 
 
-@dataclass(slots=True)
+@state_class
 class RankArchive:
     """A file that is being planned."""
 

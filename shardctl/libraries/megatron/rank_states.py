@@ -9,7 +9,7 @@ the order in which the optimizer met them, and samples of the fp32 weights must 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from shardctl.libraries.torch_save.pickle_tree import GlobalNode, as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.manifest import Tensor
 from shardctl.training import format_state_name
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ _ORDERED: Final = 2.0
 """The first `checkpoint_version` whose weights have the rows of the run that wrote them."""
 
 
-@dataclass(slots=True)
+@state_class
 class RankStates:
     """The states that were found beside the arrays of ranks."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -11,6 +10,7 @@ from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.torch_save.reading import check_total_size
 from shardctl.libraries.torch_save.tensors import as_tensor
 from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ MASTER: Final = "param"
 """What the optimizer's own weights are called among the states."""
 
 
-@dataclass(slots=True)
+@state_class
 class StateReader:
     """Finds the parts of one saved file that are states of one rank's weights."""
 

@@ -8,11 +8,12 @@ are told apart by how often `base_layer` stands before the matrix.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import ADAPTER_PREFIX
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +34,7 @@ _PART: Final = re.compile(
 )
 
 
-@dataclass(slots=True)
+@state_class
 class AdaptedModule:
     """The tensors that an adapter has for one weight."""
 
@@ -50,7 +51,7 @@ class AdaptedModule:
     magnitude: Tensor | None = None
 
 
-@dataclass(slots=True)
+@state_class
 class AdapterTensors:
     """The tensors of an adapter."""
 

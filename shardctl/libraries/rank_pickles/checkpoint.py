@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box, subtract_all
@@ -13,6 +13,7 @@ from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
 from shardctl.manifest import Chunk, ConstantFill, Region, Tensor
 from shardctl.settings import is_text
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ _FLAT: Final = "_flat_param"
 """What FSDP1 calls all parameters of a module in one row; plain tensors beside it are this rank's views of it."""
 
 
-@dataclass(slots=True)
+@state_class
 class CollectedTensor:
     """A tensor as far as it was met."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.derived.circuits import (
@@ -17,6 +17,7 @@ from shardctl.models.derived.derivation import SHAPES, TensorRule
 from shardctl.models.derived.fused_orders import find_fused_order
 from shardctl.models.derived.head_counts import HeadLayout
 from shardctl.placement import AxisCut, CutSection, GroupMember
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -67,7 +68,7 @@ class UncutCircuitError(Exception):
     """Why a circuit stays whole."""
 
 
-@dataclass(slots=True)
+@state_class
 class CircuitCutter:
     """Cuts the circuits of one checkpoint."""
 

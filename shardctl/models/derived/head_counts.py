@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,7 +63,7 @@ class TowerSizes:
     """Elements of a head, if it says so."""
 
 
-@dataclass(slots=True)
+@state_class
 class ConfigSizes:
     """The numbers of a config that decide how tensors are cut."""
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import factorial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ _MARKS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[^)]?)?|\)|\|
 _spent: ContextVar[_MatchingTime | None] = ContextVar("time spent with matching", default=None)
 
 
-@dataclass(slots=True)
+@state_class
 class _MatchingTime:
     """The time that all expressions together have taken.
 
@@ -129,7 +129,7 @@ def _is_bounded(expression: str) -> bool:
     return ways * brackets[0].alternatives * lengths <= _WAYS * factorial(repetitions)
 
 
-@dataclass(slots=True)
+@state_class
 class _Bracket:
     """What is known of an open bracket, or of one that has just been closed."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -18,7 +18,7 @@ from shardctl.models.quantisation.settings import find_quantisation_config
 from shardctl.models.quantisation.storage import FLOAT, SCALE
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
 from shardctl.placement import PartitionSpec
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ class _QuantisableWeight:
     storage: WeightStorage
 
 
-@dataclass(slots=True)
+@state_class
 class _ModelQuantiser:
     """One model, while its weights are replaced."""
 

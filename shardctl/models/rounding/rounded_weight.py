@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardctl.errors import SourceError
 from shardctl.models.rounding.codes import pack_codes, round_to_codes, widen_bits
 from shardctl.models.rounding.stored_matrix import TILE, StoredMatrix
 from shardctl.tiles import split_run
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ _ENTRY: Final = 512
 """Bytes that an entry takes beside its array."""
 
 
-@dataclass(slots=True)
+@state_class
 class ScaleMemory:
     """The scales of strips that were looked at last."""
 

@@ -6,9 +6,10 @@ transformers', and BLOOM's 2.6e-4 (`docs/engines.md`). In bf16 the bound follows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Final
+
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ MARGIN: Final = 4
 """In bf16: how often the source's own rounding an engine may differ."""
 
 
-@dataclass(slots=True)
+@state_class
 class ScoreComparison:
     """How far two models are apart on the same tokens."""
 

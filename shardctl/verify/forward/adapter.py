@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.extras import format_install_command
 from shardctl.storage.hub import check_settings
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.forward.inputs import SEED
 from shardctl.verify.machine_trouble import raise_machine_error, raise_machine_text
 
@@ -172,7 +171,7 @@ class ConversionTarget:
     """The other names, if the tensor is taken apart."""
 
 
-@dataclass(slots=True)
+@state_class
 class WeightConversion:
     """How transformers reads stored names into one model."""
 

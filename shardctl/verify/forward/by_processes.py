@@ -6,7 +6,7 @@ import base64
 import os
 import pickle
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.device import is_cuda_device, select_device
 from shardctl.verify.forward.comparison import compare_in_process
 from shardctl.verify.forward.team import ProcessTeam
@@ -60,7 +60,7 @@ class _PathReader:
         raise NotImplementedError
 
 
-@dataclass(slots=True)
+@state_class
 class _NotingReader:
     """A reader that notes which files it was asked for, and tells that work goes on."""
 

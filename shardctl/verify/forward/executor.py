@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.value import state_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.leaves import ComputePrecision, LeafModule, find_leaf
@@ -40,7 +41,7 @@ class PartError(Exception):
         super().__init__(f"{unit} with the weights of the {title}: {type(cause).__name__}: {cause}")
 
 
-@dataclass(slots=True)
+@state_class
 class ModelExecutor:
     """A skeleton and the way in which it is run."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
+from shardctl.value import state_class
 from shardctl.verify.forward.placed_tensors import PlacedTensor, RankPart
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Torch = Any
 
 
-@dataclass(slots=True)
+@state_class
 class ComputePrecision:
     """Where and in which type is computed, and how much of one weight is held at once."""
 
@@ -33,7 +33,7 @@ class ComputePrecision:
         return max(self.limit // max(width * int(self.dtype.itemsize), 1), 1)
 
 
-@dataclass(slots=True)
+@state_class
 class WeightPart:
     """A weight, or a rank's part of it, that is read when it is needed."""
 
@@ -57,7 +57,7 @@ class WeightPart:
         return [(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
-@dataclass(slots=True)
+@state_class
 class LeafModule:
     """A module whose weight stays in the files until its forward is called.
 

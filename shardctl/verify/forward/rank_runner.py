@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from shardctl.value import state_class
 from shardctl.verify.device import use_device
 from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.lockstep import RankModule
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Torch = Any
 
 
-@dataclass(slots=True)
+@state_class
 class RankRunner:
     """Ranks, and how they run."""
 

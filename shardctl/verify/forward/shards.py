@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,7 @@ from shardctl.box import Box, make_disjoint, subtract_all
 from shardctl.errors import CoverageError
 from shardctl.manifest import Region, narrow_chunk
 from shardctl.pieces import PlacedCheckpoint
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.lens import LazyTensor, build_entries, read_box
 from shardctl.verify.forward.team import RankTeam
@@ -132,7 +132,7 @@ def _has_same_bits(one: Array, other: Array) -> bool:
     return torch.equal(*flat)
 
 
-@dataclass(slots=True)
+@state_class
 class CheckpointShards:
     """A checkpoint that a mesh holds."""
 

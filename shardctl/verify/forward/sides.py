@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import format_first_few
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import set_start_values
 from shardctl.verify.forward.lens import StoredTensor, build_lens
@@ -62,7 +62,7 @@ class CandidateCheckpoint:
     """The settings in which its own config is not the original's."""
 
 
-@dataclass(slots=True)
+@state_class
 class _CountingReader:
     """A reader that counts."""
 
@@ -76,7 +76,7 @@ class _CountingReader:
             self.nbytes += len(into)
 
 
-@dataclass(slots=True)
+@state_class
 class ComparedSides:
     """Both, and what is odd about them."""
 

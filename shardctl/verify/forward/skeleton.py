@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardctl.value import state_class
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -64,7 +66,7 @@ class ModelUnit:
     """Whether it is one of a list of alike modules."""
 
 
-@dataclass(slots=True)
+@state_class
 class ModelSkeleton:
     """A model without weights, taken into units."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +19,7 @@ Torch = Any
 _NDIM: Final = 3
 
 
-@dataclass(slots=True)
+@state_class
 class ExpertStack:
     """Stands where a parameter with one row an expert stands; an index reads that expert."""
 
@@ -47,7 +48,7 @@ def record_chosen_experts(model: Torch) -> Iterator[dict[str, set[int]]]:
             hook.remove()
 
 
-@dataclass(slots=True)
+@state_class
 class _IndexHook:
     """Notes the indices that a module is called with."""
 

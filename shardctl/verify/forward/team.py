@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
-from shardctl.value import value_class
+from shardctl.value import state_class, value_class
 from shardctl.verify.forward.meeting import ProcessMeeting, RankMeeting
 from shardctl.verify.forward.places import list_alike_ranks, list_places
 
@@ -40,7 +40,7 @@ class RankTeam:
         return [mine]
 
 
-@dataclass(slots=True)
+@state_class
 class ProcessTeam(RankTeam):
     """Ranks of which this process is one; every process does the same steps in the same order.
 

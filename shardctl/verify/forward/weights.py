@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
+
+from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 Torch = Any
 
 
-@dataclass(slots=True)
+@state_class
 class ModelWeights:
     """A checkpoint as the executor sees it."""
 
