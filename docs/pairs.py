@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, SourceOptions, digest, reshard
-from shardctl.libraries.catalogue import LAYOUTS
+from shardctl.libraries.catalogue import load_layouts
 
 ROOT = Path(__file__).parent
 LLAMA = ROOT.parent / "fixtures/trtllm/llama_pp3/source"
@@ -20,6 +20,7 @@ ORBAX = ROOT.parent / "fixtures/orbax/ocdbt"
 DEEPSEEK = ROOT.parent / "fixtures/deepseek_mp/bf16/source"
 PAGE = ROOT / "formats.md"
 BEGIN, END = "<!-- pairs: python docs/pairs.py -->\n", "<!-- end of pairs -->\n"
+LAYOUTS = load_layouts()
 NAMES = tuple(layout.name for layout in LAYOUTS)
 CUT = {layout.name for layout in LAYOUTS if layout.ranks != "none"}
 """Layouts that have ranks: these are written for two."""

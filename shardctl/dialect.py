@@ -28,7 +28,7 @@ class LibraryDialect:
     """
 
     schema: str
-    """The naming scheme, by its name in `schemas.SCHEMAS`."""
+    """The naming scheme, by its name in `catalogue.SCHEMA_FILES`."""
     mesh: Mesh = field(default_factory=Mesh.of)
     """For which the arrays are cut; one device for arrays that are cut for none."""
     ranks: Mapping[int, str] = field(default_factory=lambda: {0: ""})

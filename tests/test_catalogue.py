@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,30 +14,39 @@ from test_layers import LIBRARIES, MODULES, graph, library_of
 
 from shardctl.conversion.conversion_plan import choose_layout
 from shardctl.errors import UsageError
-from shardctl.libraries.catalogue import FORMATS, LAYOUTS, SCHEMAS
+from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES, SCHEMA_FILES, get_schema, load_layouts
 from shardctl.libraries.trtllm import writing as trtllm_writing
 from shardctl.libraries.vllm import arrays as vllm_arrays
 from shardctl.options import ReshardOptions
 from shardctl.options.declaration import declared_options
+from shardctl.options.reshard_options import LAYOUT_OPTIONS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MACHINERY = {"arrays", "catalogue", "files", "reader", "registry", "schemas", "writer"}
 CONTAINERS = {"shardctl.libraries.torch_save.zip_records", "shardctl.libraries.safetensors.header"}
 """How a damaged record of an archive is told, which is asked while files are copied and verified; and the header that
 `verify` has the library safetensors read, too."""
+DECLARED = re.compile(r"^(?:LAYOUT|SCHEMA): Final", re.MULTILINE)
 BESIDE = {"gguf", "peft"}
 """What is no format to convert from: a file that is only described, and adapters that are merged into a checkpoint."""
 
 
-@pytest.mark.parametrize("known", [FORMATS, LAYOUTS, SCHEMAS], ids=["formats", "layouts", "schemas"])
-def test_no_name_stands_for_two(known):
-    names = [each.name for each in known]
+def test_no_name_stands_for_two():
+    names = [each.name for each in FORMATS]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_the_options_of_a_layout_are_options(layout):
-    assert layout.options <= {field.name for field in fields(ReshardOptions)}
+def test_every_layout_and_schema_that_is_declared_is_in_the_catalogue_by_its_own_name():
+    assert [layout.name for layout in load_layouts()] == list(LAYOUT_FILES)
+    assert [get_schema(name).name for name in SCHEMA_FILES] == list(SCHEMA_FILES)
+    declared = [path.relative_to(LIBRARIES) for path in LIBRARIES.rglob("*.py") if DECLARED.search(path.read_text())]
+    files = {".".join(path.with_suffix("").parts) for path in declared}
+    assert files == {*LAYOUT_FILES.values(), *SCHEMA_FILES.values()}
+
+
+def test_the_options_of_layouts_are_options_that_are_known_to_be_theirs():
+    assert set(LAYOUT_OPTIONS) <= {field.name for field in fields(ReshardOptions)}
+    assert set(LAYOUT_OPTIONS) == {option for layout in load_layouts() for option in layout.options}
 
 
 def test_an_option_of_a_layout_has_the_choices_that_the_layout_knows():

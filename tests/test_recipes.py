@@ -1,4 +1,4 @@
-"""A format and a layout take one folder and one line in a tuple: docs/extending.md, done with a copy of the package."""
+"""A format and a layout take one folder and two lines in the catalogue: docs/extending.md, done in a package's copy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shardctl.models import describe_model
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "fixtures" / "configs" / "llama.json"
-IMPORT = "from shardctl.libraries.toy import reading as toy_reading, writing as toy_writing\n"
-TUPLE = "LIBRARIES: Final = (\n"
+IMPORT = "from shardctl.libraries.toy import reading as toy_reading\n"
+FORMATS = "FORMATS: Final[tuple[Format, ...]] = (\n"
+LAYOUTS = "LAYOUT_FILES: Final = {\n"
 
 
 def blocks_under(heading: str) -> list[str]:
@@ -31,22 +32,24 @@ def blocks_under(heading: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """The package with the page's format and layout: two files of the page, one import, and one line of the tuple."""
+    """The package with the page's format and layout: two files of the page, one import, and a line for each."""
     place = tmp_path_factory.mktemp("package")
     package = place / "shardctl"
     shutil.copytree(Path(shardctl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     source_options, line = blocks_under("A format")
-    (writing,) = blocks_under("A layout")
+    writing, layout = blocks_under("A layout")
     toy = package / "libraries" / "toy"
     toy.mkdir()
     (toy / "__init__.py").write_text("")
     (toy / "reading.py").write_text(source_options)
     (toy / "writing.py").write_text(writing)
     catalogue = package / "libraries" / "catalogue.py"
-    before, found, after = catalogue.read_text().partition(TUPLE)
-    assert found
-    imports, mark, rest = before.partition("if TYPE_CHECKING:")
-    catalogue.write_text(f"{imports}{IMPORT}{mark}{rest}{TUPLE}{line}{after}")
+    text = catalogue.read_text()
+    for mark, added in (("if TYPE_CHECKING:", IMPORT), (FORMATS, line), (LAYOUTS, layout)):
+        before, found, after = text.partition(mark)
+        assert found
+        text = f"{before}{added}{mark}{after}" if added is IMPORT else f"{before}{mark}{added}{after}"
+    catalogue.write_text(text)
     return place
 
 

@@ -17,9 +17,9 @@ from shardctl.checkpoint.config_files import read_config
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.adapter_arrays import bind_adapter_arrays
 from shardctl.libraries.arrays.binding import BRIDGE_ADAPTER
+from shardctl.libraries.catalogue import get_schema
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.libraries.peft.settings import parse_settings
-from shardctl.libraries.schemas import get_schema
 from shardctl.manifest import OpaqueObject
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_text
 

@@ -27,6 +27,7 @@ from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
+from shardctl.libraries.catalogue import get_schema
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
@@ -267,7 +268,7 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source
         return
     if problem is not None:
         raise problem
-    title = schemas.get_schema(manifest.dialect.schema).title
+    title = get_schema(manifest.dialect.schema).title
     raise SourceError(
         f"without a config, nothing says which model's tensors are in these arrays of {title}",
         hint="give the model's config.json of transformers with --config PATH",

@@ -40,7 +40,7 @@ from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS, add_state_places, choose_form, choose_trainer_form
-from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
+from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
@@ -49,6 +49,7 @@ from shardctl.models.families import load_family
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.record import DERIVED, GIVEN
 from shardctl.storage import read_bytes
@@ -67,16 +68,13 @@ if TYPE_CHECKING:
     from shardctl.placement import PartitionSpec
 
 
-_OWN_RANKS: Final = frozenset(layout.name for layout in LAYOUTS if layout.ranks == "library")
 _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
 _TRAINERS: Final = {TRAINER: ("dcp", build_trainer_arrays), MAXTEXT: ("orbax", build_maxtext_arrays)}
 """By what `--names` says: the layout that its trainer reads, and what builds its arrays of a model."""
 _VEOMNI: Final = "veomni"
 """Whose arrays are those of transformers, in a state that has another name for the optimizer."""
-_SPECIAL_OPTIONS: Final = tuple(
-    dict.fromkeys(name for layout in LAYOUTS for name in sorted(layout.options - _COMMON_OPTIONS))
-)
+_SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _COMMON_OPTIONS)
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
@@ -94,7 +92,8 @@ def prepare_source_options(source_options: SourceOptions | None, reshard_options
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
     """
     source_options = source_options or SourceOptions()
-    return replace(source_options, kv_heads="replicate") if reshard_options.to in _OWN_RANKS else source_options
+    own_ranks = reshard_options.to is not None and get_layout(reshard_options.to).ranks == "library"
+    return replace(source_options, kv_heads="replicate") if own_ranks else source_options
 
 
 @value_class

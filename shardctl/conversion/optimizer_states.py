@@ -10,7 +10,7 @@ from shardctl.amounts import format_file_size, format_plural
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.libraries.catalogue import LAYOUTS, format_choice
+from shardctl.libraries.catalogue import format_choice, load_layouts
 from shardctl.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
 from shardctl.models.fusion import TensorFusion
 from shardctl.training import SETTINGS, add_states, encode_settings, format_state_name, split_state_name
@@ -48,7 +48,7 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
             hint="leave it out" + ("; shardctl inspect SRC says what is left behind, and why" if have.warnings else ""),
         )
     if wished == "keep" and layout.states == "none":
-        others = format_choice([each.name for each in LAYOUTS if each.states != "none"])
+        others = format_choice([each.name for each in load_layouts() if each.states != "none"])
         raise UsageError(
             f"layout {layout.name} cannot store optimizer states",
             hint=f"use --to {others}, or leave --optimizer-states out",
@@ -92,7 +92,7 @@ def _add_steps(have: Manifest) -> Manifest:
 def _describe_states(states: Collection[Tensor], layout: Layout) -> str:
     """Say how many optimizer states there are, how large they are, and what would keep them."""
     size = format_file_size(sum(state.nbytes for state in states))
-    others = format_choice([f"--to {each.name}" for each in LAYOUTS if each.states == "by default"])
+    others = format_choice([f"--to {each.name}" for each in load_layouts() if each.states == "by default"])
     keep = f"use {others}" if layout.states == "none" else "add --optimizer-states keep"
     return f"the optimizer states ({format_plural(len(states), 'tensor')}, {size}); {keep} to take them along"
 

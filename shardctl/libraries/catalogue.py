@@ -1,44 +1,29 @@
-"""Every library whose files shardctl reads or writes, named once: what can be done with each follows from here."""
+"""Names every format, layout and schema of a library, and the modules in which they are declared.
+
+All formats are loaded, because each is asked whether a source is one of its checkpoints; so their modules are small,
+and load what reads a checkpoint when it is read. A layout or a schema is loaded when a command asks for it.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
 from shardctl.libraries.dcp import reading as dcp
-from shardctl.libraries.dcp import writing as dcp_writing
-from shardctl.libraries.deepseek import arrays as deepseek_arrays
 from shardctl.libraries.deepseek import reading as deepseek
-from shardctl.libraries.deepseek import writing as deepseek_writing
 from shardctl.libraries.deepspeed import reading as deepspeed
-from shardctl.libraries.deepspeed import writing as deepspeed_writing
 from shardctl.libraries.diffusers import reading as diffusers
 from shardctl.libraries.grok import reading as grok
-from shardctl.libraries.megatron import arrays as megatron_arrays
-from shardctl.libraries.megatron import (
-    dist_arrays,
-    dist_reading,
-    dist_writing,
-    fsdp_writing,
-    legacy_reading,
-    legacy_writing,
-)
-from shardctl.libraries.meta import llama4_arrays as meta_arrays
+from shardctl.libraries.megatron import dist_reading, legacy_reading
 from shardctl.libraries.meta import reading as meta
-from shardctl.libraries.meta import writing as meta_writing
 from shardctl.libraries.orbax import reading as orbax
-from shardctl.libraries.orbax import writing as orbax_writing
 from shardctl.libraries.rank_pickles import reading as rank_pickles
-from shardctl.libraries.safetensors import hf_writing, ranks_writing
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
-from shardctl.libraries.trtllm import arrays as trtllm_arrays
 from shardctl.libraries.trtllm import reading as trtllm
-from shardctl.libraries.trtllm import writing as trtllm_writing
-from shardctl.libraries.vllm import arrays as vllm_arrays
 from shardctl.libraries.vllm import reading as vllm
-from shardctl.libraries.vllm import writing as vllm_writing
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,44 +32,47 @@ if TYPE_CHECKING:
     from shardctl.libraries.reader import Format
     from shardctl.libraries.writer import Layout
 
-
-@value_class
-class KnownLibrary:
-    """What shardctl can do with the files of one library."""
-
-    format: Format | None = None
-    """How they are read."""
-    layout: Layout | None = None
-    """How they are written."""
-    schema: Schema | None = None
-    """The arrays in them, where those are not the model's own tensors."""
-
-
-LIBRARIES: Final = (
-    KnownLibrary(safetensors.FORMAT, hf_writing.LAYOUT),
-    KnownLibrary(layout=ranks_writing.LAYOUT),
-    KnownLibrary(dcp.FORMAT, dcp_writing.LAYOUT),
-    KnownLibrary(deepspeed.FORMAT, deepspeed_writing.LAYOUT),
-    KnownLibrary(meta.FORMAT, meta_writing.LAYOUT, meta_arrays.SCHEMA),
-    KnownLibrary(rank_pickles.FORMAT),
-    KnownLibrary(torch_save.FORMAT),
-    KnownLibrary(dist_reading.FORMAT, dist_writing.LAYOUT, dist_arrays.SCHEMA),
-    KnownLibrary(layout=fsdp_writing.LAYOUT),
-    KnownLibrary(legacy_reading.FORMAT, legacy_writing.LAYOUT, megatron_arrays.SCHEMA),
-    KnownLibrary(trtllm.FORMAT, trtllm_writing.LAYOUT, trtllm_arrays.SCHEMA),
-    KnownLibrary(deepseek.FORMAT, deepseek_writing.LAYOUT, deepseek_arrays.SCHEMA),
-    KnownLibrary(vllm.FORMAT, vllm_writing.LAYOUT, vllm_arrays.SCHEMA),
-    KnownLibrary(grok.FORMAT),
-    KnownLibrary(orbax.FORMAT, orbax_writing.LAYOUT),
-    KnownLibrary(diffusers.FORMAT),
+FORMATS: Final[tuple[Format, ...]] = (
+    safetensors.FORMAT,
+    dcp.FORMAT,
+    deepspeed.FORMAT,
+    meta.FORMAT,
+    rank_pickles.FORMAT,
+    torch_save.FORMAT,
+    dist_reading.FORMAT,
+    legacy_reading.FORMAT,
+    trtllm.FORMAT,
+    deepseek.FORMAT,
+    vllm.FORMAT,
+    grok.FORMAT,
+    orbax.FORMAT,
+    diffusers.FORMAT,
 )
-"""In the order in which messages and help list them."""
-FORMATS: Final = tuple(each.format for each in LIBRARIES if each.format is not None)
-"""What `--from` accepts, and what is detected."""
-LAYOUTS: Final = tuple(each.layout for each in LIBRARIES if each.layout is not None)
-"""What `--to` accepts."""
-SCHEMAS: Final = tuple(each.schema for each in LIBRARIES if each.schema is not None)
-"""Every naming scheme but that of transformers, which `models` has."""
+"""What `--from` accepts, and what is detected, in the order in which messages and help list them."""
+LAYOUT_FILES: Final = {
+    "hf": "safetensors.hf_writing",
+    "ranks": "safetensors.ranks_writing",
+    "dcp": "dcp.writing",
+    "universal": "deepspeed.writing",
+    "meta": "meta.writing",
+    "torch_dist": "megatron.dist_writing",
+    "fsdp_dtensor": "megatron.fsdp_writing",
+    "megatron": "megatron.legacy_writing",
+    "trtllm": "trtllm.writing",
+    "deepseek": "deepseek.writing",
+    "vllm": "vllm.writing",
+    "orbax": "orbax.writing",
+}
+"""What `--to` accepts, in the order in which messages and help list it: the module whose `LAYOUT` writes it."""
+SCHEMA_FILES: Final = {
+    "meta": "meta.llama4_arrays",
+    "torch_dist": "megatron.dist_arrays",
+    "megatron": "megatron.arrays",
+    "trtllm": "trtllm.arrays",
+    "deepseek": "deepseek.arrays",
+    "vllm": "vllm.arrays",
+}
+"""Every naming scheme but that of transformers, which `models` has: the module whose `SCHEMA` describes its arrays."""
 
 _OTHER_NAMES: Final = {
     **dict.fromkeys(
@@ -114,18 +102,31 @@ _OTHER_NAMES: Final = {
 """What to do for words that people take for a layout."""
 
 
+@cache
 def get_layout(name: str) -> Layout:
     """Return the layout that `--to` calls so; raises UsageError if there is none."""
-    for layout in LAYOUTS:
-        if layout.name == name:
-            return layout
-    known = f"the layouts are {', '.join(layout.name for layout in LAYOUTS)}"
-    raise UsageError(f"unknown layout {name!r}", hint=_OTHER_NAMES.get(name.lower(), known))
+    if name not in LAYOUT_FILES:
+        known = f"the layouts are {', '.join(LAYOUT_FILES)}"
+        raise UsageError(f"unknown layout {name!r}", hint=_OTHER_NAMES.get(name.lower(), known))
+    layout: Layout = import_module(f"shardctl.libraries.{LAYOUT_FILES[name]}").LAYOUT
+    return layout
+
+
+def load_layouts() -> tuple[Layout, ...]:
+    """Load every layout, in the order of the help."""
+    return tuple(map(get_layout, LAYOUT_FILES))
 
 
 def list_layouts_with(option: str) -> tuple[str, ...]:
     """List the names of the layouts to which an option means something."""
-    return tuple(layout.name for layout in LAYOUTS if option in layout.options)
+    return tuple(layout.name for layout in load_layouts() if option in layout.options)
+
+
+@cache
+def get_schema(name: str) -> Schema:
+    """Return the naming scheme of a name that a `LibraryDialect` has."""
+    schema: Schema = import_module(f"shardctl.libraries.{SCHEMA_FILES[name]}").SCHEMA
+    return schema
 
 
 def format_choice(names: Sequence[str]) -> str:
@@ -137,6 +138,6 @@ def list_choices() -> dict[str, str]:
     """List what stands in the help for ``{formats}``, ``{layouts}`` and ``{trained}``."""
     return {
         "formats": format_choice([each.name for each in FORMATS]),
-        "layouts": format_choice([layout.name for layout in LAYOUTS]),
-        "trained": " and ".join(layout.name for layout in LAYOUTS if layout.states == "by default"),
+        "layouts": format_choice(list(LAYOUT_FILES)),
+        "trained": " and ".join(layout.name for layout in load_layouts() if layout.states == "by default"),
     }

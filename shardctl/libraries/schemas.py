@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardctl.libraries.arrays import binding
-from shardctl.libraries.catalogue import SCHEMAS
+from shardctl.libraries.catalogue import get_schema
 from shardctl.models.naming import bind_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.libraries.arrays.schema import Schema
     from shardctl.manifest import Manifest
     from shardctl.models import Model
-
-
-def get_schema(name: str) -> Schema:
-    """Return the naming scheme of a name that a `Dialect` has."""
-    return next(each for each in SCHEMAS if each.name == name)
 
 
 def bind_checkpoint(

@@ -3,9 +3,9 @@
 
 def list_layout_names() -> list[str]:
     """List what `--to` takes."""
-    from shardctl.libraries.catalogue import LAYOUTS
+    from shardctl.libraries.catalogue import LAYOUT_FILES
 
-    return [layout.name for layout in LAYOUTS]
+    return list(LAYOUT_FILES)
 
 
 def list_format_names() -> list[str]:

@@ -1,7 +1,7 @@
 """Declares what a checkpoint is converted to: the options that `plan`, `reshard` and the plan file share."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup
@@ -20,6 +20,11 @@ Threads = Annotated[
         shapes_result=False,
     ),
 ]
+LAYOUT_OPTIONS: Final = (
+    *("max_shard_size", "names", "experts"),
+    *("meta_embedding", "megatron", "trtllm_embedding", "vllm_profile"),
+)
+"""The fields that only some layouts have a use for; each layout says which in `Layout.options`."""
 
 
 @settings_class

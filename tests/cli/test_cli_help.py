@@ -6,7 +6,7 @@ from cli_checkpoints import shardctl
 
 from shardctl import __version__
 from shardctl.cli.app import EXIT_CODES, VERBS, app
-from shardctl.libraries.catalogue import LAYOUTS, list_choices
+from shardctl.libraries.catalogue import LAYOUT_FILES, list_choices
 
 
 def words(text):
@@ -106,7 +106,7 @@ def test_every_verb_is_listed_and_none_that_does_not_exist(say):
 
 def test_help_names_every_layout(say):
     said = words(say("plan", "--help-all").out).partition("--to LAYOUT")[2]
-    assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == [layout.name for layout in LAYOUTS]
+    assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == list(LAYOUT_FILES)
 
 
 def test_plan_and_reshard_take_the_same_wishes(say):

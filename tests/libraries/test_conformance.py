@@ -26,7 +26,7 @@ from stored_bits import bits
 from shardctl.api import ReshardOptions, ShardctlError, SourceOptions, digest, reshard
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
-from shardctl.libraries.catalogue import FORMATS, LAYOUTS
+from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES
 from shardctl.libraries.registry import detect_format
 from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
@@ -104,7 +104,7 @@ def shardctl(capfd, monkeypatch):
 
 def test_every_library_has_a_sample():
     assert list(READERS) == [each.name for each in FORMATS]
-    assert list(WRITERS) == [layout.name for layout in LAYOUTS]
+    assert list(WRITERS) == list(LAYOUT_FILES)
 
 
 @pytest.mark.parametrize("name", READERS)

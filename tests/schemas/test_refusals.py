@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.libraries.catalogue import LAYOUTS
+from shardctl.libraries.catalogue import load_layouts
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -37,7 +37,7 @@ def saved(place: Path, name: str, **changes: object) -> dict[str, object]:
 def test_a_model_that_no_engine_knows_is_refused_by_its_name(name, tmp_path):
     (architecture,) = saved(tmp_path, name)["architectures"]
     with open_checkpoint(tmp_path) as checkpoint:
-        for layout in (*(each.name for each in LAYOUTS if each.ranks == "library"), "meta"):
+        for layout in (*(each.name for each in load_layouts() if each.ranks == "library"), "meta"):
             with pytest.raises(UnsupportedError, match=architecture):
                 plan_conversion(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
             with pytest.raises(UnsupportedError, match=architecture):  # whatever is wrong with the mesh
