@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +23,7 @@ from shardctl.value import value_class
 from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
+    import hashlib
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
@@ -66,6 +66,12 @@ class HashedSpans:
     sha256: str
 
 
+def _start_sha256(data: bytes = b"") -> hashlib._Hash:
+    import hashlib  # which loads OpenSSL
+
+    return hashlib.sha256(data)
+
+
 def hash_file_spans(file: Path, spans: Sequence[tuple[int, int]], stop: StopRequest | None = None) -> HashedSpans:
     """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read, Interrupted."""
     with file.open("rb") as data:
@@ -87,7 +93,7 @@ def hash_source_spans(
 def _hash_spans(
     read_at: Callable[[int, int], bytes], spans: Sequence[tuple[int, int]], stop: StopRequest | None
 ) -> HashedSpans:
-    state = hashlib.sha256()
+    state = _start_sha256()
     for offset, size in spans:
         for start in range(0, size, _READ_BYTES):
             if stop is not None:
@@ -190,7 +196,7 @@ def encode_record(record: CheckpointRecord) -> bytes:
     for title, rows in (("hashes", hashes), ("tensors", lines)):
         text += f',\n "{title}": {{\n' + ",\n".join(rows) + "\n }"
     body = text.encode()
-    return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+    return body + _SEAL + _start_sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def _convert_names_to_text(files: Mapping[str, int]) -> dict[str, int]:
@@ -231,7 +237,7 @@ def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
 
 
 def _check_seal(data: bytes, seal: str) -> None:
-    if hashlib.sha256(data.rpartition(_SEAL)[0]).hexdigest() != seal:
+    if _start_sha256(data.rpartition(_SEAL)[0]).hexdigest() != seal:
         raise ValueError("its checksum does not match its content")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,8 @@ def _run_command(args: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
         if isinstance(error, OSError) and _asks_help(args) and streams.is_abandoned_pipe(error):
             return 0
+        import traceback  # no run without a failure needs it
+
         if streams.RUN.talk.verbose or os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
             streams.print_message(traceback.format_exc())
         else:

@@ -11,12 +11,12 @@ from shardctl.libraries.files.file_names import DCP_METADATA, PIPELINE_FORMAT
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
-from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
 from shardctl.settings import is_text
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Format, Weights
+    from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
@@ -106,6 +106,8 @@ def refuse_nested_saves(source: Source) -> None:
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
     """Return what the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
+    from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
+
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -31,6 +30,8 @@ def reserve_space(descriptor: int, size: int) -> bool:
     call = _find_libc_function("fallocate64") or _find_libc_function("fallocate")
     if call is None:
         return False
+    import ctypes  # which a command that only reads has no use for
+
     while True:
         code = _get_error_code(call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
         if code != errno.EINTR:  # Python repeats its own calls, but not this one
@@ -42,6 +43,8 @@ def find_cached(descriptor: int, offset: int, size: int) -> bool | None:
     call = _find_libc_function("syscall")
     if call is None or not size:
         return None
+    import ctypes
+
     wanted, found = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
     if call(_CACHESTAT, descriptor, wanted, found, 0):
         return None
@@ -70,10 +73,14 @@ def _call_renameat2(first: Path, second: Path, flag: int) -> bool:
 
 @cache
 def _find_libc_function(name: str) -> Any:  # noqa: ANN401 - ctypes makes its types as it goes
+    import ctypes
+
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
 
 
 def _get_error_code(result: int) -> int:
+    import ctypes
+
     return ctypes.get_errno() if result else 0
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import SourceError
-from shardctl.libraries.deepseek import arrays as deepseek_mp
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
@@ -36,6 +35,8 @@ def scan_deepseek_mp(source: Source) -> Manifest:
         SourceError: a file is missing or malformed, or files for different numbers of ranks are there.
         HostileError: a link leaves the directory.
     """
+    from shardctl.libraries.deepseek import arrays as deepseek_mp
+
     files = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, {rank: [path] for rank, path in enumerate(files)})
     side, left = list_side_files(source, set(sizes))

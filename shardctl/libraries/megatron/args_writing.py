@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import CutError
 from shardctl.libraries.megatron.arguments import LISTS
 from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.libraries.megatron.layers import TITLE, get_embedding_name
+from shardctl.libraries.megatron.layers import get_embedding_name
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.hybrid_config import convert_hybrid_arguments, is_hybrid_model
-from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import LIMIT
 from shardctl.manifest import OwnConfig
 from shardctl.models import name_usual_class

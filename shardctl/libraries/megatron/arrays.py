@@ -16,7 +16,8 @@ from shardctl.errors import CutError, SourceError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, hybrid_layers, layers
-from shardctl.libraries.megatron.layers import BY_GROUP, TITLE, LayerVariant
+from shardctl.libraries.megatron.layers import BY_GROUP, LayerVariant
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.value import value_class
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.libraries.files.sharded_backend import TRACKER, read_tracker
-from shardctl.libraries.megatron.layers import TITLE
-from shardctl.libraries.megatron.ranks import FILE, list_mesh_folders
+from shardctl.libraries.megatron.ranks import FILE, TITLE, list_mesh_folders
 from shardctl.value import value_class
 
 if TYPE_CHECKING:

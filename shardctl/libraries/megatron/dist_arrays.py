@@ -16,8 +16,9 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays, shift_axes
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
-from shardctl.libraries.megatron.layers import TITLE, LayerVariant
+from shardctl.libraries.megatron.layers import LayerVariant
 from shardctl.libraries.megatron.names import QKV, find_engine_name, find_projection
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.value import value_class
 from shardctl.views import ArrayView
 

@@ -12,7 +12,8 @@ from shardctl.box import Box
 from shardctl.errors import CutError, UnsupportedError
 from shardctl.libraries.dcp.file_writer import DcpFiles
 from shardctl.libraries.megatron.dist_arrays import check_stack
-from shardctl.libraries.megatron.layers import TITLE, count_experts
+from shardctl.libraries.megatron.layers import count_experts
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.manifest import Chunk, compute_dense_strides

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
 from shardctl.training import format_state_name, split_state_name
 

@@ -11,7 +11,7 @@ from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import format_first_few
 from shardctl.libraries.megatron.further_layers import COPIES
-from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.megatron.ranks import TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -50,7 +50,8 @@ from shardctl.libraries.megatron.dist_states import (
 from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
-from shardctl.libraries.megatron.layers import TITLE, count_experts, get_embedding_name
+from shardctl.libraries.megatron.layers import count_experts, get_embedding_name
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 from shardctl.libraries.writer import Layout

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.hybrid_config import MAMBA
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
-from shardctl.libraries.megatron.layers import TITLE, count_experts, is_tied
+from shardctl.libraries.megatron.layers import count_experts, is_tied
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.models.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from shardctl.libraries.arrays.schema import ModelParts
 from shardctl.libraries.megatron import hybrid_layers as hybrid
 from shardctl.libraries.megatron.delta_layers import divide_gated_queries, list_delta_arrays
 from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import list_sinks, list_turning_experts
 from shardctl.libraries.megatron.whole_array import WholeArray
 from shardctl.manifest import GAMMA_LESS_ONE
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
 
-TITLE: Final = "Megatron-LM"
 BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
 """How rows of queries, keys and values follow each other: since `checkpoint_version` 2.0, in 1.0, and in 0.
 

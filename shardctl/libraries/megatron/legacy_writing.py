@@ -34,7 +34,6 @@ from shardctl.libraries.megatron.family_traits import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
-from shardctl.libraries.megatron.layers import TITLE
 from shardctl.libraries.megatron.names import (
     EXTRA_STATE,
     find_engine_name,
@@ -43,7 +42,7 @@ from shardctl.libraries.megatron.names import (
     find_newest_name,
     find_projection,
 )
-from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
+from shardctl.libraries.megatron.ranks import FILE, TITLE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile

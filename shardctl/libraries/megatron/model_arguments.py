@@ -21,7 +21,8 @@ from shardctl.libraries.megatron.arguments import (
     as_number,
 )
 from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.libraries.megatron.layers import ROUTERS, TITLE, count_experts, is_hybrid, is_tied
+from shardctl.libraries.megatron.layers import ROUTERS, count_experts, is_hybrid, is_tied
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import LIMIT
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family

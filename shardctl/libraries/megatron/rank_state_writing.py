@@ -16,9 +16,10 @@ from shardctl.libraries.arrays.composing import ComposedArray
 from shardctl.libraries.megatron.buffer_layout import place_parameters
 from shardctl.libraries.megatron.dist_parameters import BUFFERS
 from shardctl.libraries.megatron.dist_states import MASTERS, STATES, STORED, build_group
-from shardctl.libraries.megatron.layers import TITLE, is_tied
+from shardctl.libraries.megatron.layers import is_tied
 from shardctl.libraries.megatron.rank_archive import RankArchive, StoragePart
 from shardctl.libraries.megatron.rank_states import EXPERTS, SHARED
+from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.torch_save.pickle_writer import PickleName
 

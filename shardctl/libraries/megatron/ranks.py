@@ -10,12 +10,12 @@ from math import lcm
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.layers import TITLE
 from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TITLE: Final = "Megatron-LM"
 FILE: Final = "model_optim_rng.pt"
 """What a rank's folder holds."""
 

@@ -5,37 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError
 from shardctl.libraries.files.choice import describe_missing
-from shardctl.libraries.files.links import check_link
-from shardctl.libraries.files.side_files import list_side_files
-from shardctl.libraries.meta import llama4_arrays
-from shardctl.libraries.meta.params import PARAMS, read_params
-from shardctl.libraries.meta.parts import BUFFERS, EMBEDDING, MetaRankFile, join_parts
 from shardctl.libraries.reader import Format, find_given_file
-from shardctl.libraries.torch_save.reading import read_weights
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
-from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from shardctl.libraries.meta.params import MetaParams
+    from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
 _TITLE: Final = "Meta's consolidated.NN.pth files"
 _FILE: Final = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
-_SCALES: Final = re.compile(r"(fp8|int4)_scales_[0-9]+\.pt")
-_LEFT: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
-"""Files that describe Meta's own, and would be wrong beside others."""
-
-_LLAMA4: Final = re.compile(r"layers\.[0-9]+\.attention\.wqkv\.weight")
-_LLAMA4_BUFFERS: Final = re.compile(
-    r"(^|\.)(rope\.freqs|freqs?_cis|(global|running)_gate_stats_3E|expert_activation_DE)$"
-)
-"""What is computed from the config, and what training counted; the code of neither side loads it."""
 
 
 def detect_meta(source: Source) -> bool:
@@ -53,81 +32,9 @@ def scan_meta(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: tensors that Llama 2 and 3 have not; quantised weights.
     """
-    scales = next((path for path in source.files() if _SCALES.fullmatch(path)), None)
-    if scales is not None:
-        raise UnsupportedError(
-            f"{scales} says that weights are quantised to {4 if 'int4' in scales else 8} bits, in Meta's own way",
-            hint="give the same model in bfloat16",
-        )
-    params = read_params(source)
-    parts: list[MetaRankFile] = []
-    warnings: list[str] = []
-    for path in _list_rank_files(source):
-        check_link(source, path)
-        found = read_weights(source, path)
-        parts.append(MetaRankFile(path, found.saved, found.state.views))
-        warnings += found.state.warnings
-    if any(_LLAMA4.fullmatch(name) for name in parts[0].views):
-        return _build_llama4_manifest(source, parts, params, warnings)
-    joined = join_parts(parts, params)
-    config = params.config(joined.shapes) if params is not None else None
-    objects, left = _list_objects(source, parts, BUFFERS & parts[0].views.keys())
-    notes = list(joined.notes)
-    if config is None:
-        what = f"{PARAMS} is unlike that of Llama 2 and 3" if params is not None else f"there is no {PARAMS}"
-        notes.append(f"{what}: without --config, names and the order of rows stay Meta's")
-    return Manifest(
-        format=FORMAT.name,
-        tensors=joined.tensors,
-        files={part.path: CheckpointFile(part.path, source.files()[part.path].size) for part in parts},
-        objects=objects,
-        warnings=(*warnings, *left),
-        training=TrainingState(writer="Meta's Llama", ranks=len(parts), notes=tuple(notes)),
-        own_config=config,
-    )
+    from shardctl.libraries.meta.checkpoint import join_meta_files
 
-
-def _build_llama4_manifest(
-    source: Source, parts: list[MetaRankFile], params: MetaParams | None, warnings: list[str]
-) -> Manifest:
-    """Build the manifest of Llama 4, whose arrays the schema takes apart, once the model is known."""
-    from shardctl.libraries.meta.llama4_params import build_llama4_config  # for one family
-
-    dropped = {name for name in parts[0].views if _LLAMA4_BUFFERS.search(name)}
-    shapes = {name: view.shape for name, view in parts[0].views.items()}
-    embedded = EMBEDDING in shapes
-    config = build_llama4_config(params, shapes, len(parts)) if params is not None and embedded else None
-    arrays = {}
-    for rank, part in enumerate(parts):
-        for name, view in part.views.items():
-            if not _LLAMA4_BUFFERS.search(name):
-                chunk = Chunk(Box.whole(view.shape), view.dtype, part.saved.region(view, name), name)
-                whole = f"{format_rank_prefix(rank)}{name}"
-                arrays[whole] = Tensor(whole, view.dtype, view.shape, (chunk,))
-    objects, left = _list_objects(source, parts, dropped)
-    notes = () if config is not None or params is None else (f"{PARAMS} is unlike that of Llama 4",)
-    return Manifest(
-        format=FORMAT.name,
-        tensors=arrays,
-        files={part.path: CheckpointFile(part.path, source.files()[part.path].size) for part in parts},
-        objects=objects,
-        warnings=(*warnings, *left),
-        training=TrainingState(writer="Meta's Llama", ranks=len(parts), notes=notes),
-        dialect=LibraryDialect(
-            llama4_arrays.NAME, Mesh.of(tp=len(parts)), {rank: format_rank_prefix(rank) for rank in range(len(parts))}
-        ),
-        own_config=config,
-    )
-
-
-def _list_objects(
-    source: Source, parts: list[MetaRankFile], dropped: Collection[str]
-) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
-    """List what there is beside weights, and tensors that are left behind; and what to warn of."""
-    side, left = list_side_files(source, {part.path for part in parts})
-    objects = [OpaqueObject(o.name, "drop", o.file, size=o.size) if o.name in _LEFT else o for o in side]
-    objects += [OpaqueObject(name, "drop", file=parts[0].path) for name in sorted(dropped)]
-    return tuple(objects), left
+    return join_meta_files(source, _list_rank_files(source))
 
 
 def _list_rank_files(source: Source) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.torch_save.leftovers import SECOND_SAVE
+from shardctl.libraries.torch_save.legacy_magics import MAGIC_NUMBER
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits, TruncatedError
@@ -23,17 +24,7 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_NUMBER: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
-_SHORT_FORM: Final = b"\x8a\x0a" + _NUMBER.to_bytes(10, "little") + b"."
-MAGICS: Final = (
-    b"\x80\x02" + _SHORT_FORM,
-    b"\x80\x03" + _SHORT_FORM,
-    b"\x80\x04\x95\x0d\0\0\0\0\0\0\0" + _SHORT_FORM,
-    b"\x80\x05\x95\x0d\0\0\0\0\0\0\0" + _SHORT_FORM,
-    b"L%dL\n." % _NUMBER,
-)
-"""What such a file begins with: the magic number, pickled in each protocol (2, as a rule)."""
 _PARTS: Final = {
     "magic number": PickleLimits(opcodes=1_024),
     "protocol": PickleLimits(opcodes=1_024),
@@ -94,7 +85,7 @@ def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
                 pickles.append(
                     parse_pickle(data, f"{path} ({part})", start=start, limits=limits, budget=budget_of(source))
                 )
-                if pickles[0].value != _NUMBER:
+                if pickles[0].value != MAGIC_NUMBER:
                     raise SourceError(
                         f"{path} does not begin with torch's magic number, so torch.save did not write it"
                     )

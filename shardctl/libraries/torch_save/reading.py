@@ -26,10 +26,8 @@ from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.rank_files import parse_rank_file_name
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format, find_given_file
-from shardctl.libraries.torch_save.legacy_file import MAGICS, read_legacy
+from shardctl.libraries.torch_save.legacy_magics import MAGICS
 from shardctl.libraries.torch_save.pickle_budget import budget_of
-from shardctl.libraries.torch_save.state_dict import StateDict, extract_state_dict
-from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage import read_bytes
@@ -40,6 +38,7 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from shardctl.libraries.torch_save.state_dict import StateDict
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source, Span
 
@@ -140,6 +139,9 @@ def read_saved(source: Source, path: str) -> SavedFile:
         HostileError: it tries to run code or to exhaust the reader.
         UnsupportedError: a container of before 2017, TorchScript, compressed or big-endian data.
     """
+    from shardctl.libraries.torch_save.legacy_file import read_legacy
+    from shardctl.libraries.torch_save.zip_file import read_torch_zip
+
     head = _read_head(source, path)
     if head.startswith(LOCAL_MAGIC):
         return read_torch_zip(source, path)
@@ -244,6 +246,8 @@ def read_weights(source: Source, path: str) -> WeightsFile:
 
     Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
     """
+    from shardctl.libraries.torch_save.state_dict import extract_state_dict
+
     saved = open_saved(source, path)
     state = extract_state_dict(saved.tree, path, partial(is_excluded, source))
     check_total_size(source, path, state.views.values())

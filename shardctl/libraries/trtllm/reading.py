@@ -12,13 +12,12 @@ from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.libraries.trtllm import arrays as trtllm
-from shardctl.libraries.trtllm.config import TrtllmDescription, interpret_config
 from shardctl.manifest import Manifest
 from shardctl.models.config import ModelConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
 
 if TYPE_CHECKING:
+    from shardctl.libraries.trtllm.config import TrtllmDescription
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
@@ -47,6 +46,9 @@ def scan_trtllm(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
         UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
     """
+    from shardctl.libraries.trtllm import arrays as trtllm
+    from shardctl.libraries.trtllm.config import interpret_config
+
     files = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, {rank: [path] for rank, path in files.items()})
     for tensor in arrays.values():

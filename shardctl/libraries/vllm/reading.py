@@ -13,7 +13,6 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.libraries.vllm.profile import recognise_dialect
 from shardctl.manifest import Manifest, TrainingState
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def scan_vllm(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
         UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
     """
+    from shardctl.libraries.vllm.profile import recognise_dialect
+
     files, stages = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, dict(enumerate(files)))
     for tensor in arrays.values():
