@@ -71,8 +71,6 @@ _GROUP: Final = 1 << 15
 _BYTE: Final = 8
 _BIAS: Final = 128
 _HALF_BITS: Final = _COLUMN_KEY_BITS // 2
-_PAIR: Final = 2
-"""Words of an element of 32 bits."""
 
 
 @value_class
@@ -140,10 +138,10 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
     *_, column = dtype.unit_shape(box.origin) or (0,)
     units = _split_units(data, dtype, prod(leading), width)
     rows = _RowKeys(box, shape)
-    total = np.zeros((count_element_parts(dtype), LANES), np.uint64)
-    each = dtype.unit_elements
-    widest = _BLOCK // (len(total) * min(len(units), _ROWS))
-    stretch = _STRETCH if dtype.bits > _BYTE else _CODES * each
+    n_parts, each = count_element_parts(dtype), dtype.unit_elements
+    total = np.zeros((n_parts, LANES), np.uint64)
+    widest = _BLOCK // (n_parts * min(len(units), _ROWS))
+    stretch = _STRETCH // n_parts if dtype.bits > _BYTE else _CODES * each
     for start, stop in _split_strips(column * each, (column + width) * each, widest, stretch):
         strip = units[:, start // each - column : stop // each - column]
         _add_strip(total, strip, dtype.bits, rows, range(start, stop), stretch)
@@ -174,7 +172,7 @@ def compute_stacked_sums(data: NDArray[np.uint8], dtype: DType, shape: Sequence[
     keys = _draw_row_keys()[:, :rows] * _draw_tile_keys(0, 0)
     total = np.zeros((len(data), n_parts, LANES), np.uint64)
     widest = _BLOCK // (n_parts * min(len(units), _ROWS))
-    stretch = _STRETCH if dtype.bits > _BYTE else _CODES * each
+    stretch = _STRETCH // n_parts if dtype.bits > _BYTE else _CODES * each
     for start, stop in _split_strips(0, width * each, widest, stretch):
         strip, columns = units[:, start // each : stop // each], range(start, stop)
         for a, b in _split_groups(len(data), n_parts * rows, len(columns), stretch):
@@ -257,6 +255,19 @@ def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     before = np.zeros((LANES, _TILE + 1))
     np.cumsum(keys, axis=1, out=before[:, 1:])
     return keys.astype(np.float64), before
+
+
+@lru_cache(maxsize=8)  # 4 MiB at most, which is all columns of a tile for elements of 32 bits
+def _spread_column_keys(n_parts: int, start: int, stop: int) -> NDArray[np.float64]:
+    """Spread the keys of columns ``[lanes * parts, columns * parts]``: a part's key at its own words, zero elsewhere.
+
+    So the words of elements are multiplied as they lie, each part with a row of keys.
+    """
+    keys = _draw_column_keys()[0][:, start:stop]
+    spread = np.zeros((LANES, n_parts, stop - start, n_parts))
+    for part in range(n_parts):
+        spread[:, part, :, part] = keys
+    return spread.reshape(LANES * n_parts, -1)
 
 
 @_draw_once
@@ -383,39 +394,35 @@ def _multiply_rows(units: NDArray[Any], bits: int, n_parts: int, columns: range,
     if narrow:
         _multiply_codes(units, bits, _draw_half_keys()[:, a:b], dots[:, 0, 0])
     else:
-        _multiply_keys(units, bits, keys[:, a:b], dots)
+        _multiply_keys(units, bits, keys[:, a:b] if n_parts == 1 else _spread_column_keys(n_parts, a, b), dots)
     dots[:, :, 0] += ones * (1 + less)
     return dots.astype(np.int64).view(np.uint64)
 
 
 def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """Compute the inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with the column `keys`.
+    """Compute the inner products ``[lanes, parts, stretches, rows]`` of the words of `units` with the `keys` of each.
 
-    Two calls of NumPy do a block of elements. BLAS multiplies both lanes at once, so that a block is read once.
+    Two calls of NumPy do a block of words. BLAS multiplies all lanes and parts at once, so that a block is read once.
     """
     lanes, n_parts, stretches, rows = out.shape
     width = keys.shape[1]
-    vectors = keys.reshape(lanes, stretches, -1).swapaxes(0, 1)
+    vectors = keys.reshape(lanes * n_parts, stretches, -1).swapaxes(0, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
-    for start, stop, call in _split_rows(rows, _BLOCK // (n_parts * width), _CALL * stretches // width):
-        block = _scratch.block[: n_parts * (stop - start) * width].reshape(n_parts, stop - start, width)
-        _widen_elements(units[start:stop], bits, block)
-        matrices = block.reshape(n_parts, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
-        product(vectors, matrices, out=out[..., start:stop].reshape(*out.shape[:3], -1, call).transpose(1, 3, 2, 0, 4))
+    sums = out.reshape(lanes * n_parts, stretches, rows)
+    for start, stop, call in _split_rows(rows, _BLOCK // width, _CALL * stretches // width):
+        block = _scratch.block[: (stop - start) * width].reshape(stop - start, width)
+        _widen_words(units[start:stop], bits, block)
+        matrices = block.reshape(-1, call, stretches, width // stretches).transpose(0, 2, 3, 1)
+        product(vectors, matrices, out=sums[..., start:stop].reshape(*sums.shape[:2], -1, call).transpose(2, 1, 0, 3))
 
 
-def _widen_elements(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
-    """Write the elements of `units` ``[rows, units, words]`` as numbers to `block` ``[parts, rows, columns]``."""
+def _widen_words(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
+    """Write the words of `units` ``[rows, units, words]`` as numbers to `block` ``[rows, words of all units]``."""
     if bits < _BYTE:
-        codes = np.empty((*units.shape[:2], block.shape[2] // units.shape[1]), np.uint8)
+        codes = np.empty((*units.shape[:2], block.shape[1] // units.shape[1]), np.uint8)
         _unpack_codes(units, bits, codes.transpose(2, 0, 1))
-        units = codes.reshape(*block.shape[1:], 1)
-    if len(block) == _PAIR:
-        pairs = units.view("<i4")[:, :, 0]  # NumPy converts words that lie together faster than every second one
-        np.copyto(block[0], pairs & 0xFFFF)
-        np.copyto(block[1], pairs.view("<u4") >> 16)
-    else:
-        np.copyto(block, units.transpose(2, 0, 1))
+        units = codes
+    np.copyto(block, units.reshape(block.shape))
 
 
 def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float32], out: NDArray[np.float64]) -> None:
