@@ -31,6 +31,7 @@ from shardctl.libraries.catalogue import get_schema
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
+from shardctl.models.torchtitan_names import leave_joined_states
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
@@ -156,7 +157,7 @@ def _read_checkpoint(
     if model is None:
         models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, source_options)
-        manifest = models.order_ties(manifest)
+        manifest = models.order_ties(leave_joined_states(manifest))
     if record:
         manifest = _apply_record(manifest, record, model)
     unknown = model is None and not misfit and manifest.dialect is None

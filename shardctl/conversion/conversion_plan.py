@@ -39,7 +39,13 @@ from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.libraries.arrays.form import EXPERTS, add_state_places, choose_form, choose_trainer_form
+from shardctl.libraries.arrays.form import (
+    EXPERTS,
+    add_state_places,
+    choose_form,
+    choose_trainer_form,
+    join_trainer_forms,
+)
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
@@ -47,7 +53,7 @@ from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.models.families import load_family
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
-from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays
+from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
@@ -70,7 +76,10 @@ if TYPE_CHECKING:
 
 _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
-_TRAINERS: Final = {TRAINER: ("dcp", build_trainer_arrays), MAXTEXT: ("orbax", build_maxtext_arrays)}
+_TRAINERS: Final[Mapping[str, tuple[str, Callable[[Model, Collection[str]], dict[str, TensorFusion]]]]] = {
+    TRAINER: ("dcp", build_trainer_arrays),
+    MAXTEXT: ("orbax", build_maxtext_arrays),
+}
 """By what `--names` says: the layout that its trainer reads, and what builds its arrays of a model."""
 _VEOMNI: Final = "veomni"
 """Whose arrays are those of transformers, in a state that has another name for the optimizer."""
@@ -425,12 +434,18 @@ def _choose_arrays(
                 hint=f"add --to {own}, and leave --experts out",
             )
         model = checkpoint.require_model(f"--names {reshard_options.names}")
-        trained = build_arrays(model)
         have = spread_shared_states(have, model.fusions)
-        states = build_state_fusions(have, trained)
         weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}
-        form = choose_trainer_form(replace(have, tensors=weights), trained, dtypes, reshard_options.names)
-        return name_state_arrays(have, add_state_places(form, states, dtypes), trained)
+        stored = build_arrays(model, weights)
+        form = choose_trainer_form(replace(have, tensors=weights), stored, dtypes, reshard_options.names)
+        if reshard_options.names != TRAINER:
+            form = add_state_places(form, build_state_fusions(have, stored), dtypes)
+            return name_state_arrays(have, form, stored)
+        joined = join_parameters(model, stored)
+        trained = choose_trainer_form(replace(have, tensors=weights), joined, dtypes, reshard_options.names)
+        trained = add_state_places(trained, build_state_fusions(have, joined), dtypes)
+        have, named = name_state_arrays(have, trained, joined)
+        return have, join_trainer_forms(form, named, list_balances(model))
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,

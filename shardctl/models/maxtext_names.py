@@ -19,7 +19,7 @@ from shardctl.models.trainer_arrays import bind_arrays
 from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model, ModelTensor
@@ -95,8 +95,10 @@ class _ArrayPart(NamedTuple):
     view: ArrayView
 
 
-def build_maxtext_arrays(model: Model, *, scanned: bool = True) -> dict[str, TensorFusion]:
+def build_maxtext_arrays(model: Model, there: Collection[str] = (), *, scanned: bool = True) -> dict[str, TensorFusion]:
     """Build every array that MaxText has of a model, by its name in a checkpoint, with layers `scanned` or each apart.
+
+    What besides the model's own is `there`, such as layers that predict, has no array.
 
     Raises UnsupportedError for a family whose arrays have other elements or are not known here, and for tensors that
     MaxText does not have.
@@ -108,6 +110,7 @@ def build_maxtext_arrays(model: Model, *, scanned: bool = True) -> dict[str, Ten
             f"MaxText's arrays of {model.architecture or 'this model'} are not written: {why}",
             hint=f"known are {', '.join(_PARTS)}; use MaxText's python -m maxtext.checkpoint_conversion.to_maxtext",
         )
+    del there
     matched = map(_LAYER.fullmatch, model.tensors)
     sparse = sorted(int(found[1]) for found in matched if found is not None and found[2] == _ROUTER)
     parts: dict[str, list[_ArrayPart]] = {}

@@ -1,4 +1,4 @@
-"""Translates Meta's names for Llama, which torchtitan also uses, and the order of query and key rows.
+"""Translates Meta's names for Llama, which older torchtitan also uses, and the order of query and key rows.
 
 Meta rotates neighbouring pairs of a head, transformers its two halves: row ``2 * j + k`` of a head there is row
 ``k * half + j`` here (transformers `models/llama/convert_llama_weights_to_hf.py`, `permute`; torchtitan
@@ -33,9 +33,6 @@ _PARTS: Final = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
-    "attention.qkv_linear.wq": "self_attn.q_proj",
-    "attention.qkv_linear.wk": "self_attn.k_proj",
-    "attention.qkv_linear.wv": "self_attn.v_proj",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -43,7 +40,7 @@ _PARTS: Final = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OLD: Final = {meant: name for name, meant in _NAMES.items() if name != "lm_head.weight"}
-_OLD_PARTS: Final = {meant: part for part, meant in _PARTS.items() if "qkv_linear" not in part}
+_OLD_PARTS: Final = {meant: part for part, meant in _PARTS.items()}
 _MEANT_LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.weight")
 _LAYER: Final = re.compile(r"layers\.([0-9]+)\.(.+)\.weight")
 _BUFFERS: Final = frozenset({"rope.freqs", "freqs_cis"})

@@ -30,7 +30,7 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
         UnsupportedError: a tensor is not known.
     """
-    found = bind_meta_names(model, unwrap_names(model, split_flat_parameters(model, stored)))
-    found = bind_autoep_names(model, bind_maxtext_names(model, bind_trainer_names(model, found)))
+    found = bind_trainer_names(model, unwrap_names(model, split_flat_parameters(model, stored)))
+    found = bind_autoep_names(model, bind_maxtext_names(model, bind_meta_names(model, found)))
     bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound

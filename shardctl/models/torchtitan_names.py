@@ -1,130 +1,99 @@
 """Describes the arrays that torchtitan has of a model, for both directions: names, and what is stacked or divided.
 
-Names are those of torchtitan 0.3.0 (`models/*/state_dict_adapter.py`). It stacks gate, up and down projections of
-experts, each by itself. What transformers has in one as queries, keys and values, of linear attention and of vision
-models, are three arrays. Rows of queries and keys are in transformers' order, except for Llama, whose names and order
-are Meta's (`meta_names`).
+It stacks gate, up and down projections of experts, each by itself. What transformers has in one as queries, keys and
+values, of linear attention and of vision models, are three arrays. Where a module has queries, keys and values as one
+parameter, its weights are saved as three and its optimizer's states as one (`FusedQKVLinear`). Rows of queries and keys
+are in transformers' order, except for Llama, of which neighbouring pairs are rotated, as Meta's are.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
+from shardctl.box import Box
 from shardctl.errors import UnsupportedError, format_first_few
-from shardctl.models.fusion import TensorFusion, cut_rows, join_tensors, merge_last_dims, stack_tensors
+from shardctl.models.fusion import (
+    FusionPlaces,
+    TensorFusion,
+    cut_rows,
+    join_tensors,
+    merge_last_dims,
+    stack_tensors,
+    transpose_tensor,
+)
+from shardctl.models.torchtitan_tables import (
+    BALANCE,
+    BALANCED,
+    DIVIDED,
+    EMBEDDING,
+    ENDS,
+    EXPERTS,
+    JOINED,
+    PARTS,
+    PATCHES,
+    PLAIN,
+    ROUTED,
+    ROUTERS,
+    SEEN,
+    TURNED,
+)
 from shardctl.models.trainer_arrays import bind_arrays
+from shardctl.training import split_state_name
+from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardctl.manifest import Manifest
-    from shardctl.models.fusion import FusionPlaces
     from shardctl.models.model import Model, ModelTensor
 
 TRAINER: Final = "torchtitan"
-_EMBEDDING: Final = "tok_embeddings.weight"
-_ENDS: Final = {"model.embed_tokens.": "tok_embeddings.", "model.norm.": "norm.", "lm_head.": "lm_head."}
-_DENSE: Final = {
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attention.wo",
-}
-_QKV: Final = {f"self_attn.{part}_proj": f"attention.qkv_linear.w{part}" for part in "qkv"}
-_ROUTED: Final = "moe.routed_experts.inner_experts"
-_EXPERTS: Final = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
-_ROUTER: Final = {"mlp.gate": "moe.router.gate"}
-_LATENT: Final = {
-    **{f"self_attn.{part}": f"attention.{own}" for part, own in (("q_proj", "wq"), ("q_a_proj", "wq_a"))},
-    **{f"self_attn.{part}": f"attention.{own}" for part, own in (("q_a_layernorm", "q_norm"), ("q_b_proj", "wq_b"))},
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.kv_a_layernorm": "attention.kv_norm",
-    "self_attn.kv_b_proj": "attention.wkv_b",
-    **{f"mlp.shared_experts.{part}": f"moe.shared_experts.{own[:2]}" for part, own in _EXPERTS.items()},
-}
-_QK_NORMS: Final = {f"self_attn.{part}_norm": f"attention.{part}_norm" for part in "qk"}
-_DELTA: Final = {
-    **{key: part for key, part in _DENSE.items() if key != "self_attn.o_proj"},
-    **{f"self_attn.{part}_proj": f"attn.w{part}" for part in "qkvo"},
-    **{f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"},
-    **{f"linear_attn.{part}": f"attn.{part}" for part in ("in_proj_z", "in_proj_a", "in_proj_b", "norm", "out_proj")},
-    "mlp.gate": "moe.router.gate",
-    **{f"mlp.shared_expert.{part}": f"moe.shared_experts.{own[:2]}" for part, own in _EXPERTS.items()},
-    "mlp.shared_expert_gate": "moe.shared_experts.gate",
-}
-_PARTS: Final[Mapping[str, Mapping[str, str]]] = {
-    "qwen3": {**_DENSE, **_QKV, **_QK_NORMS},
-    "qwen3_moe": {**_DENSE, **_QKV, **_QK_NORMS, **_ROUTER},
-    "deepseek_v3": {**_DENSE, **_LATENT, **_ROUTER},
-    "kimi_k25": {**_DENSE, **_LATENT, **_ROUTER},
-    **{f"qwen3_5{kind}": _DELTA for kind in ("", "_moe", "_text", "_moe_text")},
-}
-"""By family: the modules of a layer, as transformers and as torchtitan call them."""
-_PLAIN: Final = {
-    "mlp.gate.e_score_correction_bias": "moe.expert_bias_E",
-    "linear_attn.A_log": "attn.A_log",
-    "linear_attn.dt_bias": "attn.dt_bias",
-}
-_DIVIDED: Final = {
-    "linear_attn.in_proj_qkv.weight": tuple(f"attn.in_proj_{part}.weight" for part in "qkv"),
-    "linear_attn.conv1d.weight": tuple(f"attn.conv_{part}.weight" for part in "qkv"),
-}
-"""Whose rows are several arrays there, one for each section."""
-_SEEN: Final = {
-    r"model\.visual\.blocks\.([0-9]+)\.attn\.qkv\.(weight|bias)": r"vision_encoder.layers.\1.attn.w*.\2",
-    r"model\.visual\.blocks\.(.+)": r"vision_encoder.layers.\1",
-    r"model\.visual\.pos_embed\.weight": "vision_encoder.pos_embed",
-    r"(?:model\.visual|vision_tower)\.patch_embed\.proj\.(.+)": r"vision_encoder.patch_embed.\1",
-    r"model\.visual\.merger\.(.+)": r"vision_encoder.merger.\1",
-    r"vision_tower\.patch_embed\.pos_emb\.weight": "vision_encoder.pos_embed",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.wqkv\.(weight|bias)": r"vision_encoder.layers.\1.attn.w*.\2",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.norm0\.(.+)": r"vision_encoder.layers.\1.norm1.\2",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.norm1\.(.+)": r"vision_encoder.layers.\1.norm2.\2",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.wo\.(.+)": r"vision_encoder.layers.\1.attn.proj.\2",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.mlp\.fc0\.(.+)": r"vision_encoder.layers.\1.mlp.linear_fc1.\2",
-    r"vision_tower\.encoder\.blocks\.([0-9]+)\.mlp\.fc1\.(.+)": r"vision_encoder.layers.\1.mlp.linear_fc2.\2",
-    r"vision_tower\.encoder\.final_layernorm\.(.+)": r"vision_encoder.final_norm.\1",
-    r"mm_projector\.pre_norm\.(.+)": r"vision_encoder.projector.pre_norm.\1",
-    r"mm_projector\.proj\.0\.(.+)": r"vision_encoder.projector.linear_1.\1",
-    r"mm_projector\.proj\.2\.(.+)": r"vision_encoder.projector.linear_2.\1",
-}
-"""What vision models have, of Qwen3.5 and of Kimi-K2.5; a `*` is q, k and v, each a third of the rows."""
-_PATCHES: Final = "vision_encoder.patch_embed.weight"
-"""A convolution over patches, whose filters are rows there."""
 _KINDS: Final = ("weight", "bias")
-_NOTE: Final = "torchtitan's names and stacked experts; read as those of transformers"
+_NOTE: Final = "torchtitan's names and arrays; read as those of transformers"
 _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
+_SPLIT: Final = re.compile(rf"(layers\.[0-9]+\.{re.escape(JOINED)})\.w([qkv])\.(weight|bias)")
+_PAIRED: Final = "llama"
+"""The family whose heads have neighbouring rows rotated there, and halves in transformers."""
 
 
-def build_trainer_arrays(model: Model) -> dict[str, TensorFusion]:
-    """Build every array that torchtitan has of a model, by its name there; of a tie there are several.
+def build_trainer_arrays(model: Model, there: Collection[str] | None = None) -> dict[str, TensorFusion]:
+    """Build every array that torchtitan saves of a model's weights, by its name there; of a tie there are several.
 
-    Raises UnsupportedError for a family whose names are not known here, and for tensors that torchtitan does not have.
+    Of tensors that a checkpoint may lack, such as layers that predict, only those that are `there` have one (default:
+    all). Raises UnsupportedError for a family whose names are not known here, and for tensors that torchtitan does not
+    have.
     """
-    if model.family not in _PARTS:
+    if model.family not in PARTS:
         raise UnsupportedError(
             f"torchtitan's names for {model.architecture or 'this model'} are not known here",
-            hint=f"known are {', '.join(_PARTS)}; Llama's are read, and --to meta writes them",
+            hint=f"known are {', '.join(PARTS)}",
         )
     arrays: dict[str, TensorFusion] = {}
     stacks: dict[str, dict[int, str]] = {}
     unknown = []
-    for name, canonical in {**{tensor.name: tensor.name for tensor in model.own()}, **model.aliases}.items():
+    kept = {tensor.name: tensor.optional for tensor in model.tensors.values()}
+    kept |= dict.fromkeys(model.aliases, False)
+    for name, optional in kept.items():
+        if optional and there is not None and name not in there:
+            continue
         plain = _strip_text_prefix(name)
         layer = _LAYER.fullmatch(plain)
         expert = _EXPERT.fullmatch(layer[2]) if layer is not None else None
-        if layer is not None and expert is not None and expert[2] in _EXPERTS:
-            array = f"layers.{layer[1]}.{_ROUTED}.{_EXPERTS[expert[2]]}"
+        if layer is not None and expert is not None and expert[2] in EXPERTS:
+            array = f"{_name_layer(model, layer[1])}.{ROUTED}.{EXPERTS[expert[2]]}"
             stacks.setdefault(array, {})[int(expert[1])] = name
-        elif found := _find_names(model.family, plain):
-            places = _divide_rows(model.tensors[canonical], found)
-            arrays |= {array: TensorFusion(array, (canonical,), place) for array, place in places.items()}
-        else:
+        elif found := _find_names(model, plain):
+            canonical = model.aliases.get(name, name)
+            places = _divide_rows(model, model.tensors[canonical], found)
+            for array, place in places.items():
+                arrays[array] = TensorFusion(array, (canonical,) * len(place.shapes), place)
+        elif not optional:
             unknown.append(name)
     if unknown:
         raise UnsupportedError(f"torchtitan has no array for {format_first_few(unknown)} of {model.architecture}")
@@ -134,14 +103,72 @@ def build_trainer_arrays(model: Model) -> dict[str, TensorFusion]:
     return arrays
 
 
+def join_parameters(model: Model, arrays: Mapping[str, TensorFusion]) -> dict[str, TensorFusion]:
+    """Return the arrays of a model's parameters, whose optimizer states are saved: queries, keys and values are one.
+
+    Of each group of heads it has the rows of queries, of the key and of the value, and then those of the next one.
+    """
+    joined: dict[str, TensorFusion] = {}
+    for array, fusion in arrays.items():
+        split = _SPLIT.fullmatch(array)
+        if split is None:
+            joined[array] = fusion
+        elif split[2] == "q":
+            names = [arrays[f"{split[1]}.w{part}.{split[3]}"].tensors[0] for part in "qkv"]
+            shapes = tuple(model.tensors[name].shape for name in names)
+            head = _count_head_rows(model.tensors[names[1]])
+            own, places = f"{split[1]}.wqkv.{split[3]}", _join_groups(shapes, head, paired=model.family == _PAIRED)
+            whose = (names[index] for index, *_ in _list_group_parts(shapes, head, paired=model.family == _PAIRED))
+            joined[own] = TensorFusion(own, tuple(whose), places)
+    return joined
+
+
+def list_joined_names(names: Iterable[str]) -> list[str]:
+    """List the parameters that join several of some stored weights.
+
+    >>> list_joined_names(f"layers.0.attention.qkv_linear.w{part}.weight" for part in "qkv")
+    ['layers.0.attention.qkv_linear.wqkv.weight']
+    """
+    found = Counter(f"{split[1]}.wqkv.{split[3]}" for name in names if (split := _SPLIT.fullmatch(name)) is not None)
+    return [name for name, count in found.items() if count == len("qkv")]
+
+
+def list_balances(model: Model) -> dict[str, tuple[int, ...]]:
+    """List the arrays that balance experts, with their shapes, for which transformers' class has no place."""
+    if model.family not in BALANCED:
+        return {}
+    found = ((_LAYER.fullmatch(_strip_text_prefix(each.name)), each) for each in model.own())
+    return {f"layers.{layer[1]}.{BALANCE}": each.shape[:1] for layer, each in found if layer and layer[2] in ROUTERS}
+
+
 def bind_trainer_names(model: Model, stored: Manifest) -> Manifest:
     """Return `stored` under the names of transformers, experts apart, if all names are torchtitan's; else as it is."""
-    if model.family not in _PARTS or _EMBEDDING not in stored.tensors:
+    if model.family not in PARTS or EMBEDDING not in stored.tensors:
         return stored
-    arrays = build_trainer_arrays(model)
-    if not all(name in arrays and arrays[name].declared == tensor.shape for name, tensor in stored.tensors.items()):
+    arrays, left = build_trainer_arrays(model), list_balances(model)
+    weights = {name: tensor for name, tensor in stored.tensors.items() if name not in left}
+    if not all(name in arrays and arrays[name].declared == tensor.shape for name, tensor in weights.items()):
         return stored
-    return bind_arrays(stored, arrays, _NOTE)
+    left = {name: shape for name, shape in left.items() if name in stored.tensors}
+    warnings = stored.warnings
+    if left:
+        which = f"{format_first_few(left)}, which torchtitan adds to the scores of experts to balance them"
+        warnings += (f"left behind: {which}; {model.architecture} of transformers adds nothing",)
+    found = replace(stored, tensors=weights, warnings=warnings)
+    return bind_arrays(found, {**join_parameters(model, arrays), **arrays}, _NOTE)
+
+
+def leave_joined_states(stored: Manifest) -> Manifest:
+    """Return `stored` without the states of parameters that join several weights, which only a model's sizes divide."""
+    if stored.training is None:
+        return stored
+    joined = set(list_joined_names(stored.tensors))
+    states = {n: each for n, each in stored.training.states.items() if (split_state_name(n) or ("",))[-1] not in joined}
+    left = [name for name in stored.training.states if name not in states]
+    if not left:
+        return stored
+    why = f"left behind: {format_first_few(left)}, which only the config of a model divides; give it with --config PATH"
+    return replace(stored, training=replace(stored.training, states=states), warnings=(*stored.warnings, why))
 
 
 def _strip_text_prefix(name: str) -> str:
@@ -157,12 +184,18 @@ def _strip_text_prefix(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _find_names(family: str, name: str) -> tuple[str, ...]:
+def _name_layer(model: Model, number: str) -> str:
+    """Return what the names of a layer begin with; those that predict further tokens are counted by themselves."""
+    further = int(number) - model.layers
+    return f"layers.{number}" if further < 0 else f"mtp_layers.{further}"
+
+
+def _find_names(model: Model, name: str) -> tuple[str, ...]:
     """Find what torchtitan calls the arrays of a tensor; several if each has some of its rows, none if it has none."""
-    for ours, theirs in _ENDS.items():
+    for ours, theirs in ENDS.items():
         if name == f"{ours}weight":
             return (f"{theirs}weight",)
-    for pattern, theirs in _SEEN.items():
+    for pattern, theirs in SEEN.items():
         if (seen := re.fullmatch(pattern, name)) is not None:
             array = seen.expand(theirs)
             return tuple(array.replace("*", part) for part in "qkv") if "*" in array else (array,)
@@ -170,19 +203,76 @@ def _find_names(family: str, name: str) -> tuple[str, ...]:
     if layer is None:
         return ()
     module, _, kind = layer[2].rpartition(".")
-    part = _PARTS[family].get(module)
-    own = f"{part}.{kind}" if part is not None and kind in _KINDS else _PLAIN.get(layer[2])
-    found = _DIVIDED.get(layer[2], (own,) if own is not None else ())
-    return tuple(f"layers.{layer[1]}.{each}" for each in found)
+    part = PARTS[model.family].get(module) if kind == "weight" or model.family != _PAIRED else None
+    own = f"{part}.{kind}" if part is not None and kind in _KINDS else PLAIN.get(layer[2])
+    found = DIVIDED.get(layer[2], (own,) if own is not None else ())
+    return tuple(f"{_name_layer(model, layer[1])}.{each}" for each in found)
 
 
-def _divide_rows(tensor: ModelTensor, arrays: tuple[str, ...]) -> dict[str, FusionPlaces]:
+def _divide_rows(model: Model, tensor: ModelTensor, arrays: tuple[str, ...]) -> dict[str, FusionPlaces]:
     """Return where a tensor is in each of some arrays: all of it in the one, or in each the rows of one section."""
-    shape = tensor.shape
+    shape, array = tensor.shape, arrays[0]
     if len(arrays) == 1:
-        return {arrays[0]: merge_last_dims(shape) if arrays[0] == _PATCHES else join_tensors((shape,))}
+        split = _SPLIT.fullmatch(array)
+        if array.endswith(TURNED):
+            return {array: transpose_tensor(shape)}
+        if model.family == _PAIRED and split is not None and split[2] != "v":
+            return {array: _pair_rows(shape, _count_head_rows(tensor))}
+        return {array: merge_last_dims(shape) if array == PATCHES else join_tensors((shape,))}
     sizes = [section.size for cut in tensor.spec.cuts[0] for section in cut.sections]
     sizes = sizes if len(sizes) == len(arrays) else [shape[0] // len(arrays)] * len(arrays)
     ends = list(accumulate(sizes))
     places = (cut_rows(shape, end - size, end) for end, size in zip(ends, sizes, strict=True))
     return dict(zip(arrays, places, strict=True))
+
+
+def _count_head_rows(tensor: ModelTensor) -> int:
+    return tensor.spec.cuts[0][0].sections[0].unit
+
+
+@cache
+def _pair_rows(shape: tuple[int, ...], head: int) -> FusionPlaces:
+    """Return queries or keys of heads of so many rows, whose halves take turns in the array."""
+    return _place_parts((shape,), _list_row_parts(0, 0, shape[0], 0, head, paired=True))
+
+
+@cache
+def _join_groups(shapes: tuple[tuple[int, ...], ...], head: int, *, paired: bool) -> FusionPlaces:
+    """Return the rows of queries, of a key and of a value of each group of heads; `paired` as in `_pair_rows`."""
+    return _place_parts(shapes, _list_group_parts(shapes, head, paired=paired))
+
+
+_Part = tuple[int, int, int, int, int]
+"""Which of some tensors, its first row, their number, and the first row and the step of the array."""
+
+
+def _list_group_parts(shapes: tuple[tuple[int, ...], ...], head: int, *, paired: bool) -> Iterator[_Part]:
+    groups = shapes[1][0] // head
+    at = 0
+    for group in range(groups):
+        for index, shape in enumerate(shapes):
+            rows = shape[0] // groups
+            yield from _list_row_parts(index, group * rows, rows, at, head, paired=paired and index < len("qk"))
+            at += rows
+
+
+def _list_row_parts(index: int, first: int, rows: int, at: int, head: int, *, paired: bool) -> Iterator[_Part]:
+    if not paired:
+        yield index, first, rows, at, 1
+        return
+    half = head // 2
+    for start in range(0, rows, head):
+        for odd in range(2):
+            yield index, first + start + odd * half, half, at + start + odd, 2
+
+
+def _place_parts(shapes: tuple[tuple[int, ...], ...], parts: Iterable[_Part]) -> FusionPlaces:
+    views, owners, boxes = [], [], []
+    for index, first, rows, at, step in parts:
+        shape = shapes[index]
+        rest = shape[1:]
+        boxes.append(Box((first, *(0,) * len(rest)), (rows, *rest)))
+        axes = tuple(range(len(shape)))
+        views.append(ArrayView((at, *(0,) * len(rest)), axes, (step, *(1,) * len(rest))))
+        owners.append(shape)
+    return FusionPlaces.of(views, owners, boxes)

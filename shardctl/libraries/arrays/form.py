@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -44,6 +44,10 @@ class ArrayForm:
     """By tensor: its places in arrays that it shares or into which it is divided; then its names do not count."""
     trainer: str = ""
     """Whose run resumes from a saved state, as `--names` has it; empty for what torch's `get_state_dict` gives."""
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By tensor: the arrays that its optimizer knows, where these are not those of the weights."""
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Arrays of F32 zeros that a run asks for though the model has none of them, with their shapes."""
 
     def arrays(self, name: str) -> tuple[str, ...]:
         """Return the arrays that hold parts of a tensor, or of a tie the first; one filtered out keeps its own name."""
@@ -51,8 +55,9 @@ class ArrayForm:
         return tuple(dict.fromkeys(place.array for place in places)) if places else self.names.get(name, (name,))[:1]
 
     def list_arrays(self, tensors: Iterable[str]) -> list[str]:
-        """List the arrays that hold some tensors, each once."""
-        return list(dict.fromkeys(array for name in tensors for array in self.arrays(name)))
+        """List the arrays that hold some tensors, as an optimizer knows them, each once."""
+        found = (self.parameters.get(name) or self.arrays(name) for name in tensors)
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
 
 def choose_form(
@@ -108,6 +113,18 @@ def choose_trainer_form(
     if extra:
         raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
     return ArrayForm(names, places, trainer)
+
+
+def join_trainer_forms(form: ArrayForm, trained: ArrayForm, zeros: Mapping[str, tuple[int, ...]]) -> ArrayForm:
+    """Return the form of weights with that of the states that a trainer keeps of other arrays, and with `zeros`."""
+    own = {*form.names, *form.places}
+    return replace(
+        form,
+        names={**form.names, **{name: arrays for name, arrays in trained.names.items() if name not in own}},
+        places={**form.places, **{name: places for name, places in trained.places.items() if name not in own}},
+        parameters={name: trained.arrays(name) for name in own},
+        zeros=zeros,
+    )
 
 
 def add_state_places(form: ArrayForm, states: Mapping[str, TensorFusion], dtypes: Mapping[str, DType]) -> ArrayForm:

@@ -18,6 +18,7 @@ from shardctl.libraries.dcp.save import DcpSave, count_writers
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
 from shardctl.models.automodel_names import GROUPED_NOTE, build_grouped_arrays, names_groups
+from shardctl.models.torchtitan_names import list_joined_names
 from shardctl.models.trainer_arrays import bind_states
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class _SortedSave(DcpSave):
         arrays = {}
         if names_groups(self.sorted.states):
             arrays = build_grouped_arrays({name: tensor.shape for name, tensor in weights.items()})
-        named = {*weights, *arrays}
+        named = {*weights, *arrays, *list_joined_names(weights)}
         found = TrainingState(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
             ranks=count_writers(model.collector.files),

@@ -85,7 +85,11 @@ class DcpFiles:
 
     def scalar(self, key: str, dtype: DType, content: bytes) -> None:
         """Add a tensor of one element, whose bytes are known."""
-        region = self.tensor(key, (), dtype, Box((), ()))
+        self.constant(key, (), dtype, content)
+
+    def constant(self, key: str, shape: tuple[int, ...], dtype: DType, content: bytes) -> None:
+        """Add a tensor whose bytes are known."""
+        region = self.tensor(key, shape, dtype, Box.whole(shape))
         if region is not None:
             self._literals.insert(-1, (region.offset, content))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dtype import BY_NAME
 from shardctl.libraries.dcp.file_writer import DcpFiles, format_file_prefix
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, list_whole_arrays
 from shardctl.libraries.safetensors.ranks_writing import Known, list_rank_arrays
@@ -37,6 +38,7 @@ _FLAT: Final = "torchtitan"
 """Who has weights at the root, and flattens its optimizer."""
 _MEMBERS: Final = frozenset({"params", "param_names"})
 """What a group says of its parameters, which is no setting."""
+_ZERO: Final = BY_NAME["F32"]
 _Way = tuple[str | int, ...]
 
 
@@ -46,6 +48,8 @@ def pack_dcp(request: PackRequest) -> Manifest:
     builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, form.trainer)
     if have.training is not None:
         builder.settings(have.training, form)
+    for name, shape in form.zeros.items():
+        builder.zeros(name, shape)
     if request.placed is None:
         builder.rank(0, list_whole_arrays(have, form, dtypes))
     else:
@@ -91,6 +95,12 @@ class _DcpBuilder:
                         way: _Way = (self._optimizer, f"param_groups.{array}.{name}")
                         self.files.object(_join_key_path(way), encode_object(value))
                         self.ways[_join_key_path(way)] = way
+
+    def zeros(self, name: str, shape: tuple[int, ...]) -> None:
+        """Add an array of zeros, in front of the first rank's tensors."""
+        way = self._find_key_path(name)
+        self.files.constant(_join_key_path(way), shape, _ZERO, bytes(_ZERO.nbytes(shape)))
+        self.ways[_join_key_path(way)] = way
 
     def rank(self, rank: int, arrays: Iterable[TensorArray]) -> None:
         """Add the boxes of one rank that no earlier rank holds, too."""

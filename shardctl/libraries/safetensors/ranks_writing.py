@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, merge_boxes
+from shardctl.errors import UnsupportedError
 from shardctl.libraries.safetensors.header import (
     ALIGNMENT,
     LARGEST_HEADER,
@@ -204,7 +205,12 @@ class _AlikeArrays:
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[TensorShard, FusedPlace]]) -> _AlikeArrays:
-        """Make them from those of one layer."""
+        """Make them from those of one layer; raises UnsupportedError if elements of others lie between theirs."""
+        if not all(place.fusion.places.views[place.position].dense for _, place in pieces):
+            raise UnsupportedError(
+                f"{pieces[0][1].array} cannot be divided over ranks: rows of heads take turns in it",
+                hint="give no mesh; torch.distributed.checkpoint.load reads the result into any",
+            )
         views = ViewGroup(
             tuple(place.fusion.places.views[place.position] for _, place in pieces),
             tuple(place.fusion.places.boxes[place.position] for _, place in pieces),
