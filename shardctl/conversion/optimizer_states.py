@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardctl.placement import PartitionSpec
 
 _STEP: Final = "step"
+_COUNTED: Final = "exp_avg"
+"""A state of optimizers that count steps."""
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
@@ -75,16 +77,19 @@ def _note_clipping(have: Manifest, layout: Layout) -> Iterator[str]:
 
 
 def _add_steps(have: Manifest) -> Manifest:
-    """Return the manifest with the number of steps as a state of every parameter, if it is known for all together."""
+    """Return the manifest with the number of steps as a state of every parameter of Adam's, if it is known for all."""
     training = have.training
     if training is None or training.step is None:
         return have
     kinds = {state for state, _ in map(_split_name, training.states)}
-    if _STEP in kinds or "exp_avg" not in kinds:
+    if _STEP in kinds or _COUNTED not in kinds:
         return have
     dtype = BY_NAME["F32"]
     chunk = Chunk(Box((), ()), dtype, ConstantFill(struct.pack("<f", training.step)))
-    names = [format_state_name(_STEP, p) for p in dict.fromkeys(_split_name(name)[1] for name in training.states)]
+    counted = dict.fromkeys(
+        p for state, p in map(_split_name, training.states) if state == _COUNTED
+    )  # Muon counts none
+    names = [format_state_name(_STEP, p) for p in counted]
     steps = {name: Tensor(name, dtype, (), (chunk,)) for name in names}
     return replace(have, training=replace(training, states={**training.states, **steps}))
 

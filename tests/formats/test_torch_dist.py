@@ -570,10 +570,10 @@ def test_states_that_megatron_does_not_have_are_refused():
     with open_checkpoint(HERE / "trained" / "iter") as checkpoint:
         training = checkpoint.manifest.training
         name, tensor = next(iter(training.states.items()))
-        odd = {name.replace("exp_avg", "momentum_buffer"): tensor}
+        odd = {name.replace("exp_avg", "max_exp_avg"): tensor}
         manifest = replace(checkpoint.manifest, training=replace(training, states=odd))
         asked = ReshardOptions(to="torch_dist", optimizer_states="keep")
-        with pytest.raises(UnsupportedError, match="has a state momentum_buffer, and Megatron-LM") as caught:
+        with pytest.raises(UnsupportedError, match="has a state max_exp_avg, and Megatron-LM") as caught:
             plan_conversion(replace(checkpoint, manifest=manifest), asked)
         assert "--to dcp" in caught.value.hint
 

@@ -13,10 +13,17 @@ from shardctl.libraries.files.sharded_backend import COMMON, INTEGRITY, MARK, TR
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron.arguments import has_zero_centred_norms
 from shardctl.libraries.megatron.dist_buckets import unpack_buckets
-from shardctl.libraries.megatron.dist_common import CommonState, read_common, read_local_optimizers
+from shardctl.libraries.megatron.dist_common import (
+    USED,
+    USED_OF_STATES,
+    CommonState,
+    is_used,
+    read_common,
+    read_local_optimizers,
+)
 from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
 from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
-from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
+from shardctl.libraries.megatron.dist_groups import MOMENTUM, UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
@@ -63,12 +70,13 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
     left, notes = _unpack_states(save, keys, tensors, states, mesh)
     warnings += left
     step, groups = _find_settings(save, keys, common)
-    masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := format_state_name(s, p)) in states}
+    masters = _take_masters(states, tensors)
     if weights == "master" and not masters and not fsdp:
         raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
     if weights != "module":
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
-    parted = assign_parameters(groups, tensors) if states else ()
+    by_momentum = {parameter for parameter in tensors if format_state_name(MOMENTUM, parameter) in states}
+    parted = assign_parameters(groups, tensors, by_momentum) if states else ()
     if groups and states and not parted:
         warnings.append(UNASSIGNED)
     side, others = _list_side_objects(save, folder)
@@ -76,7 +84,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
         format=name,
         tensors=tensors,
         files=dict(sorted(save.files.items())),
-        objects=(*side, *_list_objects(save, keys.buckets if left else (), common)),
+        objects=(*side, *_list_objects(save, keys.buckets if left else (), common, trained=bool(states))),
         warnings=(*warnings, *others),
         training=TrainingState(
             writer="Megatron-LM",
@@ -124,6 +132,18 @@ def _build_states(
         )
 
 
+def _take_masters(states: dict[str, Tensor], tensors: Iterable[str]) -> dict[str, Tensor]:
+    """Take the optimizer's copies of weights out of `states`, where two of one weight are replicas."""
+    found: dict[str, Tensor] = {}
+    for kind in _MASTERS:
+        for parameter in tensors:
+            copy = states.pop(format_state_name(kind, parameter), None)
+            if copy is not None:
+                first = found.get(parameter)
+                found[parameter] = replace(copy, chunks=(*first.chunks, *copy.chunks)) if first is not None else copy
+    return found
+
+
 def _unpack_states(
     save: DcpSave, keys: MegatronKeys, tensors: dict[str, Tensor], states: dict[str, Tensor], mesh: Mesh
 ) -> tuple[list[str], list[str]]:
@@ -131,12 +151,15 @@ def _unpack_states(
     if not keys.buckets:
         return [], []
 
+    others = {parameter for _, parameter in keys.states.values()}  # of another optimizer, such as Muon
+    mine = {name: tensor for name, tensor in tensors.items() if name not in others}
+
     def check(found: Mapping[str, Tensor]) -> int:
         masters = {p: s for p in tensors for kind in _MASTERS if (s := found.get(format_state_name(kind, p)))}
         return compare_samples(save.source, masters, tensors)
 
     try:
-        found = unpack_buckets({key: save.tensor(key, key) for key in keys.buckets}, tensors, mesh, check)
+        found = unpack_buckets({key: save.tensor(key, key) for key in keys.buckets}, mine, mesh, check)
     except UnknownOrderError as error:
         left = (
             f"{len(keys.buckets)} tensors such as {keys.buckets[0]!r} are left behind: the optimizer keeps them in "
@@ -160,15 +183,20 @@ def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], 
     )
 
 
-def _list_objects(save: DcpSave, buckets: Iterable[str], common: CommonState | None) -> Iterator[OpaqueObject]:
+def _list_objects(
+    save: DcpSave, buckets: Iterable[str], common: CommonState | None, *, trained: bool
+) -> Iterator[OpaqueObject]:
+    """List what is not read; `trained` says whether optimizer states are, and with them the settings of groups."""
     objects = save.metadata[0].objects
-    for key in (*(key for key in objects if _EXTRA not in key and not is_read(key)), *buckets):
+    left = (key for key in objects if _EXTRA not in key and not is_read(key) and not is_used(key, trained=trained))
+    for key in (*left, *buckets):
         yield OpaqueObject(key, "drop")
     extra = sum(_EXTRA in key for key in objects)
     if extra:
         yield OpaqueObject(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
     if common is not None:
-        for name in common.names:
+        used = USED | USED_OF_STATES if trained else USED
+        for name in (each for each in common.names if each not in used):
             yield OpaqueObject(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
 
 
@@ -178,7 +206,8 @@ def _find_settings(
     """Find the steps done, and the settings of the optimizer's groups of parameters."""
     if keys.buckets:
         step, groups = read_local_optimizers(save)
-        return step if step is not None or common is None else common.iteration, groups
+        more = common.groups if common is not None else ()  # of what is not in buckets
+        return step if step is not None or common is None else common.iteration, (*groups, *more)
     if common is None:
         return None, ()
     return common.step if common.step is not None else common.iteration, common.groups

@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 ITEM: Final = "common_state/shard_0_1"
-_LOCAL: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
+_LOCAL: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\.optimizer/shard_0_1")
 _ARGUMENTS: Final = ("args", "arguments")
+USED: Final = frozenset({*_ARGUMENTS, "checkpoint_version", "iteration"})
+"""What is read of any checkpoint."""
+USED_OF_STATES: Final = frozenset({"optimizer", "opt_param_scheduler"})
+"""What is read where there are optimizer states."""
 _COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
 _SHOWN: Final = 80
 _DEPTH: Final = 4
@@ -108,13 +112,19 @@ def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str,
     groups: list[Mapping[str, Setting]] = []
     items = save.metadata[0].items
     for (key, _), item in sorted(items.items(), key=lambda each: each[0][0]):
-        if not _LOCAL.fullmatch(key):
+        found = _LOCAL.fullmatch(key)
+        if found is None or int(found[1]):
             continue
         saved = read_torch_zip(save.source, item.file, start=item.offset, size=item.length)
         tree = saved.tree[0] if isinstance(saved.tree, list) and saved.tree else saved.tree
         step = find_step({0: tree}, saved, save.source) if step is None else step
         groups += list_groups({0: tree})
     return step, tuple(groups)
+
+
+def is_used(key: str, *, trained: bool) -> bool:
+    """Return whether an object holds what is read: all of it, or, if there are states, the settings of an optimizer."""
+    return key == ITEM or (trained and _LOCAL.fullmatch(key) is not None)
 
 
 def collect_progress(

@@ -2,7 +2,8 @@
 
 No file names the parameters of a group. Megatron-LM decides by name and shape: biases and vectors have no weight decay
 (`_get_param_groups` of `optimizer/__init__.py`), which the group's `wd_mult` says, and experts that are divided have
-groups of their own (`is_expert_parallel`).
+groups of their own (`is_expert_parallel`). Of two optimizers, Muon's groups are those of the parameters that have its
+state (`emerging_optimizers.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardctl.manifest import ParameterGroup
 from shardctl.settings import as_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardctl.settings import Setting
 
@@ -25,6 +26,10 @@ _MOST: Final = 64
 _EXPERT: Final = ".mlp.experts."
 _PART: Final = re.compile(r"bias\.[A-Za-z]+$")
 """A bias of which each part is in an array of its own."""
+MOMENTUM: Final = "momentum_buffer"
+"""The state of Muon, and of no Adam."""
+_OF_MOMENTUM: Final = "momentum"
+"""The setting that its groups have, and no group of Adam's."""
 UNASSIGNED: Final = (
     "the optimizer has several groups of one kind, and no file says which parameters are in which: their settings, "
     "such as lr and betas, are left behind"
@@ -59,8 +64,12 @@ def read_settings(group: Any) -> dict[str, Setting]:  # noqa: ANN401 - a node of
     return found
 
 
-def assign_parameters(groups: Sequence[Mapping[str, Setting]], arrays: Iterable[str]) -> tuple[ParameterGroup, ...]:
+def assign_parameters(
+    groups: Sequence[Mapping[str, Setting]], arrays: Iterable[str], by_momentum: Collection[str] = ()
+) -> tuple[ParameterGroup, ...]:
     """Return the groups, each with the arrays that it has; none if that cannot be told.
+
+    Those of `by_momentum` are arrays that have Muon's state.
 
     >>> both = [{"wd_mult": 1.0, "lr": 0.1}, {"wd_mult": 0.0, "lr": 0.1}]
     >>> for group in assign_parameters(both, ["output_layer.weight", "decoder.final_layernorm.weight"]):
@@ -68,18 +77,18 @@ def assign_parameters(groups: Sequence[Mapping[str, Setting]], arrays: Iterable[
     ('output_layer.weight',)
     ('decoder.final_layernorm.weight',)
     """
-    found: dict[tuple[bool, bool], tuple[list[str], Mapping[str, Setting]]] = {}
+    found: dict[tuple[bool, bool, bool], tuple[list[str], Mapping[str, Setting]]] = {}
     for group in groups:
-        kind = bool(group.get("is_expert_parallel")), has_decay(group)
+        kind = bool(group.get("is_expert_parallel")), has_decay(group), has_momentum(group)
         if kind in found and found[kind][1] != group:
             return ()
         found.setdefault(kind, ([], group))
     for name in arrays:
-        decayed = not is_vector(name)
-        routed = _EXPERT in name and any(expert for expert, _ in found)
-        if (routed, decayed) not in found:
+        routed = _EXPERT in name and any(expert for expert, *_ in found)
+        kind = routed, not is_vector(name), name in by_momentum
+        if kind not in found:
             return ()
-        found[routed, decayed][0].append(name)
+        found[kind][0].append(name)
     return tuple(ParameterGroup(tuple(names), group) for names, group in found.values() if names)
 
 
@@ -96,6 +105,11 @@ def read_clipping(arguments: Mapping[str, Setting]) -> float | None:
 def has_decay(group: Mapping[str, Setting]) -> bool:
     """Return whether a group has weight decay."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0.0
+
+
+def has_momentum(group: Mapping[str, Setting]) -> bool:
+    """Return whether a group is one of Muon's."""
+    return _OF_MOMENTUM in group
 
 
 def is_vector(name: str) -> bool:

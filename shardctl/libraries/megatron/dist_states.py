@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
+from shardctl.libraries.megatron.dist_groups import MOMENTUM, has_momentum
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
 from shardctl.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.libraries.megatron.dist_arrays import StackCell
@@ -70,25 +71,35 @@ def find_array_name(key: str) -> str:
     return found[1] if found is not None else key
 
 
-def list_trained(order: PackRequest) -> frozenset[str]:
-    """List the parameters that have states.
+def list_trained(order: PackRequest, *, muon: bool = False) -> dict[str, tuple[str, ...]]:
+    """List the parameters that have states, each with those that its optimizer keeps: Adam, or, if `muon`, Muon.
 
     Raises UnsupportedError for a state that Megatron-LM's optimizer has not, or that a parameter has alone.
     """
+    kinds = (STATES, *(((MOMENTUM,),) if muon else ()))
+    known = {_STEP, *(state for kind in kinds for state in kind)}
     held: dict[str, set[str]] = {}
     for name in order.have.training.states if order.have.training is not None else ():
         state, parameter = split_state_name(name) or ("", name)
-        if state not in {*STATES, _STEP}:
+        if state not in known:
             raise UnsupportedError(
-                f"{parameter} has a state {state}, and {TITLE}'s optimizer has only {' and '.join(STATES)}",
-                hint="add --optimizer-states drop, or write --to dcp, which has a place for every state",
+                f"{parameter} has a state {state}, and {TITLE}'s optimizer has only "
+                f"{' and '.join(sorted(known - {_STEP}))}{'' if muon else ' here'}",
+                hint="add --optimizer-states drop, or write --to dcp, which has a place for every state"
+                + (", or --to torch_dist, which has one for Muon's" if state == MOMENTUM else ""),
             )
         held.setdefault(parameter, set()).add(state)
-    for parameter, states in held.items():
-        missing = [state for state in STATES if state not in states]
-        if missing:
-            raise UnsupportedError(f"{parameter} has no state {missing[0]}", hint="add --optimizer-states drop")
-    return frozenset(held)
+    return {parameter: _choose_kind(parameter, states - {_STEP}, kinds) for parameter, states in held.items()}
+
+
+def _choose_kind(parameter: str, states: set[str], kinds: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Choose the optimizer that keeps these states of a parameter."""
+    for kind in kinds:
+        if states == set(kind):
+            return kind
+    missing = [state for state in STATES if state not in states]
+    said = f"has no state {missing[0]}" if missing else f"has the states {', '.join(sorted(states))} together"
+    raise UnsupportedError(f"{parameter} {said}", hint="add --optimizer-states drop")
 
 
 def is_trained(cell: StackCell, trained: Collection[str]) -> bool:
@@ -104,13 +115,33 @@ def is_trained(cell: StackCell, trained: Collection[str]) -> bool:
     return True
 
 
-def list_state_cells(cells: Collection[StackCell], trained: Collection[str]) -> Iterator[StackCell]:
-    """List the cells of every state of the arrays of `cells`; raises UnsupportedError for one trained in part."""
+def list_state_cells(
+    cells: Collection[StackCell],
+    trained: Mapping[str, tuple[str, ...]],
+    list_copies: Callable[[StackCell, tuple[str, ...]], Iterable[str]] = lambda *_: (MASTERS,),
+) -> Iterator[StackCell]:
+    """List the cells of every state of the arrays of `cells`; raises UnsupportedError for one trained in part.
+
+    `list_copies` lists what the copies of the weights are called that the optimizer of a cell with some states has.
+    """
     for cell in cells:
         if is_trained(cell, trained):
-            yield replace(cell, name=f"optimizer.state.{MASTERS}.{cell.name}", dtype=STORED)
-            for state in STATES:
+            states = _find_states(cell, trained)
+            for copy in list_copies(cell, states):
+                yield replace(cell, name=f"optimizer.state.{copy}.{cell.name}", dtype=STORED)
+            for state in states:
                 yield build_state_cell(cell, state, f"optimizer.state.{state}.{cell.name}")
+
+
+def _find_states(cell: StackCell, trained: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Find the states that all tensors of a trained array have; raises UnsupportedError if they have different ones."""
+    found = {trained[piece.tensor]: piece.tensor for composite in cell.pieces for piece in composite.pieces}
+    if len(found) > 1:
+        said = ", ".join(f"{name} has {' and '.join(states)}" for states, name in found.items())
+        raise UnsupportedError(
+            f"{cell.name} of {TITLE} has one optimizer, but {said}", hint="add --optimizer-states drop"
+        )
+    return next(iter(found))
 
 
 def build_state_cell(cell: StackCell, state: str, name: str) -> StackCell:
@@ -157,9 +188,14 @@ def build_optimizer_state(training: TrainingState, *, routed: bool) -> dict[str 
     return dict(enumerate(common)) if routed else common[0]
 
 
-def build_group(training: TrainingState, *, expert: bool, decayed: bool) -> dict[str | int, Value]:
-    """Build the settings of the group of matrices, or of vectors, which have no weight decay."""
-    settings = _find_settings(training, expert=expert, decayed=decayed)
+def build_group(
+    training: TrainingState, *, expert: bool, decayed: bool, momentum: bool = False
+) -> dict[str | int, Value]:
+    """Build the settings of the group of matrices, or of vectors, which have no weight decay.
+
+    `momentum` says that it is one of Muon's.
+    """
+    settings = find_settings(training, expert=expert, decayed=decayed, momentum=momentum)
     rate = settings.get("lr", 0.0)
     kept: dict[str | int, Value] = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
     found: dict[str | int, Value] = {
@@ -177,19 +213,22 @@ def build_group(training: TrainingState, *, expert: bool, decayed: bool) -> dict
     return found
 
 
-def _find_settings(training: TrainingState, *, expert: bool, decayed: bool) -> Mapping[str, Setting]:
-    """Find the settings of the group that is most like the one that is asked for."""
+def find_settings(
+    training: TrainingState, *, expert: bool, decayed: bool, momentum: bool = False
+) -> Mapping[str, Setting]:
+    """Find the settings of the group that is most like the one that is asked for; one of Muon's if `momentum`."""
 
     def unlike(settings: Mapping[str, Setting]) -> tuple[bool, bool]:
         has_decay = settings.get("wd_mult", settings.get("weight_decay", 0.0)) != 0.0
         return has_decay != decayed, bool(settings.get("is_expert_parallel")) != expert
 
-    return min((group.settings for group in training.groups), key=unlike, default={})
+    mine = (group.settings for group in training.groups if has_momentum(group.settings) == momentum)
+    return min(mine, key=unlike, default={})
 
 
 def build_schedule(training: TrainingState) -> dict[str | int, Value]:
     """Build the state of the learning rate's schedule, with what is known of it."""
-    settings = _find_settings(training, expert=False, decayed=True)
+    settings = find_settings(training, expert=False, decayed=True)
     rate, decay = settings.get("initial_lr", settings.get("lr", 0.0)), settings.get("weight_decay", 0.0)
     found: dict[str | int, Value] = {
         "max_lr": rate,
@@ -214,7 +253,7 @@ def note_unknown_progress(training: TrainingState) -> Iterator[str]:
             f"no single number of steps is known: {TITLE} gets 0, so that Adam corrects its averages as in a first step"
         )
     if not training.progress:
-        rate = _find_settings(training, expert=False, decayed=True)
+        rate = find_settings(training, expert=False, decayed=True)
         yield (
             f"the schedule of the learning rate and the samples seen are not known: start {TITLE} with "
             "--override-opt_param-scheduler, and from core 0.19 on with --min-lr 0 and --lr "

@@ -31,6 +31,15 @@ from shardctl.libraries.megatron.dist_arrays import (
     list_cells,
 )
 from shardctl.libraries.megatron.dist_cells import CellWriter
+from shardctl.libraries.megatron.dist_muon import (
+    COPIES,
+    build_muon_state,
+    has_muon,
+    is_half,
+    list_copies,
+    note_muon,
+    set_optimizer,
+)
 from shardctl.libraries.megatron.dist_states import (
     SCHEDULE,
     SHARDING,
@@ -89,7 +98,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     from shardctl.libraries.megatron.embedding_copies import note_copies  # which needs NumPy
 
     SCHEMA.check(order.model)
-    mesh, training, trained = order.mesh, order.have.training, list_trained(order)
+    mesh, training, trained = order.mesh, order.have.training, list_trained(order, muon=True)
     folder = f"iter_{find_iteration(training):07d}/" if trained and training is not None else FOLDER
     padded = round_up_to_multiple(
         order.model.tensors[get_embedding_name(order.model)].shape[0], DIVISIBLE * mesh.degree("tp")
@@ -107,18 +116,20 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     stages = order.stages or split_layers_evenly(order.model.layers, mesh.degree("pp"))
     dialect = LibraryDialect(NAME, mesh, stages=stages, facts=facts)
     cells = list(list_cells(order.model, dialect))
+    further_cells = list(_list_state_cells(order, cells, trained))
+    doubled = {find_array_name(each.name) for each in further_cells if each.name.split(".")[2] in COPIES}
     writer = CellWriter(
         order,
         dialect,
         folder,
-        (*cells, *list_state_cells(cells, trained)),
-        is_copy=lambda cell, tensor: cell.name == find_array_name(cell.name) and tensor in trained,
+        (*cells, *further_cells),
+        is_copy=lambda cell, _: cell.name in doubled,
         list_objects=partial(_list_extra_states, hybrid=is_hybrid(order.model)),
     )
     writer.write()
     files = writer.files.finished(None)
     common = _build_common_state(order, padded, further, writer.dtypes)
-    common |= _build_training_state(order, common["args"]) if trained else {}
+    common |= _build_training_state(order, common["args"], trained) if trained else {}
     for path, content in (
         (f"{folder}common.pt", encode_object(common)),
         (TRACKER, (str(find_iteration(training)) if trained else "release").encode()),
@@ -131,7 +142,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     built = build_manifest(
         NAME, replace(order, have=weights), SCHEMA, dialect, files, stored, note_copies(order, further)
     )
-    said = note_unknown_progress(training) if trained and training is not None else ()
+    said = _note_training(order, trained) if trained else ()
     return replace(
         built,
         tensors={**built.tensors, **collect_states(training, writer.stored)},
@@ -139,14 +150,54 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     )
 
 
-def _build_training_state(order: PackRequest, args: Value) -> dict[str | int, Value]:
+def _note_training(order: PackRequest, trained: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Note what the run that goes on must be told, or must be."""
+    training = order.have.training
+    assert training is not None  # noqa: S101 - something is trained
+    yield from note_unknown_progress(training)
+    if has_muon(trained):
+        yield from note_muon(training, halves=_has_halves(order), routed=_is_routed(order))
+
+
+def _has_halves(order: PackRequest) -> bool:
+    """Return whether weights are in 16 bits, so that optimizers have copies of their own."""
+    return is_half(order.dtypes[get_embedding_name(order.model)])
+
+
+def _is_routed(order: PackRequest) -> bool:
+    """Return whether experts are divided, and have an optimizer of their own, or a group."""
+    return count_experts(order.model) > 0 and order.mesh.ep > 1
+
+
+def _list_state_cells(
+    order: PackRequest, cells: list[StackCell], trained: Mapping[str, tuple[str, ...]]
+) -> Iterator[StackCell]:
+    """List the cells of states, as one distributed Adam has them, or Muon and Adam."""
+    if not has_muon(trained):
+        return list_state_cells(cells, trained)
+
+    def list_both(cell: StackCell, states: tuple[str, ...]) -> tuple[str, ...]:
+        return list_copies(cell, states, cell.dtype or order.dtypes[cell.pieces[0].pieces[0].tensor])
+
+    return list_state_cells(cells, trained, list_both)
+
+
+def _build_training_state(
+    order: PackRequest, args: Value, trained: Mapping[str, tuple[str, ...]]
+) -> dict[str | int, Value]:
     """Build what of `common.pt` only a checkpoint with optimizer states has, and change `args` accordingly."""
     training = order.have.training
     assert training is not None  # noqa: S101 - something is trained
     add_progress(args, training)
+    routed, halves = _is_routed(order), _has_halves(order)
+    if has_muon(trained):
+        set_optimizer(args, halves=halves)
+        state = build_muon_state(training, trained, halves=halves, routed=routed)
+    else:
+        state = build_optimizer_state(training, routed=routed)
     return {
         "iteration": find_iteration(training),
-        "optimizer": build_optimizer_state(training, routed=count_experts(order.model) > 0 and order.mesh.ep > 1),
+        "optimizer": state,
         SCHEDULE: build_schedule(training),
         "content_metadata": {**_CONTENT, "distrib_optim_sharding_type": SHARDING},
     }

@@ -14,7 +14,7 @@ from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
 from shardctl.libraries.megatron.directory import choose_iteration, list_rank_folders
-from shardctl.libraries.megatron.dist_common import collect_progress, find_step
+from shardctl.libraries.megatron.dist_common import USED, USED_OF_STATES, collect_progress, find_step
 from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.expert_degree import infer_expert_degree
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
@@ -224,9 +224,8 @@ def _set_policy(side: OpaqueObject) -> OpaqueObject:
 
 def _list_inner_objects(file: MegatronRankFile, held: RankStates) -> Iterator[OpaqueObject]:
     for name in file.others:
-        if name == "optimizer" and held.states:
-            continue
-        yield OpaqueObject(name, "drop", file=file.path)
+        if name not in USED and not (held.states and name in USED_OF_STATES):
+            yield OpaqueObject(name, "drop", file=file.path)
 
 
 def _note_other_iterations(found: RankDirectory) -> Iterator[str]:
