@@ -54,9 +54,9 @@ def anonymous(pid):
     return 0
 
 
-def measured(*args):
-    """`shardctl reshard` with these arguments, watched every few milliseconds."""
-    command = [sys.executable, "-m", "shardctl", "reshard", *map(str, args), "--json"]
+def measured(*args, verb="reshard"):
+    """A verb of `shardctl` with these arguments, watched every few milliseconds."""
+    command = [sys.executable, "-m", "shardctl", verb, *map(str, args), "--json"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     peak, over = 0, threading.Event()
 
@@ -73,7 +73,7 @@ def measured(*args):
     said, _ = child.communicate(timeout=300)
     over.set()
     watcher.join()
-    return Measured(child.returncode, peak, json.loads(said.splitlines()[-1]))
+    return Measured(child.returncode, peak, json.loads(said if verb == "digest" else said.splitlines()[-1]))
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +160,40 @@ def test_a_limit_that_cannot_hold_it_is_refused_before_anything_is_written(large
     assert list(tmp_path.iterdir()) == []
 
 
+def make_many(place, count):
+    """A checkpoint of tensors of one element."""
+    place.mkdir()
+    arrays = [(f"layers.{n // 1000}.experts.{n % 1000}.weight", BY_NAME["BF16"], (1, 1)) for n in range(count)]
+    encoded = encode_header(arrays, {"format": "pt"})
+    (place / "model.safetensors").write_bytes(encoded.header + bytes(encoded.size - len(encoded.header)))
+    return place
+
+
+@linux
+def test_a_digest_fits_what_is_allowed_whatever_is_large(large, tmp_path):
+    usual = measured(large, verb="digest")
+    run = measured(large, "--memory", "64MiB", "--threads", 4, verb="digest")
+    assert run.last["digest"] == usual.last["digest"]
+    assert run.peak < 64 * MIB < usual.peak
+    run = measured(make_many(tmp_path / "many", 40_000), "--memory", "112MiB", "--tensors", verb="digest")
+    assert run.code == 0
+    assert run.peak < 112 * MIB
+
+
+@linux
+def test_more_tensors_than_a_digest_may_hold_are_refused_before_anything_is_made_of_them(tmp_path):
+    source = make_many(tmp_path / "many", 100_000)
+    for limit, said in (("128MiB", "needs more than 144 MiB"), ("160MiB", "needs at least 202 MiB")):
+        run = measured(source, "--memory", limit, verb="digest")
+        assert run.code == 2
+        assert f"--memory {limit} cannot hold this digest: it {said}" in run.last["error"]
+        assert run.peak < int(limit[:3]) * MIB
+
+
 @linux
 def test_too_many_tensors_are_counted_before_anything_is_made_of_them(tmp_path):
     """400,000 tensors took 583 MB before they were refused for 256 MiB."""
-    source = tmp_path / "source"
-    source.mkdir()
-    arrays = [(f"layers.{n // 1000}.experts.{n % 1000}.weight", BY_NAME["BF16"], (1, 1)) for n in range(200_000)]
-    encoded = encode_header(arrays, {"format": "pt"})
-    (source / "model.safetensors").write_bytes(encoded.header + bytes(encoded.size - len(encoded.header)))
+    source = make_many(tmp_path / "source", 200_000)
     run = measured(source, tmp_path / "out", "--memory", "128MiB")
     assert run.code == 2
     assert "--memory 128MiB cannot hold this conversion" in run.last["error"]

@@ -8,7 +8,7 @@ from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
-from shardctl.options.reshard_options import Threads
+from shardctl.options.reshard_options import HostMemory, Threads
 
 _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
@@ -42,6 +42,7 @@ def digest(
     ] = None,
     tp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, tensor-parallel ranks.", metavar="N", least=1)] = 1,
     pp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, pipeline stages.", metavar="N", least=1)] = 1,
+    host_memory: HostMemory = 1 << 30,
     threads: Threads = None,
     source_options: arguments.StoredSource,
 ) -> int:
@@ -52,13 +53,15 @@ def digest(
     from shardctl.verbs.digest import digest as verb
 
     if engine is not None:
-        return _print_engine_sums(src, Mesh.of(pp=pp, tp=tp), threads, source_options, expect, json=json)
+        if expect is not None:
+            raise UsageError("--as prints sums of arrays, and --expect compares a digest", hint="leave one of them out")
+        return _print_engine_sums(src, Mesh.of(pp=pp, tp=tp), threads, source_options, host_memory, json=json)
     if (tp, pp) != (1, 1):
         raise UsageError("--tp and --pp are for --as: a digest is the same for every mesh", hint="add --as vllm")
     if expect is not None:
         _require_digest(expect)
     with watch_effort("digest", threads) as work:
-        found = verb(src, source_options=source_options, effort=work)
+        found = verb(src, source_options=source_options, effort=work, host_memory=host_memory)
     streams.print_warnings((*found.warnings, *found.unverified))
     if json:
         streams.print_document(documents.build_digest_document(found, tensors=tensors, expected=expect))
@@ -68,18 +71,16 @@ def digest(
 
 
 def _print_engine_sums(
-    src: str, mesh: Mesh, threads: int | None, source_options: SourceOptions, expect: str | None, *, json: bool
+    src: str, mesh: Mesh, threads: int | None, source_options: SourceOptions, host_memory: int, *, json: bool
 ) -> int:
-    """Print a line for each array and rank; --expect is no digest of these."""
+    """Print a line for each array and rank."""
     from shardctl.cli.progress import watch_effort
     from shardctl.conversion.engine_sums import sum_engine_arrays
     from shardctl.report import documents
     from shardctl.report.digests import render_engine_sums
 
-    if expect is not None:
-        raise UsageError("--as prints sums of arrays, and --expect compares a digest", hint="leave one of them out")
     with watch_effort("digest", threads) as work:
-        found = sum_engine_arrays(src, mesh, source_options=source_options, effort=work)
+        found = sum_engine_arrays(src, mesh, source_options=source_options, effort=work, host_memory=host_memory)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_engine_sums_document(src, found))

@@ -80,7 +80,7 @@ def spread_options(
 
     def command(**given: object) -> int | None:
         take(_collect_options(every, {name: value for name, value in given.items() if owners.get(name) == EVERY}))
-        values = {name: value for name, value in given.items() if name not in owners}
+        values = {name: value for name, value in given.items() if name not in owners and value is not None}
         for each, group in groups.items():
             own = {name: value for name, value in given.items() if owners.get(name) == each}
             values[each] = _collect_options(group.kind, own)

@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import sys
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from shardctl.cli.run_log import RunLog
@@ -27,6 +28,8 @@ _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
 _GONE: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET})
 """How writing fails when the other end has left: a pipe, a terminal that was closed, a socket."""
+_PIECES: Final = 4_096
+"""Pieces of JSON, mostly a name or a number each, that are joined at a time."""
 _SURROGATE: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 """How JSON of ASCII has the half of a character, of which two may be one."""
 _MOST_COLUMNS: Final = 10_000
@@ -102,10 +105,18 @@ def print_record(content: dict[str, Any]) -> None:
 
 def _encode_json(content: dict[str, Any], indent: int | None = None) -> str:
     """Encode JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape."""
-    written = json.dumps(content, indent=indent)
+    written = _format_json(content, indent)
     if _SURROGATE.search(written):
-        written = json.dumps(_as_unicode(content), indent=indent)
-    return written + "\n"
+        written = _format_json(_as_unicode(content), indent)
+    return written
+
+
+def _format_json(content: dict[str, Any], indent: int | None) -> str:
+    """Format JSON as a line or as lines; these come in pieces, all of which together take ten times their text."""
+    if indent is None:
+        return json.dumps(content) + "\n"
+    pieces = chain(json.JSONEncoder(indent=indent).iterencode(content), "\n")
+    return "".join(iter(lambda: "".join(islice(pieces, _PIECES)), ""))
 
 
 def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - any JSON

@@ -63,13 +63,16 @@ def sum_engine_arrays(
     *,
     source_options: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
+    host_memory: int = 1 << 30,
 ) -> EngineSums:
     """Read the checkpoint at `path`, and sum the arrays that vLLM's ranks of `mesh` (tp and pp) have of it.
+
+    `host_memory` bounds the bytes of anonymous memory.
 
     Raises UnsupportedError for a model whose arrays are not known, CutError for a mesh that does not fit.
     """
     effort = effort or ExecutionOptions()
-    options = ReshardOptions(to="vllm", mesh=mesh, threads=effort.threads)
+    options = ReshardOptions(to="vllm", mesh=mesh, threads=effort.threads, host_memory=host_memory)
     reading = replace(source_options or SourceOptions(), kv_heads="replicate")
     with (
         scratch_directory() as scratch,

@@ -28,6 +28,11 @@ PER_CHUNK: Final = 1_500
 PER_THREAD: Final = 8 * MIB
 """What a thread needs besides its blocks (6 to 7 MiB): 4 MiB of aligned memory for direct I/O, 2.5 MiB for the digest,
 a stack, and what the allocator keeps."""
+PER_READ_TENSOR: Final = 1_600
+"""Bytes of bookkeeping for a tensor that is read and not converted: names, places, digest, and its line in the report
+(1,000 for names of 50 characters, 1,250 where every digest is printed as JSON)."""
+PER_READ_CHUNK: Final = 1_000
+"""Bytes of bookkeeping for each further chunk of it."""
 USUAL_BLOCK: Final = 8 * MIB
 """Larger blocks were not faster; smaller ones cost more calls."""
 SMALLEST_BLOCK: Final = 256 << 10
@@ -71,6 +76,8 @@ class HostMemoryBudget:
         return self.threads * self.per_thread + self.reserved
 
 
+_READ_BUFFERS: Final = 5
+"""Blocks each thread holds that compares replicas: both sides, scratch, the output of a cast, and where they differ."""
 _CHEAP_LISTS: Final = 16 << 20
 """Bytes of bookkeeping up to which a plan is made even if it cannot fit: it is cheap, and then the refusal is exact."""
 
@@ -90,6 +97,21 @@ def require_bookkeeping(tensors: int, chunks: int, limit: int, *, wanted: int = 
             f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs more than {-(-least // MIB)} MiB",
             needed=least,
             hint=f"the source has {counted}{f', the result {wanted:,}' if wanted else ''}; allow more memory",
+        )
+
+
+def require_reading(chunks: int, limit: int) -> None:
+    """Raise MemoryBudgetError if `limit` bytes cannot hold the list of so many chunks of a source that is only read.
+
+    Each may be a tensor, or a further chunk of one, so this can be asked before anything is made of a header.
+    """
+    lists = PER_READ_CHUNK * chunks
+    least = INTERPRETER + PER_THREAD + lists
+    if least > limit and lists > _CHEAP_LISTS:
+        raise MemoryBudgetError(
+            f"--memory {limit / MIB:.0f}MiB cannot hold this digest: it needs more than {-(-least // MIB)} MiB",
+            needed=least,
+            hint=f"the source has at least {chunks:,} chunks of tensors; allow more memory",
         )
 
 
@@ -122,6 +144,17 @@ def divide_counted_memory(
     """
     reserved = INTERPRETER + beside + PER_TENSOR * tensors + PER_CHUNK * chunks
     buffers = 2 + max((_compute_cast_ratio(have, want) for have, want in casts), default=0) + aside
+    return _divide_rest(reserved, buffers, limit, threads, "conversion", f"{tensors} tensors in {chunks} chunks")
+
+
+def divide_reading_memory(tensors: int, chunks: int, limit: int, threads: int, beside: int = 0) -> HostMemoryBudget:
+    """Divide `limit` bytes as `divide_host_memory`, for tensors that are digested or compared with their replicas."""
+    reserved = INTERPRETER + beside + PER_READ_TENSOR * tensors + PER_READ_CHUNK * max(chunks - tensors, 0)
+    return _divide_rest(reserved, _READ_BUFFERS, limit, threads, "digest", f"{tensors} tensors in {chunks} chunks")
+
+
+def _divide_rest(reserved: int, buffers: float, limit: int, threads: int, verb: str, listed: str) -> HostMemoryBudget:
+    """Divide what is left of `limit` bytes among threads; `verb` and what is `listed` are said if it holds not one."""
     check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
@@ -129,9 +162,9 @@ def divide_counted_memory(
             return HostMemoryBudget(limit, count, block, int(block * buffers) + PER_THREAD, reserved, buffers)
     least = reserved + PER_THREAD + int((SMALLEST_BLOCK + 4096) * buffers)
     raise MemoryBudgetError(
-        f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {-(-least // MIB)} MiB",
+        f"--memory {limit / MIB:.0f}MiB cannot hold this {verb}: it needs at least {-(-least // MIB)} MiB",
         needed=least,
-        hint=f"{reserved / MIB:.0f} MiB of that is the program and {tensors} tensors in {chunks} chunks",
+        hint=f"{reserved / MIB:.0f} MiB of that is the program and {listed}",
     )
 
 

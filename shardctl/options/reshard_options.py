@@ -20,6 +20,18 @@ Threads = Annotated[
         shapes_result=False,
     ),
 ]
+HostMemory = Annotated[
+    int,
+    CommandOption(
+        HelpPanel.EFFORT,
+        "Maximum host memory to use. Default: 1GiB.",
+        flag="--memory",
+        metavar="SIZE",
+        parser=parse_size,
+        key="memory",
+        shapes_result=False,
+    ),
+]
 LAYOUT_OPTIONS: Final = (
     *("max_shard_size", "names", "experts"),
     *("meta_embedding", "megatron", "trtllm_embedding", "vllm_profile"),
@@ -177,17 +189,6 @@ class ReshardOptions:
         ),
     ] = None
     """Whether optimizer states are converted; by default they are for layouts that trainers read."""
-    host_memory: Annotated[
-        int,
-        CommandOption(
-            HelpPanel.EFFORT,
-            "Maximum host memory to use. Default: 1GiB.",
-            flag="--memory",
-            metavar="SIZE",
-            parser=parse_size,
-            key="memory",
-            shapes_result=False,
-        ),
-    ] = 1 << 30
+    host_memory: HostMemory = 1 << 30
     """Bytes of anonymous memory on this machine; `plan` estimates what devices need."""
     threads: Threads = None

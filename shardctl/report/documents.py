@@ -325,7 +325,9 @@ def build_digest_document(result: DigestResult, *, tensors: bool = False, expect
         "warnings": list(result.warnings),
     }
     if tensors:
-        document["tensors"] = {name: asdict(row) for name, row in result.tensors.items()}
+        document["tensors"] = {
+            name: {"digest": row.digest, "dtype": row.dtype, "shape": row.shape} for name, row in result.tensors.items()
+        }
     return document
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.digest import compute_checkpoint_digest
+from shardctl.execute.budget import divide_reading_memory, require_reading
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.manifest import first_byte
 from shardctl.value import value_class
@@ -50,17 +53,27 @@ class DigestResult:
 
 
 def digest(
-    path: str | Path, *, source_options: SourceOptions | None = None, effort: ExecutionOptions | None = None
+    path: str | Path,
+    *,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+    host_memory: int = 1 << 30,
 ) -> DigestResult:
     """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
 
+    `host_memory` bounds the bytes of anonymous memory: blocks and threads become fewer.
+
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
-    damaged records of archives.
+    damaged records of archives, MemoryBudgetError if the tensors' list alone needs more than `host_memory`.
     """
     effort = effort or ExecutionOptions()
-    with open_checkpoint(path, source_options) as checkpoint, stop_on_signals(effort.stop):
+    count = partial(require_reading, limit=host_memory)
+    with open_checkpoint(path, source_options, count=count) as checkpoint, stop_on_signals(effort.stop):
         checkpoint.source.heed(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
+        chunks, held = sum([len(tensor.chunks) for tensor in tensors]), checkpoint.source.held_bytes
+        budget = divide_reading_memory(len(tensors), chunks, host_memory, effort.threads, held)
+        effort = replace(effort, threads=budget.threads, block=min(effort.block, budget.block))
         require_agreement(tensors, checkpoint.source, effort)
         found = measure_content(tensors, checked_reader(checkpoint), effort, values=False)
         checkpoint.prove()
