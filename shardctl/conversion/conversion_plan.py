@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
@@ -51,6 +51,7 @@ from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
+from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
 from shardctl.models.families import load_family
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
@@ -76,11 +77,25 @@ if TYPE_CHECKING:
 
 _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
-_TRAINERS: Final[Mapping[str, tuple[str, Callable[[Model, Collection[str]], dict[str, TensorFusion]]]]] = {
-    TRAINER: ("dcp", build_trainer_arrays),
-    MAXTEXT: ("orbax", build_maxtext_arrays),
+
+
+class _TrainerArrays(NamedTuple):
+    """What `--names` means for a trainer."""
+
+    layout: str
+    """The one that it reads."""
+    build: Callable[[Model, Collection[str]], dict[str, TensorFusion]]
+    """Builds the arrays of a model's weights, if so many tensors are there."""
+    join: Callable[[Model, Mapping[str, TensorFusion]], dict[str, TensorFusion]]
+    """Builds of these the arrays of its parameters, of which the optimizer has states."""
+
+
+_TRAINERS: Final = {
+    TRAINER: _TrainerArrays("dcp", build_trainer_arrays, join_parameters),
+    AUTOMODEL: _TrainerArrays("dcp", build_saved_arrays, group_parameters),
+    MAXTEXT: _TrainerArrays("orbax", build_maxtext_arrays, lambda _, arrays: dict(arrays)),
 }
-"""By what `--names` says: the layout that its trainer reads, and what builds its arrays of a model."""
+"""By what `--names` says."""
 _VEOMNI: Final = "veomni"
 """Whose arrays are those of transformers, in a state that has another name for the optimizer."""
 _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _COMMON_OPTIONS)
@@ -307,7 +322,8 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         )
     if reshard_options.names not in {"keep", "transformers", _VEOMNI, *_TRAINERS}:
         raise UsageError(
-            f"unknown --names {reshard_options.names!r}", hint="use keep, transformers, torchtitan, veomni or maxtext"
+            f"unknown --names {reshard_options.names!r}",
+            hint="use keep, transformers, torchtitan, automodel, veomni or maxtext",
         )
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
@@ -427,25 +443,22 @@ def _choose_arrays(
 ) -> tuple[Manifest, ArrayForm]:
     """Choose the arrays that hold the tensors, and their names; those of states follow."""
     if reshard_options.names in _TRAINERS:
-        own, build_arrays = _TRAINERS[reshard_options.names]
-        if layout.name != own or reshard_options.experts != "keep":
+        trainer, asked = _TRAINERS[reshard_options.names], reshard_options.names
+        if layout.name != trainer.layout or reshard_options.experts != "keep":
             raise UsageError(
-                f"--names {reshard_options.names} is for a model in --to {own}, whose experts it stacks",
-                hint=f"add --to {own}, and leave --experts out",
+                f"--names {asked} is for a model in --to {trainer.layout}, whose experts it stacks",
+                hint=f"add --to {trainer.layout}, and leave --experts out",
             )
-        model = checkpoint.require_model(f"--names {reshard_options.names}")
+        model = checkpoint.require_model(f"--names {asked}")
         have = spread_shared_states(have, model.fusions)
         weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}
-        stored = build_arrays(model, weights)
-        form = choose_trainer_form(replace(have, tensors=weights), stored, dtypes, reshard_options.names)
-        if reshard_options.names != TRAINER:
-            form = add_state_places(form, build_state_fusions(have, stored), dtypes)
-            return name_state_arrays(have, form, stored)
-        joined = join_parameters(model, stored)
-        trained = choose_trainer_form(replace(have, tensors=weights), joined, dtypes, reshard_options.names)
+        stored = trainer.build(model, weights)
+        form = choose_trainer_form(replace(have, tensors=weights), stored, dtypes, asked)
+        joined = trainer.join(model, stored)
+        trained = choose_trainer_form(replace(have, tensors=weights), joined, dtypes, asked)
         trained = add_state_places(trained, build_state_fusions(have, joined), dtypes)
         have, named = name_state_arrays(have, trained, joined)
-        return have, join_trainer_forms(form, named, list_balances(model))
+        return have, join_trainer_forms(form, named, list_balances(model) if asked == TRAINER else {})
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,

@@ -11,12 +11,18 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import UnsupportedError
 from shardctl.models.fusion import FusionPlaces, TensorFusion, join_tensors
 from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
+    from shardctl.models.model import Model
+
+AUTOMODEL: Final = "automodel"
+_COMPARED: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+"""Families whose parameters it calls as transformers does, but for grouped experts."""
 GROUPED_NOTE: Final = "experts grouped by NeMo Automodel; their states were taken apart"
 _PARTS: Final = {"gate_proj": "gate_and_up_projs", "up_proj": "gate_and_up_projs", "down_proj": "down_projs"}
 _EXPERT: Final = re.compile(rf"(.+\.experts)\.([0-9]+)\.({'|'.join(_PARTS)})\.weight")
@@ -27,6 +33,28 @@ _RENAMED: Final = {
     "mlp.router.bias": "mlp.gate.bias",
 }
 """How names of gpt-oss end on the Hub and there (`components/models/gpt_oss/state_dict_adapter.py`)."""
+
+
+def build_saved_arrays(model: Model, there: Collection[str]) -> dict[str, TensorFusion]:
+    """Build the arrays of weights that Automodel saves, which are the tensors of the Hub; of a tie the first.
+
+    What besides the model's own is `there`, such as layers that predict, has no array. Raises UnsupportedError for a
+    family whose names in Automodel were not compared.
+    """
+    del there
+    if model.family not in _COMPARED:
+        raise UnsupportedError(
+            f"Automodel's names for {model.architecture or 'this model'} are not known here",
+            hint=f"known are {', '.join(_COMPARED)}; --to hf gives weights from which it begins",
+        )
+    return {each.name: TensorFusion(each.name, (each.name,), join_tensors((each.shape,))) for each in model.own()}
+
+
+def group_parameters(model: Model, arrays: Mapping[str, TensorFusion]) -> dict[str, TensorFusion]:
+    """Return the arrays that Automodel trains, whose optimizer states are saved: `arrays`, with experts grouped."""
+    grouped = build_grouped_arrays({name: model.tensors[name].shape for name in arrays})
+    held = {name for fusion in grouped.values() for name in fusion.tensors}
+    return {**{name: fusion for name, fusion in arrays.items() if name not in held}, **grouped}
 
 
 def names_groups(keys: Iterable[str]) -> bool:

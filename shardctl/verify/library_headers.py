@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing, contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CHECK: Final = "library"
 _LENGTH_BYTES: Final = 8
+_OPTIMIZER: Final = re.compile(r"(\.distcp|(^|/)\.metadata)$")
+"""Files of an optimizer that lie beside weights as safetensors."""
 _Array = tuple[str, tuple[int, ...], int]
 """Type, shape, and byte offset in the file; -1 where an array has no bytes, which lie nowhere."""
 
@@ -67,7 +70,8 @@ def compare_headers(source: Source, stored: Manifest) -> tuple[LibraryHeaders, l
     is given a copy of the header, followed by a hole. The offsets follow from the order of the arrays, because the
     library accepts only files without gaps.
     """
-    own = {path: path.endswith(SAFETENSORS) or stored.format == "safetensors" for path in stored.files}
+    safe = stored.format == "safetensors"
+    own = {path: path.endswith(SAFETENSORS) or (safe and not _OPTIMIZER.search(path)) for path in stored.files}
     asked = LibraryHeaders("", unasked=[path for path, is_own in own.items() if not is_own])
     findings: list[CheckFinding] = []
     for path in (path for path, is_own in own.items() if is_own):

@@ -10,6 +10,7 @@ from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, hash_source_spans
+from shardctl.training import split_state_name
 from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
 
@@ -144,6 +145,14 @@ def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[Check
         for file, stored, box in sorted(found - wanted, key=str)[:_SHOWN]:
             message = f"{name} {box} is in {file} as {stored}, where {RECORD} has none"
             yield CheckFinding("error", "record", message, tensor=name, file=file, box=str(box))
-    for name in manifest.tensors:
-        if name not in record.tensors:
+    for name, tensor in manifest.tensors.items():
+        if name not in record.tensors and not _is_shared_state(name, tensor, record):
             yield CheckFinding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)
+
+
+def _is_shared_state(name: str, tensor: Tensor, record: CheckpointRecord) -> bool:
+    """Return whether it is a state, such as a step, that an array of several parameters has once for all of them."""
+    if split_state_name(name) is None:
+        return False
+    known = {(stored.file, stored.name) for each in record.tensors.values() for stored in each.stored}
+    return all(not isinstance(c.where, ConstantFill) and (c.where.file, c.name) in known for c in tensor.chunks)

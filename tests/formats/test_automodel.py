@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardctl.errors import SourceError
-from shardctl.options import ReshardOptions
+from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "automodel"
 SAVED = FIXTURES / "epoch_0_step_2"
@@ -88,3 +91,37 @@ def test_states_of_another_number_of_experts_are_refused(tmp_path):
     config.write_text(config.read_text().replace('"num_experts": 3', '"num_experts": 2'))
     with pytest.raises(SourceError, match="gate_and_up_projs"):
         reshard(place, tmp_path / "dcp", ReshardOptions(to="dcp"))
+
+
+def load_trained(path: Path, target: Path) -> dict[str, object]:
+    dcp_to_torch_save(path, target)
+    return torch.load(target, weights_only=True)["optim"]
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", ""])
+def test_what_is_written_is_what_automodel_saves(case, tmp_path):
+    """By way of plain DCP: weights under the names of the Hub, and states and settings of its own arrays."""
+    saved = FIXTURES / f"moe_{case}" if case else SAVED
+    expected = load_file(FIXTURES / (f"moe_{case}.safetensors" if case else "whole.safetensors"))
+    reshard(saved, tmp_path / "dcp", ReshardOptions(to="dcp"))
+    reshard(tmp_path / "dcp", tmp_path / "out", ReshardOptions(to="dcp", names="automodel"))
+    (file,) = (tmp_path / "out" / "model").glob("*.safetensors")
+    same(load_file(file), {name: value for name, value in expected.items() if not name.startswith(STATES)})
+    ours, theirs = (load_trained(place / "optim", tmp_path / "whole.pt") for place in (tmp_path / "out", saved))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value, name
+    done = reshard(tmp_path / "out", tmp_path / "again", ReshardOptions(to="dcp"))
+    assert done.record.digest == digest(saved).digest == digest(tmp_path / "out").digest
+    assert (tmp_path / "again" / ".metadata").read_bytes() == (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert verify(tmp_path / "out", VerifyOptions(level="full")).ok
+
+
+def test_weights_alone_have_no_optimizer(tmp_path):
+    wish = ReshardOptions(to="dcp", names="automodel", optimizer_states="drop")
+    reshard(SAVED, tmp_path / "out", wish)
+    assert not (tmp_path / "out" / "optim").exists()
+    with pytest.raises(UsageError, match="takes no mesh"):
+        reshard(SAVED, tmp_path / "no", ReshardOptions(to="dcp", names="automodel", mesh=Mesh.of(fsdp=2)))
+    with pytest.raises(UnsupportedError, match="Automodel's names for MixtralForCausalLM are not known"):
+        reshard(FIXTURES.parent / "megatron" / "hf" / "mixtral", tmp_path / "no", wish)

@@ -11,9 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
+from shardctl.errors import UsageError
 from shardctl.libraries.dcp.file_writer import DcpFiles, format_file_prefix
-from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, list_whole_arrays
+from shardctl.libraries.files.file_names import SAFETENSORS
+from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, group_by_size, list_whole_arrays
+from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.ranks_writing import Known, list_rank_arrays
+from shardctl.libraries.safetensors.saved_apart import FOLDER
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import Manifest
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
 
     from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.form import ArrayForm
-    from shardctl.libraries.safetensors.packing import TensorArray
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Chunk, TrainingState
@@ -36,6 +39,8 @@ _TRAINED: Final = "optimizer"
 """What some trainers call it."""
 _FLAT: Final = "torchtitan"
 """Who has weights at the root, and flattens its optimizer."""
+_APART: Final = "automodel"
+"""Who has weights in `model/`, as safetensors, and a flat optimizer in `optim/`."""
 _MEMBERS: Final = frozenset({"params", "param_names"})
 """What a group says of its parameters, which is no setting."""
 _ZERO: Final = BY_NAME["F32"]
@@ -45,6 +50,8 @@ _Way = tuple[str | int, ...]
 def pack_dcp(request: PackRequest) -> Manifest:
     """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
+    if form.trainer == _APART:
+        return _pack_apart(request)
     builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, form.trainer)
     if have.training is not None:
         builder.settings(have.training, form)
@@ -64,13 +71,44 @@ def pack_dcp(request: PackRequest) -> Manifest:
     return Manifest(NAME, tensors, files, have.objects, training=have.training)
 
 
+def _pack_apart(request: PackRequest) -> Manifest:
+    """Return the files of NeMo Automodel: weights in `model/`, and what is trained besides in `optim/`.
+
+    Raises UsageError for a mesh, which it needs none of to load the files into any.
+    """
+    have, form, dtypes = request.have, request.form, request.dtypes
+    if request.placed is not None:
+        raise UsageError(
+            f"--names {_APART} takes no mesh", hint="leave the mesh out: Automodel loads the files into any"
+        )
+    weights, states = list[TensorArray](), list[TensorArray]()
+    for array in list_whole_arrays(have, form, dtypes):
+        (weights if split_state_name(array.name) is None else states).append(array)
+    groups = group_by_size(weights, request.max_shard_size)
+    stored = FileBuilder(build_container_metadata(have))
+    for number, arrays in enumerate(groups, 1):
+        stored.add(f"{FOLDER}shard-00001-model-{number:05d}-of-{len(groups):05d}{SAFETENSORS}", arrays)
+    trained = _DcpBuilder(request.max_shard_size or USUAL_SHARD, _APART, f"{_OPTIMIZER}/")
+    if have.training is not None:
+        trained.settings(have.training, form)
+    trained.rank(0, states)
+    files = stored.files | (trained.files.finished(trained.ways) if trained.ways else {})
+    for name, chunk in stored.stored():
+        trained.chunks.setdefault(name, []).append(chunk)
+    tensors = {
+        name: replace(tensor, dtype=dtypes[name], chunks=tuple(trained.chunks.get(name, ())))
+        for name, tensor in have.tensors.items()
+    }
+    return Manifest(NAME, tensors, files, have.objects, training=have.training)
+
+
 class _DcpBuilder:
     """Collects items, the way to each, and the chunks of tensors that lie in them."""
 
-    def __init__(self, largest: int, trainer: str) -> None:
-        self._flat = trainer == _FLAT
-        self._optimizer = _TRAINED if trainer else _OPTIMIZER
-        self.files = DcpFiles(largest)
+    def __init__(self, largest: int, trainer: str, folder: str = "") -> None:
+        self._flat = trainer in {_FLAT, _APART}
+        self._optimizer = _TRAINED if trainer and trainer != _APART else _OPTIMIZER
+        self.files = DcpFiles(largest, folder)
         self.chunks: dict[str, list[Chunk]] = {}
         self.ways: dict[Value, Value] = {}
 
@@ -87,7 +125,7 @@ class _DcpBuilder:
                 self.ways[_join_key_path(way)] = way
 
     def _flat_settings(self, training: TrainingState, form: ArrayForm) -> None:
-        """Add the settings of every array by itself, as torchtitan has them (`components/optimizer/utils.py`)."""
+        """Add the settings of every array by itself, as flattened optimizers have them."""
         for group in training.groups:
             for array in form.list_arrays(group.parameters):
                 for name, value in group.settings.items():

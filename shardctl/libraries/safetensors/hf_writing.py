@@ -44,16 +44,16 @@ def pack_hf(request: PackRequest) -> Manifest:
             part, _, name = array.name.partition("/")
             parts.setdefault(part, []).append(replace(array, name=name))
         for part, own in parts.items():
-            _add_files(builder, f"{part}/{_choose_part_name(own)}", _group_by_size(own, request.max_shard_size))
+            _add_files(builder, f"{part}/{_choose_part_name(own)}", group_by_size(own, request.max_shard_size))
     elif holds_adapter(request.have.tensors):  # PEFT reads one file
         _add_files(builder, ADAPTERS[0], [list(arrays)])
     else:
         whole = _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
-        _add_files(builder, whole, _group_by_size(arrays, request.max_shard_size))
+        _add_files(builder, whole, group_by_size(arrays, request.max_shard_size))
     return builder.manifest(NAME, request.have, request.dtypes)
 
 
-def _group_by_size(arrays: Iterable[TensorArray], max_shard_size: int | None) -> list[list[TensorArray]]:
+def group_by_size(arrays: Iterable[TensorArray], max_shard_size: int | None) -> list[list[TensorArray]]:
     """Group arrays for files of at most so many bytes, or of one array."""
     groups: list[list[TensorArray]] = [[]]
     room = most = max_shard_size or USUAL_SHARD
