@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from shardctl.errors import CutError, UsageError
 from shardctl.mesh import REPLICATING, build_holding_key
-from shardctl.placement import check_cuts, compute_held_boxes, find_holder
-from shardctl.value import state_class, value_class
+from shardctl.placement import compute_held_boxes
+from shardctl.tensor_groups import TensorGroups
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.manifest import Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import GroupMember, PartitionSpec, Where
+    from shardctl.placement import PartitionSpec
+    from shardctl.tensor_groups import HeldTensors
 
 
 @value_class
@@ -55,6 +57,8 @@ class PlacedCheckpoint:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The names, by tensor name, under which tensors are held, if not the canonical ones."""
 
+    _groups: TensorGroups | None = field(default=None, init=False, repr=False, compare=False)
+
     def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[TensorShard]]]:
         """Yield every rank with what it holds that no earlier rank is a replica of, in model order.
 
@@ -63,143 +67,56 @@ class PlacedCheckpoint:
 
         Raises CutError, naming a tensor, if the mesh cannot cut it.
         """
-        kinds, kind_of = self._kinds()
-        stages = self._on_stages(kind_of)
-        cutter = _KindCutter(self.mesh, kinds)
-        alike: dict[tuple[object, ...], list[TensorShard]] = {}
+        alike: dict[int, list[TensorShard]] = {}
+        for rank, groups in self.list_groups(replicas=replicas):
+            held = alike.get(id(groups))
+            if held is None:
+                rows = [(*row, boxes) for some, boxes in groups for row in some]
+                rows.sort(key=itemgetter(0))
+                held = alike[id(groups)] = [TensorShard(tensor, names, boxes) for _, tensor, names, boxes in rows]
+            yield rank, held
+
+    def list_groups(self, *, replicas: bool = False) -> Iterator[tuple[int, list[tuple[HeldTensors, tuple[Box, ...]]]]]:
+        """Yield what `ranks` does as groups of tensors of which a rank holds the same boxes.
+
+        Ranks that hold the same have one list, which is kept while this goes on.
+        """
+        groups = self._group()
+        groups.check()
+        cutter = _KindCutter(self.mesh, groups.kinds)
+        alike: dict[tuple[object, ...], list[tuple[HeldTensors, tuple[Box, ...]]]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
             flags = (True, True) if replicas else _flag_first_holder(at)
             key = (*flags, *build_holding_key(at))
             if key not in alike:
                 boxes = cutter.cut_at(at, *flags)
-                alike[key] = [
-                    TensorShard(tensor, names, boxes[kind])
-                    for _, tensor, names, kind in stages[at["pp"]].list_held(at)
-                    if boxes[kind]
-                ]
+                found = groups.stages[at["pp"]].find_held(at)
+                alike[key] = [(some, boxes[kind]) for kind, some in found if boxes[kind]]
             yield rank, alike[key]
 
     def guess_box_count(self) -> int:
         """Guess what `count_boxes` counts, as if each rank of a stage that may hold a tensor held one box of it."""
-        stage = self.mesh.world // self.mesh.degree("pp")
-        specs, total = self.specs, 0
-        degrees: dict[str, int] = {}
-        for tensor in self.tensors:
-            spec, held = specs[tensor.name], stage
-            if spec.member is not None:
-                axis = spec.member.axis
-                if axis not in degrees:
-                    degrees[axis] = self.mesh.degree(axis)
-                held //= degrees[axis]
-            total += held * len(spec.where) * (1 + len(tensor.ties))
-        return total
+        return self._group().guess_boxes()
 
     def count_boxes(self) -> int:
         """Count the boxes that `ranks` yields of all ranks, once for each name, without making a list of them."""
-        kinds, kind_of = self._kinds()
-        stages = self._on_stages(kind_of)
-        cutter = _KindCutter(self.mesh, kinds)
-        alike: dict[tuple[object, ...], int] = {}
-        counted: dict[int, Counter[int]] = {}
+        counts: dict[int, int] = {}
+        named: dict[int, int] = {}
         total = 0
-        for rank in range(self.mesh.world):
-            at = self.mesh.coordinate(rank)
-            flags = _flag_first_holder(at)
-            key = (*flags, *build_holding_key(at))
-            if key not in alike:
-                boxes, count = cutter.cut_at(at, *flags), 0
-                for some in stages[at["pp"]].find_held(at):
-                    if id(some) not in counted:
-                        counted[id(some)] = Counter(kind for _, _, names, kind in some for _ in names)
-                    count += sum(len(boxes[kind]) * times for kind, times in counted[id(some)].items())
-                alike[key] = count
-            total += alike[key]
+        for _, groups in self.list_groups():
+            if id(groups) not in counts:
+                named |= {id(some): sum([len(row[2]) for row in some]) for some, _ in groups if id(some) not in named}
+                counts[id(groups)] = sum([len(boxes) * named[id(some)] for some, boxes in groups])
+            total += counts[id(groups)]
         return total
 
-    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], PartitionSpec]], list[int]]:
-        """Return the pairs of shape and cuts, of which a model has few, and which one each tensor is.
-
-        All experts of a kind are one. The rows of a table share their cuts, so cuts are told apart by which object they
-        are: to hash them would take longer than all else here, and two kinds that are equal do no harm.
-        """
-        numbers: dict[tuple[object, ...], int] = {}
-        kinds: list[tuple[tuple[int, ...], PartitionSpec]] = []
-        examples: list[str] = []
-        kind_of, specs = [], self.specs
-        for tensor in self.tensors:
-            spec = specs[tensor.name]
-            member = spec.member
-            shape, cuts = tensor.shape, id(spec.cuts)
-            key = (shape, cuts, member.axis, member.count) if member is not None else (shape, cuts)
-            number = numbers.get(key)
-            if number is None:
-                number = numbers[key] = len(kinds)
-                kinds.append((tensor.shape, spec))
-                examples.append(tensor.name)
-            kind_of.append(number)
-        beside = [spec for _, spec in kinds]
-        for name, (shape, spec) in zip(examples, kinds, strict=True):
-            check_cuts(name, shape, spec, self.mesh, beside=beside)
-        return kinds, kind_of
-
-    def _on_stages(self, kind_of: Sequence[int]) -> list[_StageTensors]:
-        """Return the tensors of each stage."""
-        stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
-        last = self.mesh.degree("pp") - 1
-        stages = [_StageTensors() for _ in range(last + 1)]
-        known: dict[tuple[tuple[Where, int], ...], list[int]] = {}
-        holders: dict[int, tuple[GroupMember, tuple[str, int]]] = {}
-        specs, named = self.specs, self.names
-        for turn, (tensor, number) in enumerate(zip(self.tensors, kind_of, strict=True)):
-            name = tensor.name
-            spec = specs[name]
-            where, member = spec.where, spec.member
-            on = known.get(where)
-            if on is None:
-                found = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
-                on = known[where] = sorted(found)
-            holder = None
-            if member is not None:
-                if id(member) not in holders:  # a table has one object for each expert
-                    holders[id(member)] = member, (member.axis, find_holder(member, self.mesh))
-                holder = holders[id(member)][1]
-            names = named.get(name) or (name, *tensor.ties)
-            for place, stage in enumerate(on):
-                held = (turn, tensor, names if len(on) == 1 else _share_names(names, place, len(on)), number)
-                stages[stage].held_by[holder].append(held)
-        return stages
-
-
-def _share_names(names: tuple[str, ...], place: int, places: int) -> tuple[str, ...]:
-    """Return a tie's names, shared out over the stages that hold it: the first name first."""
-    if place >= len(names):
-        return names[-1:]
-    return names[place:] if place == places - 1 else names[place : place + 1]
-
-
-@state_class
-class _StageTensors:
-    """The tensors of a pipeline stage."""
-
-    held_by: dict[tuple[str, int] | None, list[tuple[int, Tensor, tuple[str, ...], int]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    """By which rank of which axis holds them, None for those that no axis divides whole: the place of each in the
-    model, the tensor, its names on this stage, and its kind."""
-
-    def find_held(self, at: Mapping[str, int]) -> list[list[tuple[int, Tensor, tuple[str, ...], int]]]:
-        """Find the groups that the rank at `at` holds something of."""
-        axes = dict.fromkeys(holder[0] for holder in self.held_by if holder is not None)
-        found = (self.held_by.get(None), *(self.held_by.get((axis, at[axis])) for axis in axes))
-        return [some for some in found if some]
-
-    def list_held(self, at: Mapping[str, int]) -> list[tuple[int, Tensor, tuple[str, ...], int]]:
-        """List the tensors that the rank at `at` holds something of, in model order."""
-        found = self.find_held(at)
-        if len(found) == 1:
-            return found[0]
-        return sorted((held for some in found for held in some), key=itemgetter(0))
+    def _group(self) -> TensorGroups:
+        if self._groups is None:
+            groups = TensorGroups(self.tensors, self.specs, self.mesh, self.stages, self.names)
+            object.__setattr__(self, "_groups", groups)
+            return groups
+        return self._groups
 
 
 class _KindCutter:

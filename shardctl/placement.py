@@ -79,6 +79,12 @@ class PartitionSpec:
     _axes: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
     """Those below, once they are known."""
     _of_expert: bool | None = field(default=None, init=False, repr=False, compare=False)
+    _rule: PartitionSpec | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def rule(self) -> PartitionSpec:
+        """One object for all that are alike but for which expert they speak of, where their maker knew; else itself."""
+        return self._rule or self
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -96,6 +102,13 @@ class PartitionSpec:
         if self._of_expert is None:
             object.__setattr__(self, "_of_expert", not {*EXPERT_AXES, EXPERT_FSDP}.isdisjoint(self.axes))
         return bool(self._of_expert)
+
+
+def build_member_spec(rule: PartitionSpec, member: GroupMember) -> PartitionSpec:
+    """Build the spec of one of many tensors that are alike but for their number; `rule` stands for all of them."""
+    spec = PartitionSpec(rule.cuts, rule.where, member)
+    object.__setattr__(spec, "_rule", rule)
+    return spec
 
 
 def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:

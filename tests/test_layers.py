@@ -29,6 +29,7 @@ LAYERS = (
             "pieces",
             "placement",
             "small_tensors",
+            "tensor_groups",
             "tiles",
         ),
         *("record", "shares", "storage", "training", "turns", "views"),

@@ -1,6 +1,7 @@
 """Meshes, cuts and stages: who holds what."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shardctl.placement import (
     CutSection,
     GroupMember,
     PartitionSpec,
+    build_member_spec,
     check_cuts,
     compute_intervals,
     compute_rank_boxes,
@@ -129,6 +131,26 @@ def test_experts_are_divided_whole_and_dense_weights_replicated_once():
     assert every[3] == ["experts.2", "experts.3", "dense"]
     with pytest.raises(CutError, match="over ep=8: 4 experts"):
         next(placed(tensors, specs, Mesh.of(dp=8, ep=8)).ranks())
+
+
+def test_experts_of_one_rule_are_placed_as_those_that_are_known_one_by_one():
+    """A spec that was changed is no longer that of its rule, so it is not cut as the others."""
+    rule = PartitionSpec(((AxisCut("fsdp"),), ()), member=GroupMember("ep", 0, 4))
+    alike = {f"experts.{i}": build_member_spec(rule, GroupMember("ep", i, 4)) for i in range(4)}
+    alike["experts.3"] = replace(alike["experts.3"], cuts=((), ()))
+    apart = {name: PartitionSpec(spec.cuts, spec.where, spec.member) for name, spec in alike.items()}
+    assert [spec.rule is rule for spec in alike.values()] == [True, True, True, False]
+    assert all(spec.rule is spec for spec in apart.values())
+    tensors = [Tensor(name, BF16, (4, 2), ()) for name in alike]
+    mesh = Mesh.of(fsdp=2, dp=2, ep=2)
+    held = [
+        [(rank, [(h.tensor.name, h.boxes) for h in some]) for rank, some in placed(tensors, specs, mesh).ranks()]
+        for specs in (alike, apart)
+    ]
+    assert held[0] == held[1]
+    shapes = {name: {box.shape for box in found} for _, some in held[0] for name, found in some}
+    assert shapes == {name: {(4, 2) if name == "experts.3" else (2, 2)} for name in alike}
+    assert placed(tensors, alike, mesh).count_boxes() == sum(len(h[1]) for _, some in held[0] for h in some)
 
 
 def test_fsdp_of_experts_is_what_ep_leaves_of_it():

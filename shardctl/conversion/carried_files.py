@@ -32,7 +32,7 @@ def list_carried_files(
     worked_out = next(
         (t.dtype.torch for t in have.tensors.values() if t.encoded_bytes and t.dtype in FLOATS.values()), ""
     )
-    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] is not t.dtype}
     part_configs = _list_part_configs(checkpoint, have, dtypes)
     carried = []
     for side in have.objects:

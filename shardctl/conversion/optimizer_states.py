@@ -195,14 +195,17 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
     """Build how each tensor is cut: an optimizer state as its parameter, if it has as many dims, else not at all."""
+    of_model = model.tensors
+    if have.tensors.keys() <= of_model.keys():
+        return {name: of_model[name].spec for name in have.tensors}
     found = {}
     for name, tensor in have.tensors.items():
-        known = model.tensors.get(name)
+        known = of_model.get(name)
         if known is not None:
             found[name] = known.spec
             continue
         _, parameter = _split_name(name)
-        spec = model.tensors[parameter].spec
+        spec = of_model[parameter].spec
         same = len(spec.cuts) == len(tensor.shape)
         found[name] = spec if same else replace(spec, cuts=((),) * len(tensor.shape))
     return found

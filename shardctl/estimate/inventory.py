@@ -87,17 +87,21 @@ def build_inventory(
     """
     rules = _SharedSpecs()
     found: dict[tuple[object, ...], tuple[Tensor, DType, PartitionSpec, bool, list[int]]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for tensor in tensors:
         name = tensor.name
-        rule, number = rules.of(specs[name])
+        spec = specs[name]
         dtype = dtypes[name] if dtypes is not None else tensor.dtype
-        trainable = dtype.name in FLOATING and name not in buffers
+        buffer = name in buffers
         module = _NUMBER.sub("", name) if apart else ""
-        key = (id(rule), tensor.shape, dtype.name, trainable, module)
-        kind = found.get(key)
-        if kind is None:
-            kind = found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
-        kind[-1][number] += 1
+        quick = (id(spec.rule), tensor.shape, dtype, buffer, module)
+        members = alike.get(quick)
+        if members is None:
+            rule = rules.find(spec)
+            trainable = dtype.name in FLOATING and not buffer
+            new = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
+            members = alike[quick] = found.setdefault((id(rule), tensor.shape, dtype.name, trainable, module), new)[-1]
+        members[spec.member.index if spec.member else 0] += 1
     return TensorInventory(
         tuple(
             TensorKind(first.name, first.shape, dtype, rule, tuple(members), trainable)
@@ -117,8 +121,8 @@ class _SharedSpecs:
         self._known: dict[tuple[object, ...], tuple[PartitionSpec, PartitionSpec]] = {}
         self._rules: dict[PartitionSpec, PartitionSpec] = {}
 
-    def of(self, spec: PartitionSpec) -> tuple[PartitionSpec, int]:
-        """Return the spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
+    def find(self, spec: PartitionSpec) -> PartitionSpec:
+        """Find the spec as if it were of the first expert."""
         member = spec.member
         key = (id(spec.cuts), spec.where, member.axis, member.count) if member else (id(spec.cuts), spec.where)
         known = self._known.get(key)
@@ -126,4 +130,4 @@ class _SharedSpecs:
             first = GroupMember(member.axis, 0, member.count) if member else None
             rule = PartitionSpec(spec.cuts, spec.where, first)
             known = self._known[key] = spec, self._rules.setdefault(rule, rule)
-        return known[1], member.index if member else 0
+        return known[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ def count_parameters(model: Model, config: Mapping[str, object] | None, tensors:
     """
     if not is_quantised(model, config):
         return sum(t.size for name, t in tensors.items() if not model.tensors[name].row.buffer)
-    return sum(prod(t.shape) for t in list_meant_parameters(model, config or {}, tensors))
+    shapes = Counter([t.shape for t in list_meant_parameters(model, config or {}, tensors)])
+    return sum(prod(shape) * count for shape, count in shapes.items())
 
 
 def is_quantised(model: Model, config: Mapping[str, object] | None) -> bool:
@@ -39,6 +41,8 @@ def list_meant_parameters(
     """List the parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
     plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
     parameters = [t for t in plain.tensors.values() if not t.row.buffer]
+    if plain.tensors.keys() <= tensors.keys():
+        return parameters
     lacking = {t.name for t in parameters if t.name not in tensors}
     if not lacking:
         return parameters

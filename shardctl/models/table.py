@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 from itertools import groupby, product
+from sys import intern
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -19,7 +20,7 @@ from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.models.family import INDEX, LogicalDim
 from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors, transpose_tensor
 from shardctl.models.model import Model, ModelTensor
-from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec
+from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec, build_member_spec
 from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class _ModelBuilder:
 
     def add(self, plan: _RowPlan, at: tuple[int, ...]) -> None:
         """Add the tensor of `plan` whose indices are `at`."""
-        name = plan.name % at
+        name = intern(plan.name % at)
         where = self.stage(plan, at)
         if plan.tied is True:
             self.tie(name, self.full(plan.row.tie), plan, where)
@@ -231,7 +232,7 @@ class _ModelBuilder:
         key = (id(plan.cuts), stages) if whole is None else (id(plan.cuts), stages, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:
-            spec = self.specs[key] = PartitionSpec(plan.cuts, stages, self.member_of(plan, at))
+            spec = self.specs[key] = self.build_spec(plan, stages, at)
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
         optional = plan.optional or (plan.needed is not None and at[0] not in plan.needed)
         self.tensors[name] = ModelTensor(
@@ -247,11 +248,20 @@ class _ModelBuilder:
         stages = tensor.spec.where if where in tensor.spec.where else (*tensor.spec.where, where)
         self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=PartitionSpec(tensor.spec.cuts, stages))
 
-    def member_of(self, plan: _RowPlan, at: tuple[int, ...]) -> GroupMember | None:
-        """Return which of the experts the tensor is, if it is one's."""
+    def build_spec(self, plan: _RowPlan, stages: tuple[tuple[Where, int], ...], at: tuple[int, ...]) -> PartitionSpec:
+        """Build how a tensor is cut, and on which stages it lives; those of a layer's experts share a rule."""
         if plan.whole is None:
-            return None
-        name, number = plan.indices[plan.whole], at[plan.whole]
+            return PartitionSpec(plan.cuts, stages)
+        index = plan.indices[plan.whole]
+        member = self.find_member(index, at[plan.whole])
+        key = (id(plan.cuts), stages, index)
+        rule = self.specs.get(key)
+        if rule is None:
+            rule = self.specs[key] = PartitionSpec(plan.cuts, stages, GroupMember(member.axis, 0, member.count))
+        return build_member_spec(rule, member)
+
+    def find_member(self, name: str, number: int) -> GroupMember:
+        """Find which of the experts has this number, one object for each."""
         member = self.members.get((name, number))
         if member is None:
             index = self.facts.indices[name]
@@ -265,7 +275,8 @@ class _ModelBuilder:
         full = [self.full(part) for part in fused.parts]
         for at in product(*(self.facts.indices[name].values for name in counted)):
             values = dict(zip(counted, at, strict=True))
-            groups = [[part.format(**values, **{index: n}) for part in full] for n in stack]
+            halves = [part.format(**values, **{index: "%"}).split("%") for part in full]
+            groups = [[intern(str(n).join(half)) for half in halves] for n in stack]
             if groups[0][0] not in self.tensors:
                 continue  # a layer without experts
             shapes = tuple(self.tensors[name].shape for name in groups[0])

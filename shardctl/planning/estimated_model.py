@@ -116,15 +116,15 @@ def build_estimated_model(
         return _build_tuned_model(checkpoint, have, reshard_options, tuning)
     if trained and has_coded_weights(checkpoint):
         return _build_dequantised_model(checkpoint, have, reshard_options)
-    dtypes, model = choose_dtypes(have, reshard_options), checkpoint.model
+    model = checkpoint.model
+    dtypes = choose_dtypes(have, reshard_options) if reshard_options.dtype != "keep" else None
     if model is None:
         inventory = _build_untabled_inventory(checkpoint, have, dtypes)
         elements = inventory.elements
     else:
         known = model.tensors
-        rows = [(name, known[name]) for name in have.tensors]
-        specs = {name: tensor.spec for name, tensor in rows}
-        buffers = frozenset([name for name, tensor in rows if tensor.row.buffer])
+        specs = {name: known[name].spec for name in have.tensors}
+        buffers = frozenset([tensor.name for tensor in known.values() if tensor.row.buffer])
         inventory = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = count_parameters(model, checkpoint.config, have.tensors)
     made_of, why = _find_anatomy(checkpoint)
@@ -185,7 +185,7 @@ def _add_base(about: EstimatedModel, checkpoint: OpenedCheckpoint) -> EstimatedM
 
 
 def _build_untabled_inventory(
-    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType]
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType] | None
 ) -> TensorInventory:
     """The tensors of a checkpoint that no table knows: cut by axes that need none, or on one device where none can."""
     if checkpoint.untabled is None:

@@ -143,11 +143,14 @@ def _choose_kv_heads(
 def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:
     """Say which heads several tp ranks hold because there are fewer heads than ranks."""
     tp = planned.mesh.degree("tp")
+    if tp == 1 or checkpoint.model is None:
+        return []
+    alike = {id(tensor.spec.cuts): tensor.spec.cuts for tensor in checkpoint.model.own()}
     sections = {
         section
-        for tensor in (checkpoint.model.own() if checkpoint.model is not None else ())
-        for cuts in tensor.spec.cuts
-        for cut in cuts
+        for cuts in alike.values()
+        for dim in cuts
+        for cut in dim
         for section in cut.sections
         if cut.axis == "tp" and section.shared and section.size // section.unit % tp
     }

@@ -301,22 +301,29 @@ class _MetadataReader:
 
     def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+        files = self.files
         for index, info in stored.items():
             if type(index) is FoldedCall and index.function is INDEX:  # as `is_folded`, without a call for each
-                key, origin = index.values
+                place = index.values
+                key, origin = place
             else:
                 state = self.fields(index, "the place of an item", str(INDEX))
                 key, offset = state.get("fqn"), state.get("offset")
                 if not isinstance(key, str):
                     self.malformed("an item has no name")
                 origin = None if offset is None else self.size(offset, key)
+                place = key, origin
             if origin is not None and origin not in self.origins:
                 self.admit(origin)
                 self.origins.add(origin)
-            place = key, origin
-            if place in found:
+            item = None
+            if type(info) is FoldedCall and info.function is INFO:
+                file, begin, length = info.values
+                if file in files and 0 <= begin < _FAR and 0 <= length < _FAR:  # nearly all
+                    item = StoredItem(files[file], begin, length)
+            item = item or self.item(key, info)
+            if found.setdefault(place, item) is not item:
                 self.malformed(f"it says twice where {key!r} at {origin} is")
-            found[place] = self.item(key, info)
         return found
 
     def item(self, key: str, node: object) -> StoredItem:

@@ -151,14 +151,14 @@ def _unite_tensors(metadata: Sequence[DcpMetadata]) -> dict[str, DeclaredTensor]
                     f"{key!r} is {other.dtype} {list(other.shape)} for one rank and {declared.dtype} "
                     f"{list(declared.shape)} in {each.path}"
                 )
-    layouts: dict[tuple[Box, ...], str] = {}
+    layouts: dict[tuple[int, ...], tuple[tuple[Box, ...], str]] = {}
     for key, declared in found.items():
         boxes = declared.boxes
         if len(metadata) > 1:
             boxes = tuple(dict.fromkeys(b for each in metadata if key in each.tensors for b in each.tensors[key].boxes))
-        layouts.setdefault(boxes, key)
+        layouts.setdefault(tuple(map(id, boxes)), (boxes, key))  # tensors that are alike share them
     compared = 0
-    for boxes, key in layouts.items():
+    for boxes, key in layouts.values():
         compared += _check_disjoint(key, boxes, _COMPARED - compared)
     return found
 

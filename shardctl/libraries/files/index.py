@@ -6,6 +6,7 @@ import os
 import posixpath
 import re
 from dataclasses import dataclass, field
+from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import HostileError, SourceError
@@ -193,6 +194,7 @@ class _ParsedIndex:
         text, weight_map, files = self._text, self.weight_map, self._files
         while (entry := _PLAIN_ENTRY.match(text, at)) is not None:
             name, file = entry.groups()
+            name = intern(name)  # headers have it, too
             file = files.setdefault(file, file)  # a few names, each many times
             if weight_map.setdefault(name, file) != file:
                 break

@@ -15,6 +15,7 @@ import json
 import re
 from json.encoder import encode_basestring
 from operator import attrgetter
+from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.dtype import BY_NAME, DTYPES, DType
@@ -196,6 +197,7 @@ class _ParsedHeader:
             begin, nbytes = int(first), kind[2]
             if int(last) - begin != nbytes or name in names or name == METADATA or len(entries) == MOST_ARRAYS:
                 break
+            name = intern(name)  # models have it, too
             names.add(name)
             entries.append(HeaderArray(name, kind[0], kind[1], start + begin, nbytes))
             at = member.end()

@@ -94,19 +94,19 @@ def measure_ranks(request: PackRequest) -> PackMeasure | None:
     if request.form.places or request.max_shard_size is not None or not besides.isascii():
         return None
     kinds: dict[tuple[int, int], _KindSize] = {}
-    sizes, chunks = dict[str, int](), 0
-    for rank, held in request.placed.ranks():
+    sizes, chunks, dtypes = dict[str, int](), 0, request.dtypes
+    for rank, groups in request.placed.list_groups():
         rows, spelled = list[tuple[int, str, int]](), len(besides)
-        for piece in held:
-            dtype = request.dtypes[piece.tensor.name]
-            kind = kinds.get((id(piece.boxes), id(dtype)))
-            if kind is None:
-                if len(piece.boxes) != 1 or dtype.bits % 8:
-                    return None
-                kind = kinds[id(piece.boxes), id(dtype)] = _measure_kind(dtype, piece.tensor.shape, piece.boxes)
-            for name in piece.names:
-                rows.append((kind.order, name, kind.nbytes))
-                spelled += kind.spelled
+        for some, boxes in groups:
+            for _, tensor, names in some:
+                dtype = dtypes[tensor.name]
+                kind = kinds.get((id(boxes), id(dtype)))
+                if kind is None:
+                    if len(boxes) != 1 or dtype.bits % 8:
+                        return None
+                    kind = kinds[id(boxes), id(dtype)] = _measure_kind(dtype, tensor.shape, boxes)
+                rows += [(kind.order, name, kind.nbytes) for name in names]
+                spelled += len(names) * kind.spelled
         size = _measure_rank_file(rows, spelled) if rows else 0
         if size is None:
             return None

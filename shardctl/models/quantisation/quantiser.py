@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from sys import intern
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -17,12 +18,13 @@ from shardctl.models.quantisation.expressions import limit_matching
 from shardctl.models.quantisation.settings import find_quantisation_config
 from shardctl.models.quantisation.storage import FLOAT, SCALE
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
-from shardctl.placement import PartitionSpec
+from shardctl.placement import PartitionSpec, build_member_spec
 from shardctl.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models.fusion import TensorFusion
     from shardctl.models.model import Model
@@ -76,6 +78,15 @@ class _QuantisableWeight:
     storage: WeightStorage
 
 
+@value_class
+class _StoredWeight:
+    """What is stored of a quantised weight, as of many others."""
+
+    arrays: tuple[tuple[str, tuple[tuple[int, ...], DType] | None], ...]
+    """By each name that an array may have after the module's: its shape and type, None if it is not there."""
+    parts: tuple[WeightArray, ...]
+
+
 @state_class
 class _ModelQuantiser:
     """One model, while its weights are replaced."""
@@ -88,6 +99,8 @@ class _ModelQuantiser:
     """What is stored, by canonical name."""
     kinds: dict[tuple[object, ...], tuple[WeightArray, ...]] = field(default_factory=dict)
     """The arrays of each kind of weight, of which a model has few."""
+    last: dict[tuple[object, ...], _StoredWeight] = field(default_factory=dict)
+    """By kind of weight: what was found of the last one."""
     specs: dict[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     """By the ids of an array's cuts and of the weight's spec."""
     endings: set[str] = field(default_factory=set)
@@ -115,9 +128,8 @@ class _ModelQuantiser:
             if weight is None:
                 tensors[name] = tensor
                 continue
-            held = self.list_held(weight)
-            if self.quantised(weight, held):
-                parts = self.parts(weight, held)
+            parts = self.find_parts(weight)
+            if parts is not None:
                 encodings[name] = WeightEncoding(weight.module, weight.storage.decoder, parts)
                 self.add_arrays(weight, parts, tensors)
             else:
@@ -181,6 +193,36 @@ class _ModelQuantiser:
             else:
                 self.present[meant] = tensor
 
+    def find_parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...] | None:
+        """Find the arrays of the weight, None if it is not quantised; nearly all are as another one was before."""
+        key = (id(weight.storage), id(weight.tensor.row), id(weight.tensor.spec.cuts), weight.tensor.shape)
+        last = self.last.get(key)
+        if last is not None and self.is_stored_as(weight, last):
+            if self.listed(weight):
+                self.contrary.append(weight.module)
+            return last.parts
+        held = self.list_held(weight)
+        if not self.quantised(weight, held):
+            return None
+        parts = self.parts(weight, held)
+        coded = not held.keys() <= _PLAIN_NAMES or ("weight" in held and held["weight"].dtype.name not in FLOAT)
+        if coded and not self.list_tabled_names(weight.storage):
+            likely = self.list_likely_names(weight.storage)
+            arrays = tuple((n, (held[n].shape, held[n].dtype) if n in held else None) for n in likely)
+            self.last[key] = _StoredWeight(arrays, parts)
+        return parts
+
+    def is_stored_as(self, weight: _QuantisableWeight, other: _StoredWeight) -> bool:
+        """Return whether the same is stored of a weight as of another one, in arrays alike."""
+        present, module = self.present, weight.module
+        for suffix, kind in other.arrays:
+            found = present.get(weight.tensor.name if suffix == "weight" else f"{module}.{suffix}")
+            if (found is None) != (kind is None):
+                return False
+            if found is not None and kind is not None and (found.shape != kind[0] or found.dtype is not kind[1]):
+                return False
+        return True
+
     def list_held(self, weight: _QuantisableWeight) -> dict[str, Tensor]:
         """List what is stored of a weight, by the names that follow the module's."""
         present, module, held = self.present, weight.module, dict[str, "Tensor"]()
@@ -232,12 +274,24 @@ class _ModelQuantiser:
             key = (id(part.cuts), id(spec))
             own = self.specs.get(key)
             if own is None:
-                own = self.specs[key] = PartitionSpec(part.cuts, spec.where, spec.member)
-            name = tensor.name if part.suffix == "weight" else f"{module}.{part.suffix}"
+                own = self.specs[key] = self.build_spec(part, spec)
+            name = tensor.name if part.suffix == "weight" else intern(f"{module}.{part.suffix}")
             optional = tensor.optional or part.optional
             tensors[name] = ModelTensor(
                 name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free
             )
+
+    def build_spec(self, part: WeightArray, spec: PartitionSpec) -> PartitionSpec:
+        """Build how an array of a weight is cut; those of all experts of a layer share a rule, as the weights do."""
+        if spec.member is None:
+            return PartitionSpec(part.cuts, spec.where)
+        if spec.rule is spec:
+            return PartitionSpec(part.cuts, spec.where, spec.member)
+        key = (id(part.cuts), id(spec.rule))
+        rule = self.specs.get(key)
+        if rule is None:
+            rule = self.specs[key] = PartitionSpec(part.cuts, spec.where, spec.rule.member)
+        return build_member_spec(rule, spec.member)
 
     def parts(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> tuple[WeightArray, ...]:
         """Return the arrays of the weight, worked out once for all that are alike."""
