@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.megatron.dist_groups import MOMENTUM
-from shardctl.libraries.megatron.dist_states import MASTERS, SHARDING, STATES, build_group
+from shardctl.libraries.megatron.dist_states import COPIES, SHARDING, STATES, build_group, is_half
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import TrainingState
     from shardctl.settings import Setting
 
-COPIES: Final = ("fp32_param", MASTERS)
-"""The weights of optimizers in 16 bits: of those that are not distributed, and of Adam where it is."""
-_HALVES: Final = frozenset({"F16", "BF16"})
 _ENDS: Final = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 _MATRIX: Final = 2
 _SETTINGS: Final = frozenset(
@@ -37,16 +34,6 @@ _SETTINGS: Final = frozenset(
 )
 """What a group of Megatron-LM's Muon has; the rest are settings of others, or of its command line."""
 _DROP: Final = "add --optimizer-states drop, or write --to dcp, which has a place for every state"
-
-
-def has_muon(trained: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether any parameter has the states of Muon."""
-    return any(MOMENTUM in states for states in trained.values())
-
-
-def is_half(dtype: DType) -> bool:
-    """Return whether weights of a type have copies in fp32."""
-    return dtype.name in _HALVES
 
 
 def list_copies(cell: StackCell, states: tuple[str, ...], dtype: DType) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from shardctl.training import format_state_name, split_state_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from shardctl.dtype import DType
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.torch_save.pickle_writer import Value
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
 SHARDING: Final = "fully_reshardable"
 MASTERS: Final = "param"
 """The state that is the weights themselves."""
+COPIES: Final = ("fp32_param", MASTERS)
+"""The weights of optimizers in 16 bits: of those that are not distributed, and of Adam where it is."""
 SCHEDULE: Final = "opt_param_scheduler"
 """What the learning rate's schedule is called, before the names of its settings."""
 STATES: Final = ("exp_avg", "exp_avg_sq")
 STORED: Final = BY_NAME["F32"]
 """The type of states and of the optimizer's own weights."""
 _STEP: Final = "step"
+_HALVES: Final = frozenset({"F16", "BF16"})
 _COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
 _KEY: Final = re.compile(r"optimizer\.state\.[^.]+\.(.+)")
 _PLAIN: Final[dict[str | int, Value]] = {
@@ -100,6 +104,16 @@ def _choose_kind(parameter: str, states: set[str], kinds: Iterable[tuple[str, ..
     missing = [state for state in STATES if state not in states]
     said = f"has no state {missing[0]}" if missing else f"has the states {', '.join(sorted(states))} together"
     raise UnsupportedError(f"{parameter} {said}", hint="add --optimizer-states drop")
+
+
+def has_muon(trained: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether any parameter has the states of Muon."""
+    return any(MOMENTUM in states for states in trained.values())
+
+
+def is_half(dtype: DType) -> bool:
+    """Return whether weights of a type have copies in fp32."""
+    return dtype.name in _HALVES
 
 
 def is_trained(cell: StackCell, trained: Collection[str]) -> bool:

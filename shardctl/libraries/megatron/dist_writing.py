@@ -31,16 +31,8 @@ from shardctl.libraries.megatron.dist_arrays import (
     list_cells,
 )
 from shardctl.libraries.megatron.dist_cells import CellWriter
-from shardctl.libraries.megatron.dist_muon import (
-    COPIES,
-    build_muon_state,
-    has_muon,
-    is_half,
-    list_copies,
-    note_muon,
-    set_optimizer,
-)
 from shardctl.libraries.megatron.dist_states import (
+    COPIES,
     SCHEDULE,
     SHARDING,
     add_progress,
@@ -49,6 +41,8 @@ from shardctl.libraries.megatron.dist_states import (
     collect_states,
     find_array_name,
     find_iteration,
+    has_muon,
+    is_half,
     list_state_cells,
     list_trained,
     note_unknown_progress,
@@ -156,6 +150,8 @@ def _note_training(order: PackRequest, trained: Mapping[str, tuple[str, ...]]) -
     assert training is not None  # noqa: S101 - something is trained
     yield from note_unknown_progress(training)
     if has_muon(trained):
+        from shardctl.libraries.megatron.dist_muon import note_muon  # of Muon alone
+
         yield from note_muon(training, halves=_has_halves(order), routed=_is_routed(order))
 
 
@@ -175,6 +171,7 @@ def _list_state_cells(
     """List the cells of states, as one distributed Adam has them, or Muon and Adam."""
     if not has_muon(trained):
         return list_state_cells(cells, trained)
+    from shardctl.libraries.megatron.dist_muon import list_copies  # of Muon alone
 
     def list_both(cell: StackCell, states: tuple[str, ...]) -> tuple[str, ...]:
         return list_copies(cell, states, cell.dtype or order.dtypes[cell.pieces[0].pieces[0].tensor])
@@ -191,6 +188,8 @@ def _build_training_state(
     add_progress(args, training)
     routed, halves = _is_routed(order), _has_halves(order)
     if has_muon(trained):
+        from shardctl.libraries.megatron.dist_muon import build_muon_state, set_optimizer  # of Muon alone
+
         set_optimizer(args, halves=halves)
         state = build_muon_state(training, trained, halves=halves, routed=routed)
     else:
