@@ -6,6 +6,8 @@ To read and digest a tensor by itself costs about as much time as 100 KB of its 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -51,9 +53,15 @@ def locate_small_tensor(tensor: Tensor, chunks: Sequence[Chunk]) -> Region | Non
     where = chunk.where
     if chunk.affine or chunk.dtype is not dtype or isinstance(where, ConstantFill) or chunk.box.shape != shape:
         return None
-    if not 0 < tensor.size <= _MOST or where.strides != compute_dense_strides(dtype, shape):
-        return None
-    return where if dtype.nbytes(shape) <= _MOST else None
+    return where if where.strides == _compute_small_strides(dtype, shape) else None
+
+
+@lru_cache(maxsize=4096)  # a model has few shapes
+def _compute_small_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Compute the byte strides of a tensor if it is small; None for others."""
+    size = prod(shape)
+    small = 0 < size <= _MOST and size * dtype.bits <= 8 * _MOST
+    return compute_dense_strides(dtype, shape) if small else None
 
 
 def split_runs(places: Iterable[tuple[Region | None, int]], block: int) -> Iterator[TensorRun]:

@@ -181,7 +181,7 @@ def measure_content(
 
 def compare_replicas(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> list[TensorDifference]:
     """Compare every further copy of an element with its first; returns the tensors whose copies differ."""
-    unfolded = (each for tensor in tensors for each in unfold_tensors(tensor))
+    unfolded = (each for tensor in tensors if len(tensor.chunks) > 1 for each in unfold_tensors(tensor))
     copies = [(tensor, *pair) for tensor in unfolded for pair in list_redundant_chunks(tensor)]
     if not copies:
         return []
