@@ -55,6 +55,10 @@ _SOURCES: Final = {
 }
 
 
+FROZEN: Final = "weights that are not trained"
+"""The name of the term that has them."""
+
+
 @value_class
 class TrainedPart:
     """A trained part as the rank stores it."""
@@ -96,7 +100,7 @@ def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -
     spread = tuple(_spread_group(trained, g, plan) for g in groups) if plan.spread else ()
     shared = sum(one.elements for one, _ in spread) if spread else sum(g.shared for g in groups)
     lasting = (
-        *_list_weight_terms(holding, groups, plan),
+        *_list_weight_terms(holding, groups, mesh, plan),
         *_list_gradient_terms(holding, groups, plan),
         *_list_optimizer_terms(trained, groups, spread, plan),
     )
@@ -195,15 +199,33 @@ def _build_group(expert: bool, hidden: bool, some: Sequence[TrainedPart], plan: 
 
 
 def _list_weight_terms(
-    holding: RankHolding, groups: Sequence[StateGroup], plan: TrainingScheme
+    holding: RankHolding, groups: Sequence[StateGroup], mesh: Mesh, plan: TrainingScheme
 ) -> Iterator[MemoryTerm]:
     if plan.runtime == "partitions" and plan.zero in {1, 2}:  # one buffer of all partitions, padding included
         groups = [replace(g, whole=g.shared * plan.among(expert=g.expert)) for g in groups]
     yield _build_state_term(
         f"{plan.resident} weights", "weights", plan.resident, groups, plan, plan.parameters, shared_from=3
     )
-    frozen = sum(part.nbytes for part in holding.parts if not part.kind.trainable)
-    yield MemoryTerm("weights that are not trained", "weights", frozen, source="the headers")
+    yield _build_frozen_term(holding, mesh, plan)
+
+
+def _build_frozen_term(holding: RankHolding, mesh: Mesh, plan: TrainingScheme) -> MemoryTerm:
+    """Build the term of weights that are not trained, which FSDP2 and ZeRO-3 share as they share the others."""
+    frozen = [part for part in holding.parts if not part.kind.trainable]
+    if plan.sharers > 1 and (plan.zero == 3 or (plan.zero and plan.runtime == "units")):  # noqa: PLR2004 - the last stage
+        shares = [_build_trained_part(part, mesh, holding.coordinate, plan).share for part in frozen]
+        nbytes = sum(p.count * p.kind.dtype.nbytes((n,)) for p, n in zip(frozen, shares, strict=True))
+        return MemoryTerm(
+            FROZEN,
+            "weights",
+            nbytes,
+            "bytes / N",
+            {"bytes": sum(part.nbytes for part in frozen), "N": plan.sharers},
+            _SOURCES[plan.runtime],
+            tier=plan.parameters,
+        )
+    nbytes = sum(part.nbytes for part in frozen)
+    return MemoryTerm(FROZEN, "weights", nbytes, source="the headers", tier=plan.parameters)
 
 
 def _list_gradient_terms(

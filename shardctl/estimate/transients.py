@@ -201,9 +201,12 @@ class PartitionTransients:
         """Count what is held; without a `bucket`, in elements, there are no more than all that is trained."""
         self.plan, self.holds_forward = plan, False
         parts = [part for part in holding.parts if part.kind.trainable]
-        self.whole, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
-        self.bucket = bucket or min(self.whole, _REDUCE)
-        self.small = _count_trained_elements(p for p in parts if p.gathered <= _PERSISTENT)
+        self.trained, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
+        self.bucket = bucket or min(self.trained, _REDUCE)
+        # Weights that are not trained are shared and gathered as the others are, in the type in which they are kept.
+        sizes = [(part.count, _count_gathered(part, plan)) for part in holding.parts]
+        self.whole, self.widest = sum(count * n for count, n in sizes), max((n for _, n in sizes), default=0)
+        self.small = sum(count * n for count, n in sizes if n <= _PERSISTENT)
         self.loss: tuple[MemoryTerm, ...] = ()
         self.passes: tuple[MemoryTerm, ...] = ()
         if plan.runtime == "partitions" and plan.zero:
@@ -236,7 +239,7 @@ class PartitionTransients:
     def _list_gathered(self) -> Iterator[MemoryTerm]:
         width = self.plan.compute.unit_bytes
         # Where the forward pass ends, the last half of that distance is used again before its end.
-        stay = max(self.largest, min(self.whole, _REUSED // 2))
+        stay = max(self.widest, min(self.whole, _REUSED // 2))
         yield MemoryTerm(
             "gathered weights that are used again soon, and gradients of the largest",
             "weights",
@@ -245,8 +248,8 @@ class PartitionTransients:
             {"gathered": stay, "largest": self.largest},
             _DEEPSPEED,
             interval=(
-                2 * width * self.largest,
-                width * (self.largest + max(self.largest, min(self.whole, _LIVE))),
+                width * (self.widest + self.largest),
+                width * (self.largest + max(self.widest, min(self.whole, _LIVE))),
             ),
         )
         ahead = min(self.whole, _AHEAD)
@@ -282,6 +285,13 @@ class PartitionTransients:
             _DEEPSPEED,
             interval=(width * min(self.largest, _REDUCE), buckets * width * _REDUCE),
         )
+
+
+def _count_gathered(part: HeldPart, plan: TrainingScheme) -> int:
+    """Count the elements of one gathered tensor; of codes, those that the computing type has in as many bytes."""
+    if part.kind.trainable:
+        return part.gathered
+    return -(-part.kind.dtype.nbytes((part.gathered,)) // plan.compute.unit_bytes)
 
 
 def _count_trained_elements(parts: Iterable[HeldPart]) -> int:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from shardctl.amounts import format_memory_size
 from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.states import FROZEN
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.mesh import Mesh
     from shardctl.planning.estimated_model import EstimatedModel
     from shardctl.planning.forecast import WorkloadEstimate
@@ -41,16 +43,21 @@ def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankH
     """Say what is counted of an adapter's base; None of a model. `own` are what ranks hold of the adapter."""
     if about.base is None:
         return None
-    both = [rank.holding.nbytes for rank in seen.estimate.ranks]
     slot = max(holding.nbytes for holding in own)
     known = about.base.known
     return AdapterPlan(
         base=about.base.architecture,
         base_bytes=about.inventory.nbytes - about.base.adapter.nbytes if known else None,
-        base_rank_bytes=max(a - b.nbytes for a, b in zip(both, own, strict=True)) if known else None,
+        base_rank_bytes=max(map(_count_base_bytes, seen.estimate.ranks, own)) if known else None,
         slot_bytes=slot,
         uncounted=tuple(_list_uncounted(seen, slot, known=known, experts=_adapts_experts(own))),
     )
+
+
+def _count_base_bytes(rank: RankEstimate, own: RankHolding) -> int:
+    """Count what a rank keeps of the base, of which ZeRO-3 leaves it a part, on its device or not."""
+    frozen = [term.nbytes for term in rank.terms if term.name == FROZEN]
+    return frozen[0] if frozen else rank.holding.nbytes - own.nbytes
 
 
 def _adapts_experts(own: tuple[RankHolding, ...]) -> bool:

@@ -1,15 +1,17 @@
 """A program that trains a small decoder as one of two processes with DeepSpeed on the CPU and prints its moments.
 
-    DS_ACCELERATOR=cpu python deepspeed_moments.py RANK PORT STAGE
+    DS_ACCELERATOR=cpu python deepspeed_moments.py RANK PORT STAGE [TRAINED]
 
-What it printed with DeepSpeed 0.19.8 and torch 2.13 is in test_timeline_deepspeed.py. Tensors on the meta device, of
-which DeepSpeed makes one for each parameter, take no memory and are not counted.
+TRAINED is a pattern of the names of the parameters that are trained, by default of all. What it printed with DeepSpeed
+0.19.8 and torch 2.13 is in test_timeline_deepspeed.py. Tensors on the meta device, of which DeepSpeed makes one for
+each parameter, take no memory and are not counted.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 
 import torch
@@ -33,7 +35,7 @@ class DeviceTracker(Tracker):
 
 
 def main():
-    rank, port, stage = sys.argv[1:]
+    rank, port, stage, *trained = sys.argv[1:]
     os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import deepspeed
 
@@ -53,7 +55,10 @@ def main():
         model = Decoder(**MODEL)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.see(tensor, "model")
-        optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not trained or re.search(trained[0], name) is not None)
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learning, fused=False, foreach=False)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
         for step in range(3):

@@ -43,6 +43,18 @@ def test_peft_was_asked_about_many_families():
     assert len({one["config"] for one in TRAINED}) > 15
 
 
+@pytest.mark.parametrize(("profile", "zero", "parts"), [
+    ("deepspeed", 3, 8), ("hf", 3, 8), ("fsdp2", 3, 8), ("deepspeed", 2, 1), ("fsdp2", 0, 1),
+])  # fmt: skip
+def test_zero_3_shares_the_base(profile, zero, parts):
+    """DeepSpeed 0.19.8, zero/parameter_offload.py, and FSDP2 share all parameters, whether they are trained or not."""
+    found = tuned(mesh=Mesh.of(dp=8), profile=profile, zero=zero, lora_rank=16)
+    base = next(t for t in found.forecast.estimate.binding.terms if t.name == "weights that are not trained")
+    assert base.nbytes == 16_060_522_496 // parts == found.adapter.base_rank_bytes
+    alike = tuned(mesh=Mesh.of(fsdp=8), lora_rank=16).forecast.estimate.binding.total().nbytes
+    assert (found.forecast.estimate.binding.total().nbytes == alike) == ((profile, zero) == ("fsdp2", 3))
+
+
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(pp=2, tp=2), Mesh.of(fsdp=8)], ids=str)
 def test_ranks_together_have_the_whole_adapter(mesh):
     """tp cuts A or B, whichever lies along the cut, and has copies of the other."""
