@@ -74,6 +74,7 @@ Flag = Literal[
     "channel delta",
     "copied gate",
     "short",
+    "stepwise",
     "eager layer",
     "compiled layer",
     "eager model",

@@ -30,7 +30,7 @@ _MULTIPROCESSORS: Final = 132
 PLAN_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
 
 TRANSFORMERS: Final = RecurrenceSupport(
-    frozenset(("selective", "normed selective", "chunked", "delta", "channel delta", "short")),
+    frozenset(("selective", "normed selective", "chunked", "delta", "channel delta", "short", "stepwise")),
     tp=False,
     why="transformers' kernels of recurrent layers run on whole layers",
 )
@@ -119,6 +119,14 @@ def _size_short_convolution(_: LayerState, scan: LayerScan, share: MicrobatchSha
     return {"inner": share.tokens * scan.inner, "projected": share.tokens * 3 * scan.inner}
 
 
+def _size_stepwise_scan(state: LayerState, scan: LayerScan, share: MicrobatchShare) -> dict[Size, float]:
+    return {
+        "inner": share.tokens * scan.inner,
+        "final_states": share.batch * state.recurrent,
+        "padding": share.batch * state.convolution,
+    }
+
+
 _SIZES: Final = {
     "selective": _size_selective_scan,
     "normed selective": _size_selective_scan,
@@ -126,6 +134,7 @@ _SIZES: Final = {
     "delta": _size_delta_net,
     "channel delta": _size_delta_net,
     "short": _size_short_convolution,
+    "stepwise": _size_stepwise_scan,
 }
 
 RECURRENT: Final = (
@@ -185,6 +194,14 @@ RECURRENT: Final = (
     KeptTensor("input of the convolution, gated", "inner", None, ("short",)),
     KeptTensor("results of the convolution", "inner", None, ("short",)),
     KeptTensor("the same, gated", "inner", None, ("short",)),
+    # RecurrentGemma's, which has no kernel: each step keeps the state before it and its decay, the first no decay.
+    KeptTensor("gate and input of the convolution", "inner", 4, ("stepwise",)),
+    KeptTensor("results of the convolution, also in the order of the blocks", "inner", 4, ("stepwise",)),
+    KeptTensor("what the convolution is padded with", "padding", None, ("stepwise",)),
+    KeptTensor("gates, decays, their squares and roots, and what they multiply", "inner", 16, ("stepwise",)),
+    KeptTensor("fp32 states and decays of each step", "inner", 8, ("stepwise",)),
+    KeptTensor("less the first decay", "final_states", -4, ("stepwise",)),
+    KeptTensor("result, its gate activated, and both multiplied", "inner", 6, ("stepwise",)),
 )
 """What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
 `MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and

@@ -71,6 +71,7 @@ Size = Literal[
     "state_pairs",
     "pair_rows",
     "final_states",
+    "padding",
     "chunk_states",
     "chunk_products",
     "split_products",
@@ -98,7 +99,8 @@ is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of
 are projected, of the former and of the latter (Mamba). `noted_states`: that a kernel notes on its way. `decays`: of
 the exponents, which are parameters. `channels`: one per channel. `group_rows`, `state_heads`: one per token and
 group; and head of states. `state_pairs`, `pair_rows`: of queries and keys of linear attention; one per each of their
-heads. `final_states`, `chunk_states`: of the states of each sequence; of each chunk of tokens. `chunk_products`: one
+heads. `final_states`, `padding`, `chunk_states`: of the states of each sequence; of what pads its convolution; of
+the states of each chunk of tokens. `chunk_products`: one
 per two tokens of a chunk, and group or head. `split_products`: those of a kernel that adds up in parts. `grouped`: of
 what the heads of a group share (B and C)."""
 

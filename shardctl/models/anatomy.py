@@ -102,10 +102,10 @@ class LayerAttention:
 class LayerScan:
     """How a layer computes its states over all tokens at once."""
 
-    kind: Literal["selective", "normed selective", "chunked", "delta", "channel delta", "short"]
+    kind: Literal["selective", "normed selective", "chunked", "delta", "channel delta", "short", "stepwise"]
     """Selective scan (Mamba), the same with norms of time steps, B and C between its steps (Jamba), scan in chunks
     (Mamba 2), gated delta rule (Qwen3-Next), the same with a decay of each channel (Kimi Linear), a convolution between
-    gates and nothing else (LFM2)."""
+    gates and nothing else (LFM2), one token after the other (RecurrentGemma)."""
     inner: int
     """Channels that the states are read into."""
     rank: int = 0
@@ -611,6 +611,8 @@ def _find_scan(named: RowDims) -> LayerScan | None:
     """Find how a recurrent layer computes its states: what its rows have besides decides."""
     if named.known("state") and not named.size("state"):
         return LayerScan("short", named.size("inner"))
+    if named.has("blocks"):
+        return LayerScan("stepwise", named.size("inner"))
     if named.has("rank"):
         normed = any(_is_norm(row) and row.dims == named.known("rank") for row in named.rows)
         return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))

@@ -173,6 +173,9 @@ def ask(model: torch.nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         found["encoder_hidden_states"] = torch.zeros(batch, tokens, config.hidden_size, dtype=torch.bfloat16)
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids
+    if config.model_type == "voxtral_realtime":
+        heard = batch, tokens * config.downsample_factor, config.audio_config.hidden_size
+        found["encoder_inputs_embeds"] = torch.zeros(heard, dtype=next(model.parameters()).dtype)
     if config.model_type == "mllama":
         parts = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1
         seen = batch, config.vision_config.max_num_tiles * parts, config.text_config.hidden_size

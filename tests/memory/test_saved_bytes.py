@@ -47,16 +47,14 @@ NOT_COUNTED: Final[Mapping[str, str]] = {
 """Fixtures that cannot be compared, with the reason."""
 OWN_CLASS: Final = {"falcon", "falcon-rw", "gpt_neo", "gptj"}
 """Fixtures whose FlashAttention is a class of its own, which needs its package."""
-SCANS: Final = {"short", "delta", "channel delta", "chunked"}
-"""Recurrent layers of which a stand-in keeps what their kernels do."""
+SCANS: Final = {"short", "delta", "channel delta", "chunked", "stepwise"}
+"""Recurrent layers that have no kernel, or of which a stand-in keeps what it does."""
 OTHER_KERNELS: Final = "a selective scan keeps what its kernel saves; test_activations_recurrent.py compares those"
 NOT_KNOWN: Final[Mapping[str, str]] = {
     "big_bird": "sparse blocks of attention",
     "deberta": "in fp32 only",
     "longt5": "attention to what is near",
     "longt5-summary": "attention to what is near",
-    "recurrent_gemma": "a recurrent state",
-    "voxtral_realtime": "norms that are scaled",
 }
 """Fixtures of which `plan` says that it does not know what training keeps, with a part of what it says."""
 
@@ -157,6 +155,7 @@ OTHER_SIZES: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("glm5_next", {"text_config": {"hc_mult": 3, "hc_sinkhorn_iters": 7, "linear_lower_bound": None}}),
     ("minimax_m3_vl_text", {"index_block_size": 7}),
     ("bitnet", {"num_key_value_heads": 4}),
+    ("recurrent_gemma", {"lru_width": 48, "conv1d_width": 6, "attention_window_size": 16}),
 )
 
 
@@ -202,6 +201,7 @@ OTHERWISE_CAST: Final[Mapping[str, float]] = {
     "persimmon": 0.21,
     "phi": 0.09,
     "stablelm": 0.09,
+    "voxtral_realtime": 0.04,
 }
 """Fixtures whose layers keep something else under autocast than the estimate says, and by how much of it at most."""
 

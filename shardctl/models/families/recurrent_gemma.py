@@ -100,6 +100,7 @@ RECURRENT_GEMMA: Final = Family(
     traits=LayerTraits(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms32",
+        joined_queries=True,
         window=WindowRule(2048, key="attention_window_size"),
         logit_cap=("logits_soft_cap", 30.0),
     ),

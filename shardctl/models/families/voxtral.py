@@ -13,6 +13,7 @@ from shardctl.models.decoder import DECODER, LAYER
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.mistral import MISTRAL
 from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.layer_traits import FurtherTensor
 from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
 from shardctl.models.windows import WindowRule
 
@@ -109,7 +110,9 @@ _DELAYED_TEXT: Final = replace(
     MISTRAL,
     rows=(*DECODER[:_NEXT], *_DELAYED, *DECODER[_NEXT:]),
     traits=replace(
-        MISTRAL.traits, window=WindowRule(8192), unmodelled="norms that are scaled by what is made of the delay"
+        MISTRAL.traits,
+        window=WindowRule(8192),
+        further=(FurtherTensor("input of the MLP, before it is scaled by what is made of the delay", "hidden"),),
     ),
     assumed={
         **MISTRAL.assumed,
