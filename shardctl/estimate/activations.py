@@ -148,6 +148,9 @@ class RankActivations:
         coded = any(p.kind.layers and p.kind.matrix and p.kind.dtype.name not in FLOATING for p in self.held)
         if "autocast" in self.flags and coded:
             self.flags |= {"fp32 products"}
+        frozen_experts = any(p.kind.spec.of_expert and p.kind.matrix and not p.kind.trainable for p in self.held)
+        if "autocast" in self.flags and not frozen_experts and not self.style.cast_experts:
+            self.flags |= {"wide experts"}
         self.trained = find_trained_weights(anatomy.layers, self.numbers, holding.parts, wide_router=wide_router)
         self.kinds = self._list_kinds()
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}

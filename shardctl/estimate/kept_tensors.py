@@ -92,6 +92,7 @@ Flag = Literal[
     "copied result",
     "cast adapters",
     "fp32 products",
+    "wide experts",
     "dropped adapters",
     "copied adapters",
     "mlp trained",
@@ -111,7 +112,8 @@ experts, has a gate (Qwen3-Next); whether the results of experts are weighted in
 fp32, of which each matrix casts its own copy; how a recurrent layer computes its states, and whether
 it keeps the argument of its gate's activation;
 whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
-loss; which weights are trained, for whose gradients alone something is kept."""
+loss; which weights are trained, for whose gradients alone something is kept; whether experts compute in fp32
+under autocast."""
 
 
 @value_class

@@ -125,7 +125,7 @@ def list_layer_flags(
         if not layer.state.scan.bounded:
             flags.add("copied gate")
     if layer.experts is not None:
-        if style.wide_router:
+        if style.wide_router and not runs_under_autocast(work):  # which casts fp32 copies back
             flags.add("wide router")
         flags.add("wide weights" if layer.experts.wide else "narrow weights")
         if layer.experts.shared_gate:

@@ -102,6 +102,8 @@ class LayerTraits:
     of them; the projection behind it has a copy."""
     expert_steps: int = 0
     """Results that are kept within the activation function of experts, besides its input and output (gpt-oss)."""
+    cast_experts: bool = False
+    """Whether autocast casts what experts multiply: products of one expert each, where others group them."""
     every_expert: bool = False
     """Whether transformers' experts compute all tokens, those not chosen as zeros (Llama 4)."""
     unfused: bool = False
@@ -158,6 +160,7 @@ class LayerStyle:
     """Whether queries lie by heads, as does what fused attention makes of them."""
     expert_steps: int = 0
     """Results that are kept within the activation function of experts, besides its input and output."""
+    cast_experts: bool = False
     every_expert: bool = False
     """Whether transformers' experts compute all tokens."""
     unfused: bool = False
@@ -205,6 +208,7 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
         rotated_product=traits.rotated_product,
         joined_queries=traits.joined_queries,
         expert_steps=traits.expert_steps,
+        cast_experts=traits.cast_experts,
         every_expert=traits.every_expert,
         unfused=traits.unfused,
         powered_norms=traits.powered_norms,

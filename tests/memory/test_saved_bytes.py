@@ -183,23 +183,39 @@ STATES_ONLY: Final = {"mamba", "falcon_mamba"}
 OTHERWISE_CAST: Final[Mapping[str, float]] = {
     "albert": 0.06,
     "apertus": 0.06,
+    "bailing_hybrid": 0.01,
     "deberta-v2": 0.03,
+    "deepseek_v32": 0.08,
     "electra": 0.14,
+    "ernie4_5_moe": 0.03,
     "exaone4": 0.08,
     "falcon-rw": 0.18,
     "gemma3n_text": 0.12,
+    "gemma4": 0.05,
     "gemma4-audio": 0.04,
     "gemma4_text": 0.04,
+    "gemma4_text-moe": 0.05,
     "gemma4_unified_text": 0.04,
     "glm4": 0.08,
     "glm4-predicting": 0.08,
+    "glm_moe_dsa": 0.08,
     "gpt2-cross-untied": 0.04,
     "gpt_neo": 0.05,
+    "gpt_oss": 0.02,
     "gptj": 0.05,
     "hunyuan_v1_dense": 0.06,
+    "hunyuan_v1_moe": 0.05,
     "hyperclovax": 0.08,
+    "jetmoe": 0.09,
+    "llama4": 0.07,
+    "llama4_text": 0.08,
+    "longcat_flash": 0.08,
+    "mimo_v2_flash": 0.03,
+    "nemotron_h": 0.06,
     "persimmon": 0.21,
     "phi": 0.09,
+    "qwen4_exp": 0.15,
+    "qwen4_exp_text": 0.15,
     "stablelm": 0.09,
     "voxtral_realtime": 0.04,
 }
@@ -214,8 +230,8 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
     model, anatomy, paths = build_model(config, kind, torch.float32), build_anatomy(config), layer_paths(config)
     if model is None:
         pytest.skip(f"transformers has no {kind} attention for {name}")
-    if any(layer.experts for layer in anatomy.layers):
-        pytest.skip("the grouped products of experts have no autocast on a CPU")
+    if name == "dbrx":
+        pytest.skip("its experts add bf16 to fp32 under autocast, which torch refuses")
     with gpu_autocast():
         some, many = (measure(model, paths, batch) for batch in (2, 4))
     few, more = (estimate(anatomy, kind, batch, "mixed") for batch in (2, 4))

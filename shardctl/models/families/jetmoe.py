@@ -65,6 +65,7 @@ JETMOE: Final = Family(
         norm="rms",
         experts_per_token=2,
         narrow_experts=True,
+        cast_experts=True,
         copied_keys=("", True),
         further=(
             FurtherTensor("tokens of attention's experts, and their results, also weighted", "routed_hidden", width=6),

@@ -78,6 +78,7 @@ LLAMA4_TEXT: Final = Family(
         window=_CHUNKS,
         experts_per_token=1,
         narrow_experts=True,
+        cast_experts=True,
         narrow_softmax=True,
         every_expert=True,
     ),
