@@ -12,12 +12,18 @@ from shardctl.settings import Setting, as_setting, as_steps, is_text
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.manifest import Manifest
 
 ROOT: Final = "optimizer"
 """The first word of the canonical name of every optimizer state."""
 SETTINGS: Final = "optimizer.json"
 """The file beside tensors that says what `TrainingState` has besides them, where the layout has no place of its own."""
+MOMENTUM: Final = "momentum_buffer"
+"""The state of Muon, and of no Adam."""
+_OF_MOMENTUM: Final = "momentum"
+"""The setting that Muon's groups have, and no group of Adam's."""
 _WORDS: Final = 3
 
 
@@ -41,6 +47,15 @@ def split_state_name(name: str) -> tuple[str, str] | None:
         return None
     words = name.split(".", _WORDS - 1)
     return (words[1], words[2]) if len(words) == _WORDS else None
+
+
+def has_momentum(group: Mapping[str, Setting]) -> bool:
+    """Return whether a group of parameters with these settings is Muon's.
+
+    >>> has_momentum({"lr": 0.02, "momentum": 0.95}), has_momentum({"lr": 0.001, "betas": (0.9, 0.95)})
+    (True, False)
+    """
+    return _OF_MOMENTUM in group
 
 
 def add_states(manifest: Manifest) -> Manifest:

@@ -23,13 +23,13 @@ from shardctl.libraries.megatron.dist_common import (
 )
 from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
 from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
-from shardctl.libraries.megatron.dist_groups import MOMENTUM, UNASSIGNED, assign_parameters, read_clipping
+from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
-from shardctl.training import format_state_name
+from shardctl.training import MOMENTUM, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.manifest import ParameterGroup
 from shardctl.settings import as_setting
+from shardctl.training import has_momentum
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +27,6 @@ _MOST: Final = 64
 _EXPERT: Final = ".mlp.experts."
 _PART: Final = re.compile(r"bias\.[A-Za-z]+$")
 """A bias of which each part is in an array of its own."""
-MOMENTUM: Final = "momentum_buffer"
-"""The state of Muon, and of no Adam."""
-_OF_MOMENTUM: Final = "momentum"
-"""The setting that its groups have, and no group of Adam's."""
 UNASSIGNED: Final = (
     "the optimizer has several groups of one kind, and no file says which parameters are in which: their settings, "
     "such as lr and betas, are left behind"
@@ -105,11 +102,6 @@ def read_clipping(arguments: Mapping[str, Setting]) -> float | None:
 def has_decay(group: Mapping[str, Setting]) -> bool:
     """Return whether a group has weight decay."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0.0
-
-
-def has_momentum(group: Mapping[str, Setting]) -> bool:
-    """Return whether a group is one of Muon's."""
-    return _OF_MOMENTUM in group
 
 
 def is_vector(name: str) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.dist_groups import MOMENTUM
 from shardctl.libraries.megatron.dist_states import COPIES, SHARDING, STATES, build_group, is_half
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
+from shardctl.training import MOMENTUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.libraries.megatron.dist_groups import MOMENTUM, has_momentum
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
-from shardctl.training import format_state_name, split_state_name
+from shardctl.training import MOMENTUM, format_state_name, has_momentum, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
