@@ -19,6 +19,10 @@ _CONTEXT: Final = (416 * MIB, 576 * MIB, 1024 * MIB)
 """The least, the usual and the most bytes of a context with the kernels that PyTorch loads."""
 _COMMUNICATOR: Final = (64 * MIB, 256 * MIB, 512 * MIB)
 """Of one communicator that reduces and gathers: rings and trees of some channels, each with 10 MiB of buffers."""
+_LARGE: Final = 5
+"""Ranks from which an axis is taken to have the channels and the multicast of a whole node of NVSwitch."""
+_LARGE_COMMUNICATOR: Final = 2176 * MIB
+"""The most bytes for such an axis: what SGLang's start takes on eight H200, 1.77 to 2.01 GiB in all."""
 _PEER: Final = (16 * MIB, 160 * MIB, 448 * MIB)
 """Of each peer that a communicator sends to directly: up to 32 channels of up to 12 MiB."""
 _PEERS: Final = 7
@@ -67,8 +71,12 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
         counter="device",
     )
     axes = list_communicators(mesh)
+    size_of = {**dict(mesh.axes), "etp": mesh.etp}
     if axes:
-        low, usual, high = (len(axes) * size for size in _COMMUNICATOR)
+        low, usual, _ = (len(axes) * size for size in _COMMUNICATOR)
+        # Stages send to their neighbours alone.
+        large = [axis for axis in axes if size_of[axis] >= _LARGE and axis != "pp"]
+        high = _LARGE_COMMUNICATOR * len(large) + _COMMUNICATOR[2] * (len(axes) - len(large))
         # A second set for the same ranks: Megatron's embedding and model-parallel groups, DeepSpeed's world group.
         more = profile in {"megatron", "deepspeed"}
         yield MemoryTerm(
@@ -77,7 +85,9 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
             usual,
             "axes * communicator",
             {"axes": " ".join(axes), "communicator": _COMMUNICATOR[1]},
-            "NVIDIA/nccl issues 864 and 986: linear in the communicators and their channels",
+            "NVIDIA/nccl issues 864 and 986: linear in the communicators and their channels; SGLang's logs of what its "
+            "start takes, its own reductions included: 0.19 GiB for two ranks, 0.13 for four by PCIe, 1.77 to 2.01 for "
+            "eight H200 (sgl-project/sglang pull 11716). The usual size is derived: channels * 10 MiB",
             interval=(low, high * 2 if more else high),
             counter="device",
         )

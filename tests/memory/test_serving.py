@@ -17,7 +17,7 @@ from known_models import even, stock
 from shardctl.errors import UsageError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.rank_estimate import build_estimate
-from shardctl.estimate.runtime import list_communicators, list_runtime_terms
+from shardctl.estimate.runtime import MIB, list_communicators, list_runtime_terms
 from shardctl.estimate.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload
@@ -323,6 +323,15 @@ def test_each_axis_has_a_communicator(mesh, axes):
     assert ("NCCL buffers of the exchange of tokens" in terms) == (mesh.ep > 1)
     assert not any(one.exact for one in terms.values())
     assert {one.category for one in terms.values()} == {"runtime"}
+
+
+@pytest.mark.parametrize(("tp", "measured"), [(2, 0.19), (4, 0.13), (8, 1.77), (8, 2.01)])
+def test_communicators_of_a_whole_node_are_inside_the_interval(tp, measured):
+    """GiB that SGLang's logs say its start takes: two ranks, four L4 by PCIe, eight H200 (sglang pull 11716)."""
+    found = term(list_runtime_terms(Mesh.of(tp=tp), serving=True), "NCCL communicators")
+    assert found.low < measured * GIB < found.high
+    stages = term(list_runtime_terms(Mesh.of(pp=tp), serving=True), "NCCL communicators")
+    assert stages.high == 512 * MIB
 
 
 def test_peers_of_an_exchange_and_second_communicators():
