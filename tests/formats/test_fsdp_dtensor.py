@@ -139,6 +139,8 @@ def test_stages_and_what_megatron_fsdp_has_not_are_refused(tmp_path):
         ("llama", ("tp=2", "dp=2")),
         ("qwen3_moe", ("tp=2", "ep=2", "dp=2")),
         ("glm4-moe-predicting", ("dp=2",)),
+        ("gpt-oss", ("dp=2",)),
+        ("qwen3_moe", ("tp=2", "ep=2", "engine=1")),
     ],
 )
 def test_megatron_fsdp_goes_on_with_its_own_losses(model, mesh, tmp_path):
@@ -155,12 +157,13 @@ def test_megatron_fsdp_goes_on_with_its_own_losses(model, mesh, tmp_path):
         reshard(source, out, asked, source_options=SourceOptions(config=hf))
 
     numbers = {key: int(value) for key, value in (each.split("=") for each in mesh)}
+    engine = numbers.pop("engine", 0)
     if "-" in model:
         run("fixtures.megatron.trained", hf, model, "bfloat16")
     else:
         run("fixtures.torch_dist.resume", "model", hf, model, "bfloat16")
     run("fixtures.fsdp_dtensor.resume", "train", hf, tmp_path / "run", tmp_path / "run.json", *mesh)
-    there = {"megatron": "layers=local", "dtype": "bf16"}
+    there = {"megatron": "experts=grouped" if engine else "layers=local", "dtype": "bf16"}
     convert(tmp_path / "run", tmp_path / "straight", "fsdp_dtensor", **there)
     convert(tmp_path / "run", tmp_path / "dcp", "dcp")
     convert(tmp_path / "dcp", tmp_path / "back", "fsdp_dtensor", **there)

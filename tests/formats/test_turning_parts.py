@@ -71,7 +71,7 @@ def test_who_does_not_unfold_is_told():
         cover_tensor(Tensor("w", U16, (3, 12), (part,)))
 
 
-@pytest.mark.parametrize("layout", ["megatron", "torch_dist"])
+@pytest.mark.parametrize("layout", ["megatron", "torch_dist", "fsdp_dtensor"])
 def test_there_and_back_under_little_memory(layout, tmp_path):
     wish = ReshardOptions(to=layout, mesh=MESH, host_memory=256 << 20, threads=2)
     there = reshard(MODEL, tmp_path / "there", wish)
@@ -81,7 +81,7 @@ def test_there_and_back_under_little_memory(layout, tmp_path):
     ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "back", MODEL))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    other = ReshardOptions(to=layout, mesh=Mesh.of(pp=2))
+    other = ReshardOptions(to=layout, mesh=Mesh.of(dp=2) if layout == "fsdp_dtensor" else Mesh.of(pp=2))
     reshard(tmp_path / "there", tmp_path / "other", other)
     reshard(MODEL, tmp_path / "direct", other)
     kept = [path for path in tree(tmp_path / "direct") if path.suffix in {".pt", ".distcp"}]
@@ -139,7 +139,7 @@ def test_blocks_of_mxfp4_are_decoded_on_the_way(tmp_path):
         reshard(source, tmp_path / "out", ReshardOptions(to="megatron"))
     assert "--dtype bf16" in told.value.hint
     plain = reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16")).record.digest
-    for layout in ("megatron", "torch_dist"):
+    for layout in ("megatron", "torch_dist", "fsdp_dtensor"):
         wish = ReshardOptions(to=layout, mesh=MESH, dtype="bf16")
         assert reshard(source, tmp_path / layout, wish).record.digest == plain == digest(tmp_path / layout).digest
 
@@ -150,7 +150,11 @@ def test_blocks_of_mxfp4_are_decoded_on_the_way(tmp_path):
         (ReshardOptions(to="megatron", mesh=Mesh.of(tp=2, etp=2)), CutError, "divides no experts that have biases"),
         (ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2, etp=2)), CutError, "divides no experts that have biases"),
         (ReshardOptions(to="megatron", megatron="layers=local,experts=grouped"), UsageError, "experts with biases"),
-        (ReshardOptions(to="fsdp_dtensor"), UnsupportedError, "halves of experts with --quick-geglu is not known"),
+        (
+            ReshardOptions(to="fsdp_dtensor", mesh=Mesh.of(dp=2, ep=2), megatron="experts=grouped"),
+            UnsupportedError,
+            "counts the biases of grouped experts on every rank from 0",
+        ),
     ],
 )
 def test_what_core_has_not_is_refused(wish, kind, message, tmp_path):

@@ -2,12 +2,14 @@
 
 What a rank has of an array is what it wrote: the boxes in the files. Which ranks divide an array, and into how many
 pieces each, follows from their number. The order is that of `named_parameters()` in megatron-core 0.12 to 0.19:
-`transformer_layer.py`, `attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe_layer.py`, `shared_experts.py`.
+`transformer_layer.py`, `attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe_layer.py`, `shared_experts.py`,
+`mamba_mixer.py`.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from shardctl.value import state_class, value_class
@@ -21,14 +23,20 @@ if TYPE_CHECKING:
 
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?([^0-9].*)")
 _OF_EXPERT: Final = re.compile(r"(mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
-_HALF: Final = re.compile(r"(.+\.(?:weight|bias))(_w|_v)")
+_PART: Final = re.compile(r"(.+\.(?:weight|bias))(_w|_v|\.z|\.x|\.B|\.C|\.dt)")
+_PARTS: Final = ("", "_w", "_v", ".z", ".x", ".B", ".C", ".dt")
+"""What the arrays of a parameter's parts end with, in the order in which they lie in it."""
 BUFFERS: Final = (".expert_bias", ".local_tokens_per_expert")
 """How the names of arrays end that no optimizer trains."""
 _EMBEDDINGS: Final = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
-_LAST_NORMS: Final = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
+_LAST_NORMS: Final = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
 _HEAD: Final = "output_layer.weight"
-_KINDS: Final = ("gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_KINDS: Final = (
+    *("gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+    *("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"),
+)
 _MODULES: Final = (
+    *("mixer", "mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm"),
     "input_layernorm",
     "self_attention.linear_proj",
     *(f"self_attention.linear_{name}" for name in ("qkv", "q_proj", "q_down_proj", "q_up_proj")),
@@ -36,6 +44,8 @@ _MODULES: Final = (
     *(f"self_attention.{name}_layernorm" for name in ("q", "kv", "k")),
     "pre_mlp_layernorm",
     "mlp.router",
+    "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
     "mlp.experts",
@@ -45,10 +55,13 @@ _MODULES: Final = (
 )
 """In the order in which a layer makes them."""
 _FUSED_NORMS: Final = (
+    ("mixer.in_proj.layer_norm_", "norm."),
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 """Names that local layers write for norms of their own."""
+_CONVOLUTION: Final = ("mixer.conv1d.", "mixer.conv1d_")
+"""Mamba's convolution as a module, and as parameters of Mamba's own, which it has been since megatron-core 0.19."""
 _EXPERTS: Final = "mlp.experts"
 
 
@@ -64,11 +77,14 @@ class ModuleOrder:
     """Whether norms are parts of the projections behind them, as in Transformer Engine's layers."""
     grouped: bool
     """Whether the first projections of all experts come before the second ones."""
+    convolved: bool = False
+    """Whether Mamba's convolution is a module, as in megatron-core before 0.19."""
 
     @property
     def title(self) -> str:
         """What messages call it."""
         layers = "Transformer Engine's layers" if self.fused else "local layers"
+        layers += " before megatron-core 0.19" if self.convolved else ""
         return f"of {layers}, with grouped experts" if self.grouped else f"of {layers}"
 
 
@@ -109,8 +125,8 @@ class StoredModules:
         self.stages = mesh.degree("pp")
         self._ends: dict[str, _Cell] = {}
         self._layers: dict[int, dict[tuple[str, int], _Cell]] = {}
-        for name, tensor in sorted(arrays.items()):
-            self._add_array(name, tensor)
+        for name in sorted(arrays, key=_find_part):
+            self._add_array(name, arrays[name])
         self._tied = _HEAD not in self._ends
         self._experts = any(expert >= 0 for layer in self._layers.values() for _, expert in layer)
         if sorted(self._layers) != list(range(len(self._layers))):
@@ -120,7 +136,7 @@ class StoredModules:
         if name.endswith(BUFFERS):
             return
         found = _OF_LAYER.fullmatch(name)
-        half = _HALF.fullmatch(name)
+        half = _PART.fullmatch(name)
         if found is None and name not in {*_EMBEDDINGS, *_LAST_NORMS, _HEAD}:
             raise UnknownOrderError(f"where {name!r} stands among parameters is not known")
         for chunk in sorted(tensor.chunks, key=lambda each: each.box.origin):
@@ -129,7 +145,7 @@ class StoredModules:
             else:
                 origin = iter(chunk.box.origin)
                 layer = int(found[1]) if found[1] is not None else next(origin)
-                local, expert = _HALF.sub(r"\1", found[2]), -1
+                local, expert = _PART.sub(r"\1", found[2]), -1
                 inner = _OF_EXPERT.fullmatch(local)
                 if inner is not None:
                     local, expert = inner[1] + inner[3], int(inner[2]) if inner[2] is not None else next(origin)
@@ -145,7 +161,9 @@ class StoredModules:
     def list_orders(self) -> list[ModuleOrder]:
         """List the orders that parameters may have."""
         grouped = (False, True) if self._experts else (False,)
-        return [ModuleOrder(fused, each) for fused in (False, True) for each in grouped]
+        mamba = any(local.startswith(_CONVOLUTION) for layer in self._layers.values() for local, _ in layer)
+        convolved = (False, True) if mamba else (False,)
+        return [ModuleOrder(*each) for each in product((False, True), grouped, convolved)]
 
     def list_kinds(self, order: ModuleOrder) -> list[tuple[ModuleOrder, bool]]:
         """List the optimizers, each with whether it has experts: those that ep divides have one of their own."""
@@ -224,10 +242,17 @@ class StoredModules:
             yield cells[key].share(index, self.mesh.etp)
 
 
+def _find_part(name: str) -> tuple[str, int]:
+    """Find whose part an array is, and which."""
+    part = _PART.fullmatch(name)
+    return (part[1], _PARTS.index(part[2])) if part is not None else (name, 0)
+
+
 def find_position(local: str, order: ModuleOrder) -> tuple[int, int]:
     """Find where a parameter stands in its layer; raises UnknownOrderError if that is not known."""
     for fused, alone in _FUSED_NORMS if not order.fused else ():
         local = local.replace(fused, alone) if local.startswith(fused) else local
+    local = local if order.convolved else local.replace(*_CONVOLUTION)
     module, _, kind = local.rpartition(".")
     if module not in _MODULES or kind not in _KINDS:
         raise UnknownOrderError(f"where {local!r} stands among parameters is not known")

@@ -98,7 +98,7 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
     facts: dict[str, Fact] = {
         LAYERS: True,
         EXPERTS: True,
-        HALVES: True,
+        HALVES: not TRAITS[order.model.family].turning,  # which only `--swiglu` divides
         VOCABULARY: padded,
         MODULES: OWN if wanted.local else ENGINE,
         COUNT: further,
@@ -150,7 +150,6 @@ def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
     unknown = {
         "parts of gated DeltaNet": traits.delta,
         "parts of Mamba": traits.hybrid,
-        "halves of experts with --quick-geglu": traits.turning,
     }
     for what in (name for name, there in unknown.items() if there):
         raise UnsupportedError(f"what Megatron-FSDP calls the {what} is not known", hint="write --to torch_dist")
@@ -163,6 +162,12 @@ def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
     if wanted.chunks > 1 or wanted.last_row:
         part = "virtual=N" if wanted.chunks > 1 else "padding=last-row"
         raise UsageError(f"{part} of --megatron is not for {NAME}", hint="leave it out")
+    if traits.turning and wanted.grouped and order.mesh.ep > 1:
+        raise UnsupportedError(
+            f"{TITLE} 0.19 counts the biases of grouped experts on every rank from 0, so that ranks of ep would load "
+            "those of the first",
+            hint="leave --ep out",
+        )
     if wanted.local and wanted.grouped:
         raise UsageError(
             "megatron-core's local layers have no grouped experts that Megatron-FSDP divides",

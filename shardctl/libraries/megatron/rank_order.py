@@ -40,7 +40,7 @@ def _find_place(name: str, order: ModuleOrder) -> tuple[int, ...]:
     """Find where an array stands in its chunk.
 
     >>> _find_place("decoder.layers.3.mlp.experts.linear_fc2.weight5", ModuleOrder(True, False))
-    (1, 3, 15, 2, 5)
+    (1, 3, 23, 2, 5)
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:
