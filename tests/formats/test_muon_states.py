@@ -160,6 +160,23 @@ def test_another_trainers_muon_becomes_megatrons(tmp_path):
             assert gather(tmp_path / "out", tensor) == bits(want[split_state_name(state)]), state
 
 
+def test_deepspeeds_muon_becomes_megatrons(tmp_path):
+    said = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24}
+    said |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    told = SourceOptions(config=tmp_path)
+    asked = ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2), optimizer_states="keep", dtype="bf16")
+    done = reshard(FIXTURES / "deepspeed" / "muon-z3", tmp_path / "out", asked, source_options=told)
+    assert [w for w in done.warnings if "q, k and v apart" in w]
+    live = torch.load(FIXTURES / "deepspeed" / "muon-z3.universal.pt")
+    with open_checkpoint(tmp_path / "out", told) as made:
+        states = made.manifest.training.states
+        assert len(states) == 7 + 2 * 5
+        for state, tensor in states.items():
+            kind, name = split_state_name(state)
+            assert gather(tmp_path / "out", tensor) == bits(live[kind][name].float()), state
+
+
 @pytest.mark.parametrize(
     ("name", "kept"),
     [("model.embed_tokens.weight", "Adam"), ("model.layers.1.mlp.down_proj.weight", "Muon")],
