@@ -69,7 +69,10 @@ def choose_form(
     An array some of whose tensors were filtered out is not written: those that are left have names of their own.
     Raises UnsupportedError if the tensors of an array have several types.
     """
-    names = {name: (spelled and tensor.spelling) or (name, *tensor.ties) for name, tensor in have.tensors.items()}
+    names = {
+        name: (spelled and tensor.spelling) or ((name, *tensor.ties) if tensor.ties else (name,))
+        for name, tensor in have.tensors.items()
+    }
     places: dict[str, tuple[FusedPlace, ...]] = {}
     put_prefix = _find_prefix(have) if spelled else str
     for fusion in fusions.values():

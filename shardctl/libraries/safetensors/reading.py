@@ -82,18 +82,19 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     placed = {path: read_sharding_info(header) for path, header in headers.items()}
     sharded = any(info is not None for info in placed.values())
     warnings = list(chosen.warnings)
+    held = {path: {a.name: a.nbytes for a in header.arrays} for path, header in headers.items()}
     if chosen.index is not None:
-        held = {path: {a.name: a.nbytes for a in header.arrays} for path, header in headers.items()}
         warnings += chosen.index.check(held)
     if sharded:
         tensors = _build_sharded_tensors(headers, placed, chosen.index.weight_map if chosen.index is not None else {})
     else:
         if chosen.index is None:
             _check_one_save(chosen.files)
-        files = place_tensors({path: [a.name for a in header.arrays] for path, header in headers.items()}, chosen.index)
+        files = place_tensors(held, chosen.index)
         tensors = _build_whole_tensors(headers, files)
         copies = CopyCollector(chosen.index, prefer_index=prefer_index)
-        for copy in _list_copies(headers, files):
+        twice = sum([len(header.arrays) for header in headers.values()]) > len(tensors)
+        for copy in _list_copies(headers, files) if twice else ():
             tensors[copy.name] = copies.add(tensors[copy.name], copy)
         warnings += copies.check_undecided(source)
     metadata, differing = _merge_metadata(headers)
@@ -236,16 +237,17 @@ class _StoredPart:
 def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
     """Build the tensors of files that hold each whole, from the one file where each is placed."""
     tensors: dict[str, Tensor] = {}
-    alike: dict[tuple[str, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
+    alike: dict[tuple[DType, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
     for path, header in headers.items():
         for array in header.arrays:
             name, shape = array.name, array.shape
             if weight_map.get(name, path) != path:
                 continue
             dtype = array.dtype
-            if (dtype.name, shape) not in alike:
-                alike[dtype.name, shape] = Box.whole(shape), _compute_strides(dtype, shape)
-            box, strides = alike[dtype.name, shape]
+            kind = alike.get((dtype, shape))
+            if kind is None:
+                kind = alike[dtype, shape] = Box.whole(shape), _compute_strides(dtype, shape)
+            box, strides = kind
             chunk = Chunk(box, dtype, Region(path, array.offset, strides), name)
             tensors[name] = Tensor(name, dtype, shape, (chunk,))
     return tensors
