@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Runtime = Literal["units", "partitions", "buffers", "autocast"]
 F32: Final = BY_NAME["F32"]
+_MEGATRON_OPTIMIZERS: Final = frozenset({"adamw", "adamw-bf16", "sgd", "sgd-momentum", "muon"})
+"""Those of megatron-core 0.16, optimizer/__init__.py and muon.py; Adam also where all is in bf16."""
 
 
 @value_class
@@ -121,8 +123,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
             f"DeepSpeed does not support pipelines with ZeRO {stage}",
             hint="give --zero 1, or a mesh without pipeline stages",
         )
-    if known.spreads:
-        _check_spreading(runtime, work)
+    _check_optimizer(runtime, known, work)
     return TrainingScheme(
         runtime=runtime,
         compute=compute,
@@ -143,16 +144,19 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
     )
 
 
-def _check_spreading(runtime: Runtime, work: TrainingWorkload) -> None:
+def _check_optimizer(runtime: Runtime, known: OptimizerSpec, work: TrainingWorkload) -> None:
     """Raise UsageError for runtimes that have no such optimizer, or give theirs no matrices."""
-    why = {
-        # megatron-core 0.16, optimizer/__init__.py and muon.py
-        "buffers": f"Megatron-LM has no {work.optimizer}: its optimizers are Adam, SGD and Muon",
+    if runtime == "buffers" and work.optimizer not in _MEGATRON_OPTIMIZERS:
+        raise UsageError(
+            f"Megatron-LM has no {work.optimizer}: its optimizers are Adam, SGD and Muon",
+            hint="use another --profile, or --exp-avg-dtype and --exp-avg-sq-dtype with --zero 1 for narrower moments",
+        )
+    if runtime == "partitions" and known.spreads:
         # DeepSpeed 0.19.8, runtime/zero, and unfused_optimizer.py, whose fp32 copies it would not see
-        "partitions": f"DeepSpeed gives its optimizers flat partitions, and {work.optimizer} needs matrices",
-    }
-    if runtime in why:
-        raise UsageError(why[runtime], hint="use --profile fsdp2, or --profile hf without --zero, which is DDP")
+        raise UsageError(
+            f"DeepSpeed gives its optimizers flat partitions, and {work.optimizer} needs matrices",
+            hint="use --profile fsdp2, or --profile hf without --zero, which is DDP",
+        )
 
 
 def _choose_narrow_moments(known: OptimizerSpec, work: TrainingWorkload) -> OptimizerSpec:

@@ -331,6 +331,13 @@ def test_what_no_runtime_does_is_refused(options, message):
         terms(one_tensor(64), "dp=2", **options)
 
 
+@pytest.mark.parametrize("name", ["adamw-8bit", "paged-adamw", "adafactor", "soap", "lion"])
+def test_megatron_has_few_optimizers(name):
+    """megatron-core 0.16, optimizer/__init__.py and muon.py."""
+    with pytest.raises(UsageError, match=f"Megatron-LM has no {name}"):
+        terms(one_tensor(64), "dp=2", profile="megatron", optimizer=name)
+
+
 @pytest.mark.parametrize("profile", ["deepspeed", "hf"])
 def test_deepspeed_pipelines_share_optimizer_states_alone(profile):
     """DeepSpeed 0.19, runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"."""
