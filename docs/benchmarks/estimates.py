@@ -61,18 +61,19 @@ step and the input of each softmax, and CUDA's context took 1.31 GiB, where the 
 counted. What is left is slack of the allocator, of which the plan takes 5 %: its rules, followed through a step of
 these runs, give 0.4 % to 8 %.
 
-Five rows are off by more than 3 %: three of reserved memory, one of a device's and one of caches. Torch 2.13's own
+Six rows are off by more than 3 %: three of reserved memory, one of a device's and two of caches. Torch 2.13's own
 FSDP2, followed at full size through two steps with fake tensors, was put through the rules of torch's caching
-allocator: without expandable segments, torchtitan's four runs of 8B with selective recomputation in 16 bits need 82.5,
-67.1, 76.9 and 61.9 GiB by that, where 82.4, 67.0, 77.0 and 62.0 were measured; with them 1 GiB to 3 GiB less. So it
-seems that these runs had none, and that what the plan takes as slack is blocks that nothing else fits into. Those with
-cp are met the other way: 84.3 GiB with expandable segments and 80.8 without, in 16 bits, where 83.9 to 84.5 were
-measured in float8. torchtitan's 70B on 256 devices needs 69.5 GiB in the same way if its layers are not compiled: two
-blocks of 2 GiB that tp ranks gathered or summed, and one that the logits leave, stay free. Of eight layers compiled in
-16 bits, one of the two stays, which makes 66.6 GiB for all 80, as the plan says. What float8 adds was not followed,
-and 4.4 GiB are not found; with asynchronous TP, the same run took 4.3 GiB less. Of SimuMax's two rows and of
-Adafactor's, the order of allocations was not followed. Experts that TRL prepared lack 4 % to 5 %, because
-bitsandbytes' results are fp32 there, and a loop over experts holds the gradients of one at a time.
+allocator: without expandable segments, torchtitan's four runs of 8B with selective recomputation in 16 bits need 82.6,
+67.6, 76.9 and 61.9 GiB by that, where 82.4, 67.0, 77.0 and 62.0 were measured; with them 1 GiB to 3 GiB less.
+[reserved.py](reserved.py) prints the first two, of uncompiled layers (the second with `--ranks 128`). So it seems that
+these runs had none, and that what the plan takes as slack is blocks that nothing else fits into. Those with cp are met
+the other way: 84.3 GiB with expandable segments and 80.8 without, in 16 bits, where 83.9 to 84.5 were measured in
+float8. torchtitan's 70B on 256 devices needs 69.5 GiB in the same way if its layers are not compiled: two blocks of 2
+GiB that tp ranks gathered or summed, and one that the logits leave, stay free. Of eight layers compiled in 16 bits, one
+of the two stays, which makes 66.6 GiB for all 80, as the plan says. What float8 adds was not followed, and 4.4 GiB are
+not found; with asynchronous TP, the same run took 4.3 GiB less. Of SimuMax's two rows and of Adafactor's, the order of
+allocations was not followed. Experts that TRL prepared lack 4 % to 5 %, because bitsandbytes' results are fp32 there,
+and a loop over experts holds the gradients of one at a time.
 
 The runs of fms-acceleration showed that weights which are not trained need none of their inputs, and those that PEFT
 or TRL prepared that results of bitsandbytes' layers have the type of what they read. Those of PowerLM were looked at
