@@ -89,7 +89,7 @@ class ReshardOptions:
     vllm_profile: Annotated[
         str | None,
         CommandOption(
-            HelpPanel.WRITING, "vLLM version whose names --to vllm writes: 0.32, 0.25 or 0.11. Default: 0.32."
+            HelpPanel.WRITING, "Engine whose names --to vllm writes: vLLM 0.32, 0.25 or 0.11, or sglang. Default: 0.32."
         ),
     ] = None
     """Which version of vLLM the files are for."""

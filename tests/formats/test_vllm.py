@@ -102,6 +102,25 @@ def renamed(at: Path, old: str, new: str) -> None:
         save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
 
 
+def make_many_experts(at: Path, count: int) -> Path:
+    """Make a small DeepSeek-V3 with so many experts."""
+    have = load_file(source("deepseek_v3/") / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    for name in [each for each in have if ".experts.0." in each]:
+        for number in range(count):
+            have[name.replace(".experts.0.", f".experts.{number}.")] = torch.randn(
+                have[name].shape, generator=random
+            ).bfloat16()
+    for name in [each for each in have if ".mlp.gate." in each]:
+        shape = count, *have[name].shape[1:]
+        have[name] = torch.randn(shape, generator=random).to(have[name].dtype)
+    config = json.loads((source("deepseek_v3/") / "config.json").read_text()) | {"n_routed_experts": count}
+    at.mkdir()
+    save_file(have, at / "model.safetensors")
+    (at / "config.json").write_text(json.dumps(config))
+    return at
+
+
 class TestReading:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
@@ -177,6 +196,28 @@ class TestReading:
         assert digest(saved, source_options=read).digest == digest(given).digest
         reshard(given, tmp_path / "out", reshard_options(f"{name}/0.11-tp2"))
         assert unequal(ranks(tmp_path / "out"), ranks(saved)) == []
+
+    @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "qwen2_moe"])
+    def test_sglangs_arrays_of_latents_and_shared_experts_have_names_of_its_own(self, name, tmp_path):
+        given, saved = source(f"{name}/"), FIXTURES.parent / "sglang" / name
+        read = SourceOptions(config=given / "config.json")
+        assert digest(saved, source_options=read).digest == digest(given).digest
+        training = inspect(saved, source_options=read).training
+        assert (training.writer, training.notes) == ("SGLang", ("the arrays are those of SGLang",))
+        reshard(given, tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="sglang", mesh=Mesh.of(tp=2)))
+        assert unequal(ranks(tmp_path / "out"), ranks(saved)) == []
+
+    @pytest.mark.parametrize("kind", ["fused", "ran"])
+    def test_sglangs_shared_expert_behind_the_others_and_what_it_saves_after_a_pass(self, kind):
+        given, saved = source("deepseek_v3/"), FIXTURES.parent / "sglang" / f"deepseek_v3-{kind}"
+        assert digest(saved, source_options=SourceOptions(config=given / "config.json")).digest == digest(given).digest
+
+    def test_sglangs_two_names_for_one_array_are_not_joined(self, place):
+        at = place("../sglang/deepseek_v3-ran")
+        change(at, 0, model__layers__0__self_attn__kv_b_proj__weight=torch.zeros(64, 16, dtype=torch.bfloat16))
+        given = SourceOptions(config=source("deepseek_v3/") / "config.json")
+        with pytest.raises(UnsupportedError, match=r"rank0/model\.layers\.0\.self_attn\.attn_mha\.kv_b_proj\.weight"):
+            digest(at, source_options=given)
 
     def test_sglangs_gemma_2_has_an_array_more_and_is_refused_by_name(self):
         saved, given = FIXTURES.parent / "sglang" / "gemma2", source("gemma2/")
@@ -390,6 +431,28 @@ class TestRefusals:
         assert inspect(tmp_path / "out").training.notes == (
             "the arrays are those of vLLM 0.11, and of SGLang for some models",
         )
+
+    @pytest.mark.parametrize(
+        ("owner", "options", "message"),
+        [
+            ("gemma2/", {"mesh": Mesh.of(tp=2)}, "SGLang's arrays of Gemma2ForCausalLM are not known here"),
+            ("gpt_oss/", {"mesh": Mesh.of(tp=2)}, "SGLang's arrays of GptOssForCausalLM are not known here"),
+            ("mixtral/", {"mesh": Mesh.of(tp=2, ep=2)}, "experts that are divided whole were not compared"),
+            ("llama/", {"mesh": Mesh.of(pp=2)}, "the files of SGLang have no names for stages"),
+        ],
+    )
+    def test_what_was_not_compared_with_sglang_is_not_written_for_it(self, owner, options, message, tmp_path):
+        with pytest.raises((CutError, UnsupportedError), match=message):
+            reshard(source(owner), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="sglang", **options))
+
+    def test_of_256_experts_sglang_has_the_shared_one_behind_them(self, tmp_path):
+        given = make_many_experts(tmp_path / "hf", 256)
+        done = reshard(given, tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="sglang", mesh=Mesh.of(tp=2)))
+        assert "--disable-shared-experts-fusion does not load the result" in done.warnings[0]
+        arrays = ranks(tmp_path / "out")
+        assert arrays["model-rank-1", "model.layers.1.mlp.experts.w13_weight"].shape == (257, 16, 32)
+        assert not [name for _, name in arrays if "shared_experts" in name]
+        assert digest(tmp_path / "out").digest == digest(given).digest
 
     def test_stages_of_a_version_that_has_no_names_for_them(self, tmp_path):
         with pytest.raises(CutError, match=r"the files of vLLM 0\.25 have no names for stages"):

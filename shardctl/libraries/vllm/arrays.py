@@ -13,7 +13,7 @@ from shardctl.errors import CutError, UnsupportedError
 from shardctl.libraries.arrays.schema import ModelParts, Schema
 from shardctl.libraries.vllm.decoders import list_decoder_entries
 from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
-from shardctl.libraries.vllm.rank import VllmRank
+from shardctl.libraries.vllm.rank import SGLANG, VllmRank
 from shardctl.libraries.vllm.seeing import list_gemma4_entries, list_qwen_eyes_entries
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ PROFILES: Final = ("0.32", "0.25", "0.11")
 """Each checked with that version of vLLM (0.32.0, 0.25.1, 0.11.2), newest first.
 
 The first is written if nothing else is asked for."""
+SHARED_LAST: Final = "shared_last"
+"""The fact that says whether SGLang has the expert that all tokens share behind the others, in their arrays."""
 LATENT: Final = "latent"
 """The fact that says whether latent attention is done as such; vLLM does so unless ``VLLM_MLA_DISABLE=1``."""
 VOCABULARY_TYPE: Final = "vocabulary_type"
@@ -47,6 +49,11 @@ _NEWER: Final = frozenset(
     {*_NEWER_TEXT, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"}
 )
 """Those that were compared with the newest profile alone."""
+_SGLANGS: Final = (
+    *("deepseek_v2", "deepseek_v3", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    "qwen3_moe",
+)
+"""Those that were compared with SGLang."""
 _DROPPED: Final = (
     (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe", "ernie4_5"), ".self_attn.o_proj.bias"),
     (("deepseek",), ".mlp.down_proj.bias"),
@@ -95,7 +102,9 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
             f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
             hint=f"use --ep {tp}, or leave --ep out",
         )
-    if model.family in _NEWER:
+    if dialect.text(PROFILE, PROFILES[0]) == SGLANG:
+        _check_sglang(model)
+    elif model.family in _NEWER:
         _check_newer(model, dialect)
     if model.family == "mistral4" and tp > 1:
         raise CutError(
@@ -120,6 +129,7 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
         latent=dialect.switch(LATENT),
         vocabulary_dtype=BY_NAME[dialect.text(VOCABULARY_TYPE, "BF16")],
         bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
+        shared_last=dialect.switch(SHARED_LAST),
     )
     yield from FAMILIES[model.family](here, model)
 
@@ -131,6 +141,15 @@ def _check_newer(model: Model, dialect: LibraryDialect) -> None:
         raise UnsupportedError(
             f"the arrays of {model.architecture} are known of vLLM {PROFILES[0]} alone, not of {profile}",
             hint=f"use --vllm-profile {PROFILES[0]}, or --to hf, which every version loads",
+        )
+
+
+def _check_sglang(model: Model) -> None:
+    """Raise UnsupportedError for a family that was not compared with SGLang."""
+    if model.family not in _SGLANGS:
+        raise UnsupportedError(
+            f"SGLang's arrays of {model.architecture} are not known here",
+            hint=f"known are {', '.join(_SGLANGS)}; SGLang loads what --to hf writes, and cuts it itself",
         )
 
 

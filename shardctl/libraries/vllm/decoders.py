@@ -161,6 +161,8 @@ def _choose_latent(here: VllmRank) -> Callable[[VllmRank, str], Iterator[SchemaE
     """Choose how latent attention is done."""
     if here.parts.model.family == "mistral4":
         return _list_whole_attention
+    if here.for_sglang:
+        return _list_sglang_latent
     return _list_latent_attention if here.latent else _list_expanded_attention
 
 
@@ -179,6 +181,15 @@ def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]
         yield from here.column_layer(f"{have}.{part}")
     yield from here.row_layer(f"{have}.o_proj")
     yield from here.scales(f"{have}.attn")
+
+
+def _list_sglang_latent(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List latent attention as SGLang has it: as with whole heads, but the projections to latents are one."""
+    down = [f"{have}.{part}.weight" for part in _LATENT_DOWN]
+    joined = down[0] in here
+    yield from (each for each in _list_expanded_attention(here, have) if not joined or each.name not in down)
+    if joined:
+        yield SchemaEntry(f"{have}.fused_qkv_a_proj_with_mqa.weight", join_arrays([here[name] for name in down]))
 
 
 def _list_latent_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:

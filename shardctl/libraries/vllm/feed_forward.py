@@ -55,6 +55,9 @@ def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
         names = _MIXTRAL if f"{have}.experts.0.w1.weight" in here else USUAL
         yield from list_experts(here, have, names, f"{have}.gate")
     yield from list_router(here, have)
+    if here.for_sglang:
+        yield from _list_sglang_shared(here, have)
+        return
     shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
     if here.parts.model.family in _GENERAL:
         shared = f"{shared}.shared_experts"
@@ -65,6 +68,14 @@ def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
         yield SchemaEntry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
 
 
+def _list_sglang_shared(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List experts that all tokens share as SGLang's classes call them, which is as the model does."""
+    for name in ("shared_experts", "shared_expert"):
+        if f"{have}.{name}.down_proj.weight" in here and not here.shared_last:
+            yield from _list_gated_mlp(here, f"{have}.{name}", f"{have}.{name}")
+    yield from here.same(f"{have}.shared_expert_gate.weight")
+
+
 def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
     yield from here.merged(f"{new}.gate_up_proj", [f"{have}.gate_proj", f"{have}.up_proj"])
     yield from here.row_layer(f"{have}.down_proj", f"{new}.down_proj")
@@ -73,7 +84,10 @@ def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
 def list_experts(here: VllmRank, have: str, parts: tuple[str, str, str], router: str) -> Iterator[SchemaEntry]:
     """List experts that the model has one by one, as many as the router has rows."""
     count = here[f"{router}.weight"].shape[0]
-    yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
+    names = [f"{have}.experts.{number}" for number in range(count)]
+    if here.shared_last:
+        names.append(f"{have}.shared_experts")
+    yield from here.experts(f"{have}.experts", names, parts)
 
 
 def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:

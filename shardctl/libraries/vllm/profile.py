@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.vllm import arrays as vllm
-from shardctl.libraries.vllm.rank import EXPERT_MAPS, SCALES
+from shardctl.libraries.vllm.rank import EXPERT_MAPS, SCALES, SGLANG
 from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardctl.dialect import Fact
     from shardctl.manifest import Tensor
@@ -21,6 +21,8 @@ _EXPERTS: Final = (".w13_weight", ".w2_weight")
 _ROUTED: Final = ".routed_experts"
 _LATENT: Final = ".mla_attn.o_proj.weight"
 _BIAS: Final = ".w2_bias"
+_SGLANG_NAMES: Final = (".self_attn.fused_qkv_a_proj_with_mqa.", ".mlp.shared_expert", ".w13_weight_bias")
+"""Parts of names that SGLang's classes have, and none of vLLM."""
 _VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
 _NEWEST: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.embed_in.weight")
 """Parts of names that only models have whose arrays are known of the newest profile alone."""
@@ -45,6 +47,8 @@ def recognise_dialect(
         vllm.PROFILE: profiles[0],
         vllm.LATENT: any(name.endswith(_LATENT) for name in arrays),
     }
+    if profiles[0] == SGLANG:
+        facts[vllm.SHARED_LAST] = any(here > there for here, there in _count_experts(arrays))
     for fact, names in ((vllm.BIAS_TYPE, _BIAS), (vllm.VOCABULARY_TYPE, _VOCABULARY)):
         known = next((tensor for name, tensor in arrays.items() if name.endswith(names)), None)
         if known is not None:
@@ -67,13 +71,17 @@ def _count_layers(arrays: Mapping[str, Tensor], stages: int, tp: int) -> tuple[i
 
 def _are_experts_divided(arrays: Mapping[str, Tensor]) -> bool:
     """Return whether some rank has fewer experts than its router, which every rank has whole."""
+    return any(here < there for here, there in _count_experts(arrays))
+
+
+def _count_experts(arrays: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield how many experts an array has, and how many its router."""
     for name, tensor in arrays.items():
         if (match := _MOE.fullmatch(name)) is not None:
             routers = (arrays.get(f"{match[1]}.{router}.weight") for router in _ROUTERS)
             router = next(filter(None, routers), None)
-            if router is not None and tensor.shape and tensor.shape[0] < router.shape[0]:
-                return True
-    return False
+            if router is not None and tensor.shape:
+                yield tensor.shape[0], router.shape[0]
 
 
 def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool) -> tuple[str, ...]:
@@ -88,7 +96,7 @@ def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool)
         newer = divided or any(part in name for name in arrays for part in _NEWEST)
         return (newest,) if newer else (newest, middle)
     if not scales and not routed:
-        return (oldest,)
+        return (SGLANG,) if any(part in name for name in arrays for part in _SGLANG_NAMES) else (oldest,)
     wanted = [suffix for suffix in SCALES if suffix not in scales]
     if wanted:
         has = f"{min(scales)} in attention" if scales else f"experts called {_strip_rank_prefix(routed[0])}"

@@ -36,6 +36,8 @@ SCALES: Final = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 """What every attention layer of 0.25 has for a cache in 8 bits, 1 where it is not."""
 EXPERT_MAPS: Final = ("_expert_map", "expert_map")
 """What 0.25 and 0.11 call the list that says of every expert its number on this rank, or -1."""
+SGLANG: Final = "sglang"
+"""The profile whose arrays are SGLang's, as 0.5.23 has them, and not those of a version of vLLM."""
 _ONE: Final = struct.pack("<f", 1.0)
 _KINDS: Final = ("weight", "bias")
 
@@ -86,18 +88,25 @@ class VllmRank(schema.SchemaRank):
     whole_experts: bool
     """Whether each expert is on one rank, whole; else each rank has a slice of all."""
     profile: str
-    """Whose arrays these are, one of `arrays.PROFILES`."""
+    """Whose arrays these are, one of `arrays.PROFILES` or `SGLANG`."""
     latent: bool
     """Whether attention that can be latent is (`MLAAttention`); else it is done with whole heads."""
     vocabulary_dtype: DType
     """Of an embedding, where a rank has nothing but zeros of it."""
     bias_dtype: DType
     """Of biases that all ranks but the first have zeros of."""
+    shared_last: bool
+    """Whether the expert that all tokens share lies behind the others, in their arrays, as SGLang may have it."""
 
     @property
     def modern(self) -> bool:
         """Whether the arrays are those of 0.25 or later."""
-        return self.profile != "0.11"
+        return self.profile != "0.11" and not self.for_sglang
+
+    @property
+    def for_sglang(self) -> bool:
+        """Whether the arrays are SGLang's."""
+        return self.profile == SGLANG
 
     @property
     def latest(self) -> bool:

@@ -16,6 +16,8 @@ from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, matc
 from shardctl.manifest import Manifest, TrainingState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
@@ -28,7 +30,9 @@ _QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|
 """What vLLM's quantised layers have besides weights, or in their place."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
 _OLDEST: Final = ("0.11",)
+_SGLANG: Final = ("sglang",)
 _SHARED: Final = ", and of SGLang for some models"
+_BORROWED: Final = ".self_attn.attn_mha.kv_b_proj."
 _FETCH: Final = "every rank's files are needed; fetch the rest"
 
 
@@ -51,27 +55,38 @@ def scan_vllm(source: Source) -> Manifest:
 
     files, stages = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, dict(enumerate(files)))
+    arrays = {_undo_borrowing(name, arrays): tensor for name, tensor in arrays.items()}
     for tensor in arrays.values():
         _refuse_quantised(tensor)
     side, left = list_side_files(source, set(sizes))
     dialect, profiles = recognise_dialect(arrays, len(files), stages)
     shared = profiles == _OLDEST and stages == dialect.mesh.ep == 1  # SGLang cuts by tp alone
+    writer = "SGLang" if profiles == _SGLANG else "vLLM or SGLang" if shared else "vLLM"
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
         files=sizes,
         objects=side,
         warnings=left,
-        training=TrainingState(
-            writer="vLLM or SGLang" if shared else "vLLM", ranks=len(files), notes=(_describe_arrays(profiles),)
-        ),
+        training=TrainingState(writer=writer, ranks=len(files), notes=(_describe_arrays(profiles),)),
         dialect=dialect,
     )
 
 
 def _describe_arrays(profiles: tuple[str, ...]) -> str:
     """Describe whose arrays they are, of which nothing but their names tells."""
+    if profiles == _SGLANG:
+        return "the arrays are those of SGLang"
     return f"the arrays are those of vLLM {' and '.join(profiles)}" + (_SHARED if profiles == _OLDEST else "")
+
+
+def _undo_borrowing(name: str, arrays: Mapping[str, Tensor]) -> str:
+    """Return the name that an array of SGLang has before the first forward pass.
+
+    From then on another module of latent attention has `kv_b_proj`, too, under a name that sorts first and is saved.
+    """
+    first = name.replace(_BORROWED, ".self_attn.kv_b_proj.")
+    return name if first in arrays else first
 
 
 def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:

@@ -29,7 +29,7 @@ def list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List the weights of a router, and the bias with which it chooses experts."""
     family = here.parts.model.family
     shared = f"{have}.shared_experts.down_proj.weight" in here
-    given = shared or (here.modern and family not in _APART)
+    given = not here.for_sglang and (shared or (here.modern and family not in _APART))
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
     bias = f"{gate}.{_BIAS}"
     if family in _WIDENED | {"lfm2_moe"}:

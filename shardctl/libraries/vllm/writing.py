@@ -20,9 +20,11 @@ from shardctl.libraries.vllm.arrays import (
     PROFILE,
     PROFILES,
     SCHEMA,
+    SHARED_LAST,
     VOCABULARY_TYPE,
     split_into_stages,
 )
+from shardctl.libraries.vllm.rank import SGLANG
 from shardctl.libraries.writer import Layout
 from shardctl.mesh import Mesh
 
@@ -33,12 +35,22 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
+    from shardctl.models import Model
 
 OPTION: Final = "vllm_profile"
 _VERSION: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")
 _UNUSED: Final = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm)\.")
 _USUAL_PART: Final = 5 << 30
 _BIAS: Final = ".down_proj_bias"
+_FUSED: Final = "DeepseekV3ForCausalLM", 256
+"""The class and the number of experts for which SGLang puts the expert that all tokens share behind the others.
+
+`shared_experts_fusion_disable_reason` of its deepseek_v2.py; it asks for a GPU of NVIDIA from capability 8.0 on, too.
+"""
+_SAID_LAST: Final = (
+    "the expert that all tokens share lies behind the 256 others, as in SGLang on a GPU of NVIDIA; SGLang with "
+    "--disable-shared-experts-fusion does not load the result"
+)
 _VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
 
 
@@ -56,6 +68,10 @@ def pack_vllm(order: PackRequest) -> Manifest:
             f"vLLM divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
         )
     facts: dict[str, Fact] = {PROFILE: profile, LATENT: True}
+    unused, said = _list_unused_keys(order)
+    if profile == SGLANG and _has_fusable_expert(order.model):
+        facts[SHARED_LAST] = True
+        said.append(_SAID_LAST)
     for fact, names in ((BIAS_TYPE, _BIAS), (VOCABULARY_TYPE, _VOCABULARY)):
         known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
         if known is not None:
@@ -66,7 +82,7 @@ def pack_vllm(order: PackRequest) -> Manifest:
     for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
         for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
             builder.add(f"{_format_file_prefix(dialect, rank)}part-{part}.safetensors", some)
-    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored(), _list_unused_keys(order))
+    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored(), (unused, said))
 
 
 def _list_unused_keys(order: PackRequest) -> tuple[list[str], list[str]]:
@@ -80,13 +96,15 @@ def _list_unused_keys(order: PackRequest) -> tuple[list[str], list[str]]:
 
 
 def choose_profile(version: str) -> str:
-    """Choose the profile of a version of vLLM, such as ``0.32`` or ``0.32.1``.
+    """Choose the profile of a version of vLLM, such as ``0.32`` or ``0.32.1``, or SGLang's.
 
     Raises UsageError for a version whose names were not compared, and says whether it is newer than all that were.
     """
+    if version == SGLANG:
+        return version
     found = _VERSION.fullmatch(version)
     if found is None:
-        raise UsageError(f"unknown --vllm-profile {version!r}", hint=f"known are {', '.join(PROFILES)}")
+        raise UsageError(f"unknown --vllm-profile {version!r}", hint=f"known are {', '.join((*PROFILES, SGLANG))}")
     asked = f"{int(found[1])}.{int(found[2])}"
     if asked in PROFILES:
         return asked
@@ -102,6 +120,17 @@ def choose_profile(version: str) -> str:
     )
 
 
+def _has_fusable_expert(model: Model) -> bool:
+    """Return whether SGLang by default puts the expert that all tokens share behind the others."""
+    architecture, count = _FUSED
+    for name, tensor in model.tensors.items():
+        if model.architecture == architecture and name.endswith(".mlp.shared_experts.down_proj.weight"):
+            each = model.tensors.get(name.replace("shared_experts", f"experts.{count - 1}"))
+            more = name.replace("shared_experts", f"experts.{count}") in model.tensors
+            return each is not None and not more and each.shape == tensor.shape
+    return False
+
+
 def _build_mesh(order: PackRequest, profile: str) -> Mesh:
     """Build the mesh of a directory, whose ranks are those of tp and pp."""
     mesh = order.mesh
@@ -114,9 +143,14 @@ def _build_mesh(order: PackRequest, profile: str) -> Mesh:
             hint=f"leave {other} out",
         )
     if mesh.degree("pp") > 1 and profile != PROFILES[0]:
+        engine = "SGLang" if profile == SGLANG else f"vLLM {profile}"
         raise CutError(
-            f"the files of vLLM {profile} have no names for stages, so pp={mesh.degree('pp')} is not possible",
+            f"the files of {engine} have no names for stages, so pp={mesh.degree('pp')} is not possible",
             hint=f"use --vllm-profile {PROFILES[0]}, or --to hf",
+        )
+    if mesh.ep > 1 and profile == SGLANG:
+        raise CutError(
+            "SGLang's arrays of experts that are divided whole were not compared", hint="leave --ep out, or use --to hf"
         )
     return Mesh.of(pp=mesh.degree("pp"), tp=mesh.degree("tp"), ep=mesh.ep, etp=mesh.etp)
 
