@@ -437,7 +437,7 @@ def test_items_are_those_of_megatron_core(name, written):
 
 def stored(folder: Path, metadata, key: str, origin) -> torch.Tensor:
     """What torch reads out of an item."""
-    item = metadata.items[key, origin]
+    item = metadata.items[key][origin]
     data = (folder / item.file).read_bytes()[item.offset : item.end]
     return torch.load(io.BytesIO(data), weights_only=True)
 

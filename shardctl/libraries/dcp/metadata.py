@@ -114,8 +114,8 @@ class DcpMetadata:
     """Keys of what is no tensor."""
     places: dict[str, tuple[str | int, ...]]
     """By key, the way to it through the dicts and lists that were saved, where the writer says one that fits."""
-    items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
-    """By key and, for tensors, the first index of the box."""
+    items: dict[str, dict[tuple[int, ...] | None, StoredItem]]
+    """By key, then by the first index of the box; None for what is no tensor."""
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
 
@@ -129,7 +129,10 @@ class DcpMetadata:
                 alike[boxes] = frozenset(box.origin for box in tensor.boxes)
             used[key] = alike[boxes]
         unknown = frozenset[tuple[int, ...] | None]()
-        return (key for key, origin in self.items if origin not in used.get(key, unknown))
+        for key, found in self.items.items():
+            expected = used.get(key, unknown)
+            if not found.keys() <= expected:
+                yield from [key for origin in found if origin not in expected]
 
 
 def read_metadata(source: Source, path: str) -> DcpMetadata:
@@ -299,20 +302,18 @@ class _MetadataReader:
         said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
         return {key: self.size(value, str(key)) for key, value in said if isinstance(key, str) and value is not None}
 
-    def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
-        found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+    def items(self, stored: dict[Any, Any]) -> dict[str, dict[tuple[int, ...] | None, StoredItem]]:
+        found: dict[str, dict[tuple[int, ...] | None, StoredItem]] = {}
         files = self.files
         for index, info in stored.items():
             if type(index) is FoldedCall and index.function is INDEX:  # as `is_folded`, without a call for each
-                place = index.values
-                key, origin = place
+                key, origin = index.values
             else:
                 state = self.fields(index, "the place of an item", str(INDEX))
                 key, offset = state.get("fqn"), state.get("offset")
                 if not isinstance(key, str):
                     self.malformed("an item has no name")
                 origin = None if offset is None else self.size(offset, key)
-                place = key, origin
             if origin is not None and origin not in self.origins:
                 self.admit(origin)
                 self.origins.add(origin)
@@ -322,7 +323,10 @@ class _MetadataReader:
                 if file in files and 0 <= begin < _FAR and 0 <= length < _FAR:  # nearly all
                     item = StoredItem(files[file], begin, length)
             item = item or self.item(key, info)
-            if found.setdefault(place, item) is not item:
+            of_key = found.get(key)
+            if of_key is None:
+                of_key = found[key] = {}
+            if of_key.setdefault(origin, item) is not item:
                 self.malformed(f"it says twice where {key!r} at {origin} is")
         return found
 

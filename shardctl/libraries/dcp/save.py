@@ -54,11 +54,12 @@ class DcpSave:
         by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         archives: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for each in self.metadata:
-            for (key, _), item in each.items.items():
-                file, offset, length = item.file, item.offset, item.length
-                by_file[file].append((offset, offset + length, key))
-                if not item.transforms:
-                    archives[file].append((offset, length))
+            for key, some in each.items.items():
+                for item in some.values():
+                    file, offset, length = item.file, item.offset, item.length
+                    by_file[file].append((offset, offset + length, key))
+                    if not item.transforms:
+                        archives[file].append((offset, length))
         files = self.source.files()
         gaps = sorted(path for path in by_file if path not in files)
         if gaps:
@@ -105,9 +106,9 @@ class DcpSave:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:
-            items, locate = each.items, self.items.region
+            items, locate = each.items.get(key, {}), self.items.region
             for box in each.tensors[key].boxes if key in each.tensors else ():
-                item, shape = items.get((key, box.origin)), box.shape
+                item, shape = items.get(box.origin), box.shape
                 if 0 not in shape or (shape == declared.shape and item is not None):
                     item = item or self.item(each, key, box.origin)
                     yield Chunk(box, dtype, locate(item, key, dtype, shape), key)
@@ -119,7 +120,7 @@ class DcpSave:
 
         Raises SourceError if the metadata does not say it.
         """
-        item = metadata.items.get((key, origin))
+        item = metadata.items.get(key, {}).get(origin)
         if item is None:
             raise SourceError(f"{metadata.path} does not say where {key!r} at {list(origin or ())} is")
         return item
@@ -129,8 +130,8 @@ class DcpSave:
         for each in self.metadata:
             if key in each.tensors and each.tensors[key].shape == ():
                 return self.items.number(self.item(each, key, ()), key, each.tensors[key].dtype)
-            if (key, None) in each.items:
-                found = self.items.value(each.items[key, None])
+            if None in each.items.get(key, {}):
+                found = self.items.value(each.items[key][None])
                 return found[0] if found is not None else None
         return None
 

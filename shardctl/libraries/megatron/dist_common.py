@@ -74,7 +74,7 @@ def read_common(save: DcpSave, folder: str) -> CommonState | None:
     if path in source.files():
         saved = open_saved(source, path)
         return _parse_common(path, saved, saved.tree, source, path)
-    item = save.metadata[0].items.get((ITEM, None))
+    item = save.metadata[0].items.get(ITEM, {}).get(None)
     if item is None:
         return None
     saved = read_torch_zip(source, item.file, start=item.offset, size=item.length)
@@ -111,14 +111,15 @@ def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str,
     step: int | None = None
     groups: list[Mapping[str, Setting]] = []
     items = save.metadata[0].items
-    for (key, _), item in sorted(items.items(), key=lambda each: each[0][0]):
+    for key in sorted(items):
         found = _LOCAL.fullmatch(key)
         if found is None or int(found[1]):
             continue
-        saved = read_torch_zip(save.source, item.file, start=item.offset, size=item.length)
-        tree = saved.tree[0] if isinstance(saved.tree, list) and saved.tree else saved.tree
-        step = find_step({0: tree}, saved, save.source) if step is None else step
-        groups += list_groups({0: tree})
+        for item in items[key].values():
+            saved = read_torch_zip(save.source, item.file, start=item.offset, size=item.length)
+            tree = saved.tree[0] if isinstance(saved.tree, list) and saved.tree else saved.tree
+            step = find_step({0: tree}, saved, save.source) if step is None else step
+            groups += list_groups({0: tree})
     return step, tuple(groups)
 
 

@@ -94,7 +94,7 @@ def read_fsdp_common(save: DcpSave) -> CommonState:
     Raises UnsupportedError if the model was divided into stages.
     """
     items = save.metadata[0].items
-    item = items.get(("args", None))
+    item = items.get("args", {}).get(None)
     tree = (
         read_torch_zip(save.source, item.file, start=item.offset, size=item.length).tree if item is not None else None
     )
@@ -106,7 +106,7 @@ def read_fsdp_common(save: DcpSave) -> CommonState:
             "not known",
             hint=f"load it with Megatron-LM and save it with {_STAGES} 1, or as torch_dist",
         )
-    groups = _read_groups(save, (key for key, _ in items))
+    groups = _read_groups(save, items)
     steps = {as_steps(save.value(key)) for key in save.tensors if _STATE.fullmatch(key) and key.endswith(f".{_STEP}")}
     steps |= {as_steps(group[_STEP]) for group in groups if _STEP in group}
     if len(steps) > 1:
@@ -124,7 +124,7 @@ def read_fsdp_common(save: DcpSave) -> CommonState:
         progress={
             **{k: arguments[k] for k in ("consumed_train_samples", "consumed_valid_samples") if k in arguments},
             **({"iteration": iteration} if type(iteration) is int else {}),
-            **{key.replace(".", "/"): save.value(key) for key, _ in items if _PROGRESS.fullmatch(key)},
+            **{key.replace(".", "/"): save.value(key) for key in items if _PROGRESS.fullmatch(key)},
         },
     )
 
