@@ -75,11 +75,46 @@ _GATE: Final = {
 }
 _QWEN: Final = {**_NORMS, **_ATTENTION, **_MLP, _ROUTER: ("moe_block.gate.kernel", _TURNED)}
 _DEEPSEEK: Final = {**_NORMS, **_LATENT, **_MLP, **_SHARED, **_GATE}
+_OLMO: Final = {
+    "post_attention_layernorm.weight": ("post_self_attention_layer_norm.scale", _PLAIN),
+    "post_feedforward_layernorm.weight": ("post_mlp_layer_norm.scale", _PLAIN),
+    **{ours: (own.replace(_SELF, "attention"), how) for ours, (own, how) in _ATTENTION.items()},
+    **_MLP,
+}
+_DELTA: Final = "linear_attn"
+_NEXT: Final = {
+    **{f"{norm}.weight": (f"{norm}.scale", _PLAIN) for norm in ("input_layernorm", "post_attention_layernorm")},
+    **{ours: (own.replace(_SELF, "attention.attention"), how) for ours, (own, how) in _ATTENTION.items()},
+    "self_attn.o_proj.weight": ("attention.attention.out.kernel", _TURNED),
+    **{f"{_DELTA}.{name}.weight": (f"attention.{name}.kernel", _TURNED) for name in ("in_proj_qkvz", "in_proj_ba")},
+    **{f"{_DELTA}.{name}.weight": (f"attention.{name}.kernel", _TURNED) for name in ("conv1d", "out_proj")},
+    **{f"{_DELTA}.{name}": (f"attention.{name}", _PLAIN) for name in ("A_log", "dt_bias")},
+    f"{_DELTA}.norm.weight": ("attention.norm.rms_norm.scale", _PLAIN),
+    **{
+        ours.replace("mlp", "mlp.shared_expert"): (own.replace("mlp", "mlp.shared_expert"), how)
+        for ours, (own, how) in _MLP.items()
+    },
+    "mlp.shared_expert_gate.weight": ("mlp.shared_expert_gate.kernel", _TURNED),
+    _ROUTER: ("mlp.routed_experts.gate.kernel", _TURNED),
+}
 _PARTS: Final = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), _QWEN),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    "olmo3": _OLMO,
+    "qwen3_next": _NEXT,
 }
 """By family: the tensors of a layer, what MaxText calls the array, and how they run through it."""
+_CYCLES: Final = {"olmo3": "layers", "qwen3_next": "layer"}
+"""Families whose scanned layers are those at one place of each cycle, and what the place is called."""
+_CYCLE: Final = 4
+"""Layers of a cycle (`inhomogeneous_layer_cycle_interval` of `configs/models/`); the last has full attention."""
+_FULL: Final = "self_attn.q_proj.weight"
+_BLOCKS: Final = {
+    "deepseek_v2": f"{_SPARSE}.MoeBlock_0",
+    "deepseek_v3": f"{_SPARSE}.MoeBlock_0",
+    "qwen3_next": "mlp.routed_experts",
+}
+"""What has the experts; elsewhere `moe_block`."""
 _EXPERTS: Final = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
 _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
@@ -111,6 +146,8 @@ def build_maxtext_arrays(model: Model, there: Collection[str] = (), *, scanned: 
             hint=f"known are {', '.join(_PARTS)}; use MaxText's python -m maxtext.checkpoint_conversion.to_maxtext",
         )
     del there
+    if scanned:
+        _check_cycles(model)
     matched = map(_LAYER.fullmatch, model.tensors)
     sparse = sorted(int(found[1]) for found in matched if found is not None and found[2] == _ROUTER)
     parts: dict[str, list[_ArrayPart]] = {}
@@ -149,6 +186,20 @@ def bind_maxtext_names(model: Model, stored: Manifest) -> Manifest:
     return replace(found, tensors=tensors, warnings=(*found.warnings, *said))
 
 
+def _check_cycles(model: Model) -> None:
+    """Raise UnsupportedError for layers of which MaxText cannot scan those at one place of each cycle."""
+    if model.family not in _CYCLES:
+        return
+    said = f"MaxText scans layers of {model.architecture} in cycles of {_CYCLE}"
+    if model.layers % _CYCLE:
+        raise UnsupportedError(f"{said}, but there are {model.layers}")
+    full = [number for number in range(model.layers) if f"model.layers.{number}.{_FULL}" in model.tensors]
+    if model.family == "qwen3_next" and full != [*range(_CYCLE - 1, model.layers, _CYCLE)]:
+        raise UnsupportedError(
+            f"{said}, the last with full attention, but layers {format_first_few(map(str, full))} have it"
+        )
+
+
 def _find_place(
     family: str, name: str, sparse: list[int], *, scanned: bool
 ) -> tuple[str, str, int | None, int | None] | None:
@@ -164,13 +215,15 @@ def _find_place(
         number, group = (number, "dense_layers") if number < dense else (number - dense, "moe_layers")
     expert = _EXPERT.fullmatch(layer[2])
     if expert is not None and expert[2] in _EXPERTS:
-        block = "moe_block" if _PARTS[family] is _QWEN else f"{_SPARSE}.MoeBlock_0"
+        block = _BLOCKS.get(family, "moe_block")
         own, how = f"{block}.{_EXPERTS[expert[2]]}", _TURNED
     elif layer[2] in _PARTS[family]:
         own, how = _PARTS[family][layer[2]]
     else:
         return None
     counted = int(expert[1]) if expert is not None else None
+    if scanned and family in _CYCLES:
+        return f"decoder.{group}.{_CYCLES[family]}_{number % _CYCLE}.{own}", how, counted, number // _CYCLE
     if scanned:
         return f"decoder.{group}.{own}", how, counted, number
     return f"decoder.{group}_{number}.{own}", how, counted, None

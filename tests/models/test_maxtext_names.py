@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +24,8 @@ SOURCES = {
     "qwen2": FIXTURES / "trtllm" / "qwen2_tp4" / "source",
     "qwen3_moe": FIXTURES / "torchtitan" / "qwen3_moe" / "source",
     "deepseek_v3": FIXTURES / "torchtitan" / "deepseek_v3" / "source",
+    "olmo3": MADE / "olmo3",
+    "qwen3_next": MADE / "qwen3_next",
 }
 LLAMA = FIXTURES / "meta" / "llama31"
 needs_tensorstore = pytest.mark.skipif(find_spec("tensorstore") is None, reason="needs tensorstore")
@@ -84,6 +88,32 @@ def test_what_is_not_the_same_elements_is_refused(tmp_path):
     for options in ({"to": "hf"}, {"to": "dcp"}, {"to": "orbax", "experts": "split"}):
         with pytest.raises(UsageError):
             reshard(SOURCES["qwen3_moe"], tmp_path / "no", ReshardOptions(names="maxtext", **options))
+
+
+@pytest.mark.parametrize(("case", "layers"), [("olmo3", 2), ("qwen3_next", 3)])
+def test_layers_that_are_no_whole_cycles_of_maxtext_are_refused(case, layers, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"in cycles of 4, but there are {layers}"):
+        reshard(FIXTURES / "vllm" / case / "hf", tmp_path / "no", ReshardOptions(to="orbax", names="maxtext"))
+
+
+def test_cycles_in_another_order_than_maxtexts_are_refused(tmp_path):
+    """The layers of the first cycle in turn, so that its first has full attention."""
+
+    def take_turn(at: re.Match[str]) -> str:
+        return str((int(at[0]) + 1) % 4)
+
+    given = tmp_path / "hf"
+    given.mkdir()
+    config = json.loads((SOURCES["qwen3_next"] / "config.json").read_text())
+    config["layer_types"] = [config["layer_types"][place] for place in (3, 0, 1, 2, 4, 5, 6, 7)]
+    (given / "config.json").write_text(json.dumps(config))
+    tensors = load_file(SOURCES["qwen3_next"] / "model.safetensors")
+    save_file(
+        {re.sub(r"(?<=layers\.)[0-3]\b", take_turn, name): tensors[name] for name in tensors},
+        given / "model.safetensors",
+    )
+    with pytest.raises(UnsupportedError, match="the last with full attention, but layers 0, 7 have it"):
+        reshard(given, tmp_path / "no", ReshardOptions(to="orbax", names="maxtext"))
 
 
 def test_an_array_of_another_shape_is_not_taken_for_one(tmp_path):
