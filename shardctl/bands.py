@@ -15,6 +15,7 @@ import numpy as np
 
 from shardctl.affine import decode_affine, encode_affine
 from shardctl.box import Box, BoxIndex
+from shardctl.huge_pages import allocate_pages
 from shardctl.manifest import ConstantFill, compute_dense_strides, narrow_chunk
 from shardctl.value import value_class
 
@@ -157,8 +158,7 @@ def view_band(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.g
 
 def allocate_aligned(nbytes: int) -> NDArray[np.uint8]:
     """Allocate memory that begins with a page, and `PAGE` bytes more, to begin where a file's page will."""
-    memory = np.empty(nbytes + 2 * PAGE, np.uint8)
-    return memory[-memory.ctypes.data % PAGE :]
+    return allocate_pages(nbytes + PAGE)
 
 
 def find_page_shift(chunks: Sequence[Chunk], box: Box, dtype: DType) -> int:

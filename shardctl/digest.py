@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardctl.huge_pages import allocate_pages
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ class _ThreadScratch(threading.local):
     """Each thread's block of float64, the same memory as float32, and codes beside these."""
 
     def __init__(self) -> None:
-        self.block = np.empty(_BLOCK)
+        self.block = allocate_pages(_BLOCK * 8).view(np.float64)
         self.numbers = self.block.view(np.float32)
         self.codes = np.empty(2 * _BLOCK, np.uint8)
 

@@ -16,7 +16,7 @@ ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     (
         *("amounts", "box", "dtype", "errors", "extras"),
-        *("garbage_collection", "notebook", "settings", "value", "version", "workers"),
+        *("garbage_collection", "huge_pages", "notebook", "settings", "value", "version", "workers"),
         *(
             "affine",
             "bands",

@@ -7,13 +7,13 @@ callers use ordinary reads and writes (`open(2)`, section O_DIRECT; `preadv2(2)`
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from typing import Final
 
 import numpy as np
 
+from shardctl.huge_pages import allocate_pages
 from shardctl.storage import linux
 
 _BLOCK: Final = 4096
@@ -28,8 +28,7 @@ class _BounceBuffer(threading.local):
     """A page-aligned buffer per thread, for callers whose memory is not aligned as the file is."""
 
     def __init__(self) -> None:
-        pages = mmap.mmap(-1, _BOUNCE + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory = np.frombuffer(pages, np.uint8)
+        self.memory = allocate_pages(_BOUNCE + _BLOCK)
 
 
 _bounce = _BounceBuffer()
