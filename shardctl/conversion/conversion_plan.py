@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -29,13 +28,12 @@ from shardctl.conversion.optimizer_states import (
     add_optimizer_states,
     build_specs,
     build_state_fusions,
-    filter_states,
     get_states,
     name_state_arrays,
     spread_shared_states,
 )
+from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, get_cast_type
 from shardctl.copyplan import CopyPlan, join_manifests
-from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
@@ -68,8 +66,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
-    from shardctl.manifest import Manifest, OpaqueObject, Region, Tensor
+    from shardctl.manifest import Manifest, OpaqueObject, Region
     from shardctl.models import Model
     from shardctl.models.fusion import TensorFusion
     from shardctl.placement import PartitionSpec
@@ -235,9 +234,7 @@ def draft_conversion(
     )
     limit = max(reshard_options.host_memory, _PLANNING_MEMORY) if least else reshard_options.host_memory
     require_bookkeeping(len(tensors), sum([len(tensor.chunks) for tensor in tensors]), limit)
-    have = add_optimizer_states(
-        filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
-    )
+    have = add_optimizer_states(filter_tensors(checkpoint, reshard_options), reshard_options.optimizer_states, layout)
     dtypes = choose_dtypes(have, reshard_options, coded)
     had = have.tensors
     have, arrays = _choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
@@ -388,7 +385,7 @@ def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
     threads = _choose_threads(checkpoint, reshard_options)
     quantised = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
     if quantised and reshard_options.dtype != "keep":
-        checkpoint = dequantise_checkpoint(checkpoint, _get_cast_type(reshard_options), threads)
+        checkpoint = dequantise_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
     return merge_adapters(checkpoint, reshard_options.merge, threads)
 
 
@@ -420,12 +417,6 @@ def _list_coded_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:
 
 def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
     return reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None)
-
-
-def _get_cast_type(reshard_options: ReshardOptions) -> DType:
-    if reshard_options.dtype not in FLOATS:
-        raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
-    return FLOATS[reshard_options.dtype]
 
 
 def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
@@ -514,51 +505,6 @@ def choose_stages(
     weights = [tensor for name, tensor in have.tensors.items() if name not in states]
     specs = build_specs(model, have) if specs is None else specs
     return balance_stages(*compute_layer_costs(weights, specs, model.layers), pp)
-
-
-def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manifest:
-    """Return the manifest with those tensors only that `--include` and `--exclude` leave.
-
-    Raises UsageError for none.
-    """
-    if reshard_options.include is None and reshard_options.exclude is None:
-        return manifest
-    include, exclude = (
-        compile_pattern("--include", reshard_options.include or ""),
-        compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
-    )
-    kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
-    if not kept:
-        raise UsageError("--include and --exclude leave no tensor", hint="shardctl inspect SRC lists the names")
-    return filter_states(replace(manifest, tensors=kept), kept)
-
-
-def choose_dtypes(
-    have: Manifest, reshard_options: ReshardOptions, coded: Collection[str] = frozenset()
-) -> dict[str, DType]:
-    """Choose the type that each tensor will have, by name; `coded` are arrays of quantised weights."""
-    if reshard_options.dtype == "keep":
-        return {name: tensor.dtype for name, tensor in have.tensors.items()}
-    want, keep = _get_cast_type(reshard_options), compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
-    states = get_states(have)
-
-    def chosen(tensor: Tensor) -> DType:
-        kept = (
-            tensor.name in states
-            or tensor.name in coded
-            or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
-        )
-        return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
-
-    return {name: chosen(tensor) for name, tensor in have.tensors.items()}
-
-
-def compile_pattern(option: str, text: str) -> re.Pattern[str]:
-    """Compile what an option gives; raises UsageError, which names it, for anything but a regular expression."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
 
 
 def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.conversion.conversion_plan import PlannedConversion, compile_pattern, plan_conversion
+from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
+from shardctl.conversion.tensor_choice import compile_pattern
 from shardctl.errors import DestinationError
 from shardctl.execute.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions

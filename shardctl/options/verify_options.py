@@ -161,6 +161,23 @@ class VerifyOptions:
         int, CommandOption(HelpPanel.TRIALS, "Seconds that the engine may take.", metavar="SECONDS", least=1)
     ] = 3600
 
+    def require_used(self) -> None:
+        """Raise UsageError for an option of a level that is not run: whoever gave it takes that level for passed."""
+        level, usual = _LEVELS.index(self.highest_level()), VerifyOptions()
+        loads, runs = level >= _LEVELS.index("load"), level >= _LEVELS.index("forward")
+        started = self.engine is not None and not is_running(self.engine)
+        for name, used, needed in (
+            ("device_memory", loads, "--load DEVICE"),
+            ("dtype", runs or started, "--forward or --engine"),
+            ("tokens", self.prompt is not None, "--prompt TEXT"),
+            ("processes", runs or started, "--forward or --engine"),
+            ("virtual", runs, "--forward"),
+            ("engine_python", started, "--engine"),
+            ("engine_timeout", self.engine is not None, "--engine"),
+        ):
+            if not used and getattr(self, name) != getattr(usual, name):
+                raise UsageError(f"--{name.replace('_', '-')} has an effect only with {needed}", hint=f"add {needed}")
+
     def highest_level(self) -> LevelName:
         """Find the highest of the levels that are asked for or implied; raises UsageError for an unknown name."""
         asked: list[LevelName] = [self.level, self.require or self.level]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.conversion.conversion_plan import choose_dtypes, filter_tensors
+from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors
 from shardctl.dtype import FLOATS
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.estimate.heaviest import HeaviestRanks
@@ -111,7 +111,7 @@ def build_estimated_model(
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
     With `tuning` only a part is. Raises UsageError for a part that there is not.
     """
-    have = filter_tensors(checkpoint.manifest, reshard_options)
+    have = filter_tensors(checkpoint, reshard_options)
     if tuning is not None:
         return _build_tuned_model(checkpoint, have, reshard_options, tuning)
     if trained and has_coded_weights(checkpoint):

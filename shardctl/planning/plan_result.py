@@ -8,7 +8,8 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
-from shardctl.conversion.conversion_plan import choose_layout, choose_stages, filter_tensors
+from shardctl.conversion.conversion_plan import choose_layout, choose_stages
+from shardctl.conversion.tensor_choice import filter_tensors
 from shardctl.estimate.layer_flags import list_attention_remarks
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.selective import list_recomputation_remarks
@@ -195,7 +196,7 @@ def describe_unstored_model(
     choose_layout(reshard_options)
     mesh = reshard_options.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
-    stages = choose_stages(model, filter_tensors(checkpoint.manifest, reshard_options), mesh, reshard_options.stages)
+    stages = choose_stages(model, filter_tensors(checkpoint, reshard_options), mesh, reshard_options.stages)
     if reshard_options.stages is None and (about.dequantised or about.quantised is not None):
         stages = WeightTotals(about.inventory).stages(mesh)
     return _build_result(path, checkpoint, about, mesh, stages, plan_options, None, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 if TYPE_CHECKING:
     import re
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _EXCLUDED: Final[WeakKeyDictionary[Source, re.Pattern[str]]] = WeakKeyDictionary()
+_PASSED_OVER: Final[WeakSet[Source]] = WeakSet()
 
 
 def exclude_names(source: Source, pattern: re.Pattern[str]) -> None:
@@ -19,6 +20,14 @@ def exclude_names(source: Source, pattern: re.Pattern[str]) -> None:
 
 
 def is_excluded(source: Source, name: str) -> bool:
-    """Return whether nobody wants the tensor of this stored name."""
+    """Return whether nobody wants the tensor of this stored name, which cannot be read."""
     pattern = _EXCLUDED.get(source)
-    return pattern is not None and pattern.search(name) is not None
+    if pattern is None or pattern.search(name) is None:
+        return False
+    _PASSED_OVER.add(source)
+    return True
+
+
+def has_passed_over(source: Source) -> bool:
+    """Return whether a tensor of a source could not be read, and nobody wanted it."""
+    return source in _PASSED_OVER

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
-from shardctl.conversion.conversion_plan import compile_pattern, plan_conversion, prepare_source_options
+from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
 from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
+from shardctl.conversion.tensor_choice import compile_pattern
 from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF

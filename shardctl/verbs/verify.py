@@ -13,6 +13,7 @@ from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
 from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
+from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.merging import MERGED, merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.quantising import quantise_as
@@ -71,6 +72,7 @@ def verify(
     lacks for a level is in the result as its `trouble`. Raises UsageError for an unknown level or device.
     """
     verify_options = verify_options or VerifyOptions()
+    verify_options.require_used()
     parse_device_number(verify_options.device or "auto")
     against, require = verify_options.against, verify_options.require
     names = [n for n in LEVELS[verify_options.highest_level()] if n != "identity" or against is not None]
@@ -140,6 +142,7 @@ class _VerifyRun:
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
                     other = quantise_as(checkpoint, split_as(checkpoint, other), self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)
+                self.unchecked += _list_left_out(checkpoint, other)
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -227,6 +230,20 @@ def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str]) -> Ite
         yield f"there is no {RECORD}, so values were compared with nothing; --against SRC compares them with a source"
 
 
+def _list_left_out(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> Iterator[str]:
+    """List in words which tensors could not be checked, because the record says that tensors were left out."""
+    record = checkpoint.record
+    if record is None or not record.filtered:
+        return
+    flags = [f"--{key} {record.options[key]}" for key in ("only", "include", "exclude") if key in record.options]
+    by = f" by {' and '.join(flags)}" if flags else ""
+    yield f"whether the model is whole: {RECORD} says that tensors were left out{by}"
+    kept = checkpoint.manifest.tensors
+    left = [tensor for name, tensor in other.manifest.tensors.items() if name not in kept] if other is not None else []
+    if other is not None and left:
+        yield f"tensors of {other.source.name} that were left out here: {format_modules(left, kept)}"
+
+
 def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[CheckFinding]:
     """List what was odd when headers were read, and `whose` they are if not the verified checkpoint's."""
     for warning in checkpoint.manifest.warnings:
@@ -235,6 +252,8 @@ def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[Ch
 
 def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     yield from _list_warnings(checkpoint)
+    if not checkpoint.whole.tensors:
+        yield CheckFinding("error", "tensors", "there is no tensor in it")
     for warning in (*lint_config(checkpoint), *lint_tokenizer(checkpoint)):
         yield CheckFinding("warning", "config", warning)
     if isinstance(checkpoint.source, LocalSource):

@@ -10,6 +10,7 @@ from damage import flip
 from safetensors.torch import load_file
 from tiny_models import assert_same, config_of, save, stored
 
+from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
@@ -37,6 +38,38 @@ def test_exclude_leaves_out(tiny, tmp_path):
     source = tiny("llama").path
     reshard(source, tmp_path / "part", ReshardOptions(include="layers", exclude=r"layers\.1|norm"))
     assert set(stored(tmp_path / "part")) == {n for n in stored(source) if "layers.0" in n and "norm" not in n}
+
+
+def test_what_patterns_leave_out_is_said_by_reshard_and_by_verify(tiny, tmp_path):
+    """A directory without its q_proj was "ok", and nothing said that it is no whole model."""
+    source, part = tiny("llama").path, tmp_path / "part"
+    made = reshard(source, part, ReshardOptions(exclude="q_proj"))
+    left = "model.layers.*.self_attn.q_proj.** (2 tensors, "
+    assert [warning for warning in made.warnings if warning.startswith(f"left out: {left}")]
+    assert any("left out by --exclude q_proj" in text for text in verify(part).unchecked)
+    compared = verify(part, VerifyOptions(against=source)).unchecked
+    assert any(f" that were left out here: {left}" in text for text in compared), compared
+    reshard(part, tmp_path / "again", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert any("left out by --exclude q_proj" in text for text in verify(tmp_path / "again").unchecked)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exclude": "q_porj"}, "--exclude 'q_porj' matches no tensor"),
+        ({"dtype": "bf16", "keep_fp32": "nrom"}, "--keep-fp32 'nrom' matches no tensor"),
+    ],
+)
+def test_a_mistyped_pattern_is_refused(tiny, tmp_path, options, said):
+    with pytest.raises(UsageError, match=said):
+        reshard(tiny("llama").path, tmp_path / "made", ReshardOptions(**options))
+
+
+def test_keep_fp32_that_would_keep_nothing_is_refused(tiny, tmp_path):
+    """It casts nothing to fp32, so norms in bf16 would be cast to fp16 although they are named."""
+    reshard(tiny("llama").path, tmp_path / "bf16", ReshardOptions(dtype="bf16"))
+    with pytest.raises(UsageError, match=r"matches no tensor that is in fp32: model.layers.0.* is in BF16"):
+        reshard(tmp_path / "bf16", tmp_path / "made", ReshardOptions(dtype="fp16", keep_fp32="norm"))
 
 
 def test_a_cast_is_remembered_down_a_chain(tiny, tmp_path):

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardctl.loading.device_levels
 from shardctl.cli.program import run
+from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -560,3 +561,28 @@ def test_what_orbax_wrote_is_verified_too(tmp_path):
     assert found.digest == digest(right).digest
     reshard(orbax / "zarr", tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=source_options)
     assert verify(tmp_path / "cut", VerifyOptions(against=orbax / "zarr"), source_options=source_options).ok
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"processes": 2}, "--forward or --engine"),
+        ({"dtype": "bf16"}, "--forward or --engine"),
+        ({"virtual": True, "level": "load"}, "--forward"),
+        ({"device_memory": 1 << 30, "level": "full"}, "--load DEVICE"),
+        ({"tokens": 3, "forward": True}, "--prompt TEXT"),
+        ({"engine_python": Path("python"), "forward": True}, "--engine"),
+    ],
+)
+def test_an_option_of_a_level_that_is_not_run_is_refused(tmp_path, given, needed):
+    """`verify --processes 2` said ok without running anything."""
+    with pytest.raises(UsageError, match=f"has an effect only with {needed}\n"):
+        verify(tmp_path, VerifyOptions(**given))
+
+
+def test_a_checkpoint_without_tensors_is_not_whole(tmp_path):
+    save_file({}, tmp_path / "model.safetensors")
+    found = verify(tmp_path, VerifyOptions(level="full"))
+    assert not found.ok
+    said = [finding.message for finding in found.findings if finding.severity == "error"]
+    assert said == ["there is no tensor in it"]

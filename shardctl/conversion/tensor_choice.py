@@ -1,0 +1,98 @@
+"""Chooses which tensors of a checkpoint a conversion takes, and which types they get."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.checkpoint.left_tensors import format_modules
+from shardctl.conversion.optimizer_states import filter_states, get_states
+from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
+from shardctl.errors import UsageError
+from shardctl.storage.excluded_names import has_passed_over
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.options import ReshardOptions
+
+_NAMES: Final = "shardctl inspect SRC --tensors lists the names"
+
+
+def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Manifest:
+    """Return the tensors that `--include` and `--exclude` leave of a checkpoint, and a warning of the others.
+
+    Raises UsageError for none, and for a pattern that matches none.
+    """
+    manifest = checkpoint.manifest
+    if reshard_options.include is None and reshard_options.exclude is None:
+        return manifest
+    include, exclude = (
+        compile_pattern("--include", reshard_options.include or ""),
+        compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
+    )
+    excluded = {name for name in manifest.tensors if exclude.search(name)}
+    if reshard_options.exclude is not None and not excluded and not has_passed_over(checkpoint.source):
+        raise UsageError(f"--exclude {reshard_options.exclude!r} matches no tensor", hint=_NAMES)
+    kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and n not in excluded}
+    if not kept:
+        raise UsageError("--include and --exclude leave no tensor", hint=_NAMES)
+    left = [tensor for name, tensor in manifest.tensors.items() if name not in kept]
+    told = (f"left out: {format_modules(left, kept)}",) if left else ()
+    return filter_states(replace(manifest, tensors=kept, warnings=(*manifest.warnings, *told)), kept)
+
+
+def choose_dtypes(
+    have: Manifest, reshard_options: ReshardOptions, coded: Collection[str] = frozenset()
+) -> dict[str, DType]:
+    """Choose the type that each tensor will have, by name; `coded` are arrays of quantised weights.
+
+    Raises UsageError for a `--keep-fp32` that keeps none.
+    """
+    if reshard_options.dtype == "keep":
+        return {name: tensor.dtype for name, tensor in have.tensors.items()}
+    want, keep = get_cast_type(reshard_options), compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
+    states = get_states(have)
+    if reshard_options.keep_fp32 is not None:
+        _require_kept(have, reshard_options.keep_fp32, keep, want)
+
+    def chosen(tensor: Tensor) -> DType:
+        kept = (
+            tensor.name in states
+            or tensor.name in coded
+            or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
+        )
+        return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
+
+    return {name: chosen(tensor) for name, tensor in have.tensors.items()}
+
+
+def _require_kept(have: Manifest, text: str, keep: re.Pattern[str], want: DType) -> None:
+    """Raise UsageError if no name matches, or if those that do are not in fp32 and would be cast all the same."""
+    matching = [tensor for name, tensor in have.tensors.items() if keep.search(name)]
+    if not matching:
+        raise UsageError(f"--keep-fp32 {text!r} matches no tensor", hint=_NAMES)
+    cast = [tensor for tensor in matching if tensor.dtype.name in CASTABLE and tensor.dtype != want]
+    if cast and all(tensor.dtype != BY_NAME["F32"] for tensor in matching):
+        raise UsageError(
+            f"--keep-fp32 {text!r} matches no tensor that is in fp32: {cast[0].name} is in {cast[0].dtype.name}",
+            hint="leave it out; --keep-fp32 keeps what is in fp32, and casts nothing to it",
+        )
+
+
+def compile_pattern(option: str, text: str) -> re.Pattern[str]:
+    """Compile what an option gives; raises UsageError, which names it, for anything but a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
+
+
+def get_cast_type(reshard_options: ReshardOptions) -> DType:
+    """Return the type that `--dtype` names; raises UsageError if it names none."""
+    if reshard_options.dtype not in FLOATS:
+        raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
+    return FLOATS[reshard_options.dtype]
