@@ -541,6 +541,21 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="has routers that choose by softmaxes and a bias"):
             check_model(describe_model(config))
 
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("falcon_h1", "Mamba and attention side by side in each layer, for which Megatron-Bridge"),
+            ("granitemoehybrid", "sums of which one part is multiplied"),
+            ("jamba", "layers of Mamba 1, where its layers are of Mamba 2"),
+            ("lfm2", "short convolutions"),
+            ("zamba2", "attention and an MLP that several layers share, with adapters for each"),
+        ],
+    )
+    def test_hybrids_that_core_has_no_layers_for(self, name, message):
+        config = json.loads((FIXTURES.parent / "configs" / f"{name}.json").read_text())
+        with pytest.raises(UnsupportedError, match=f"core has no layers for .*: the model has {message}"):
+            check_model(describe_model(config))
+
     def test_what_core_lacks_is_said_of_families_that_are_known_and_not_written(self):
         assert [name for name in MISSING if load_family(name) is None] == []
         assert MISSING.keys() & TRAITS.keys() == set()

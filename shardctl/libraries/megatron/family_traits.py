@@ -103,22 +103,32 @@ _AFTER: Final = "norms between what attention and MLP give and the sum, where it
 _WHOLE_NORMS: Final = "norms over all heads of queries and keys at once, where its layers have norms of each head"
 _LATER_NORMS: Final = "norms of queries and keys behind the rotation, where its layers have them before it"
 _GEMMA: Final = f"{_AFTER}, and multiplies embeddings"
+_FIRST_MAMBA: Final = "layers of Mamba 1, where its layers are of Mamba 2"
+_SHORT: Final = "short convolutions in place of attention"
 MISSING: Final = {
     "apertus": "the activation xIELU, whose numbers are learned",
     "ernie4_5_moe": "routers that choose by softmaxes and a bias, where its routers have a bias with sigmoids only",
     "exaone4": _AFTER,
+    "falcon_h1": "Mamba and attention side by side in each layer, for which Megatron-Bridge has layers of its own",
+    "falcon_mamba": _FIRST_MAMBA,
     "gemma": "embeddings that are multiplied",
     "gemma2": f"{_GEMMA}; scores and logits are bounded",
     "gemma3": _GEMMA,
     "gemma3_text": _GEMMA,
+    "granitemoehybrid": "sums of which one part is multiplied (residual_multiplier)",
     "hunyuan_v1_dense": _LATER_NORMS,
     "hunyuan_v1_moe": _LATER_NORMS,
+    "jamba": _FIRST_MAMBA,
+    "lfm2": _SHORT,
+    "lfm2_moe": _SHORT,
     "llama4": "attention in chunks, and queries that are multiplied more the later they stand",
     "llama4_text": "attention in chunks, and queries that are multiplied more the later they stand",
+    "mamba": _FIRST_MAMBA,
     "minimax_m2": _WHOLE_NORMS,
     "ministral3": "queries that are multiplied more the later they stand",
     "olmo2": f"{_AFTER}, and {_WHOLE_NORMS}",
     "olmo3": f"{_AFTER}, and {_WHOLE_NORMS}",
     "olmoe": _WHOLE_NORMS,
+    "zamba2": "attention and an MLP that several layers share, with adapters for each",
 }
 """By family: what its models have that core's layers do not."""
