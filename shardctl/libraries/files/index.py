@@ -39,7 +39,7 @@ _LONGEST_VALUE: Final = 1_000_000
 """Characters of a member that is not the weight map."""
 _LONGEST_NAME: Final = 255
 """Characters of a file's name; no common file system allows more."""
-_PLAIN_ENTRY: Final = re.compile(rf'{PLAIN_KEY}"([^"\\\x00-\x1f]{{0,10000}})"{PLAIN_END}')
+_PLAIN_ENTRY: Final = re.compile(rf'{PLAIN_KEY}"([^"\\\x00-\x1f]{{0,10000}}+)"{PLAIN_END}')
 """An entry of the weight map as every known library spells it: not a rule of its own, only quicker to read."""
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 

@@ -15,9 +15,9 @@ from shardctl.settings import is_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PLAIN_KEY: Final = r'"([^"\\\x00-\x1f]{0,10000})"[ \t\n\r]*:[ \t\n\r]*'
+PLAIN_KEY: Final = r'"([^"\\\x00-\x1f]{0,10000}+)"[ \t\n\r]*+:[ \t\n\r]*+'
 """A key without escapes and its colon, as every known library spells it; the key itself is a group."""
-PLAIN_END: Final = r"[ \t\n\r]*,[ \t\n\r]*"
+PLAIN_END: Final = r"[ \t\n\r]*+,[ \t\n\r]*+"
 """What stands between a value and the next key."""
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SPACES: Final = (" ", "\t", "\n", "\r")

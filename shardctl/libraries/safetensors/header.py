@@ -64,9 +64,9 @@ METADATA: Final = "__metadata__"
 spell_text: Final = encode_basestring
 """Spells a string as JSON, characters beyond ASCII as they are."""
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
-_SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
+_SIZE: Final = "(?:0|[1-9][0-9]{0,18}+)"
 _PLAIN_MEMBER: Final = re.compile(
-    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]+)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
+    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
     rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}{PLAIN_END}'
 )
 """A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import field, replace
 from sys import intern
 from typing import TYPE_CHECKING, Final
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardctl.models.fusion import TensorFusion
     from shardctl.models.model import Model
     from shardctl.models.quantisation.encoding import WeightArray
+    from shardctl.models.quantisation.following import Cuts
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
 _WEIGHT: Final = ".weight"
@@ -97,10 +99,14 @@ class _ModelQuantiser:
     """Whether what is stored is known."""
     present: dict[str, Tensor] = field(default_factory=dict)
     """What is stored, by canonical name."""
+    beside: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    """Of these, by the last part of the name and then by the module, those that stand beside the codes of a weight."""
     kinds: dict[tuple[object, ...], tuple[WeightArray, ...]] = field(default_factory=dict)
     """The arrays of each kind of weight, of which a model has few."""
     last: dict[tuple[object, ...], _StoredWeight] = field(default_factory=dict)
     """By kind of weight: what was found of the last one."""
+    cuts: dict[Cuts, Cuts] = field(default_factory=dict)
+    """Cuts that are equal as one object, so that arrays that are cut alike share their specs, too."""
     specs: dict[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     """By the ids of an array's cuts and of the weight's spec."""
     endings: set[str] = field(default_factory=set)
@@ -173,6 +179,8 @@ class _ModelQuantiser:
             weight = modules.get(module)
             if weight is None or own not in weight.storage.names:
                 others.append((name, self.present.pop(name)))
+            else:
+                self.beside[own][weight.module] = self.present[name]
         if not others:
             return
         known = dict(self.plain.tensors)
@@ -214,9 +222,12 @@ class _ModelQuantiser:
 
     def is_stored_as(self, weight: _QuantisableWeight, other: _StoredWeight) -> bool:
         """Return whether the same is stored of a weight as of another one, in arrays alike."""
-        present, module = self.present, weight.module
+        present, beside, module = self.present, self.beside, weight.module
         for suffix, kind in other.arrays:
-            found = present.get(weight.tensor.name if suffix == "weight" else f"{module}.{suffix}")
+            if suffix == "weight":
+                found = present.get(weight.tensor.name)
+            else:
+                found = beside[suffix].get(module) or present.get(f"{module}.{suffix}")
             if (found is None) != (kind is None):
                 return False
             if found is not None and kind is not None and (found.shape != kind[0] or found.dtype is not kind[1]):
@@ -275,7 +286,11 @@ class _ModelQuantiser:
             own = self.specs.get(key)
             if own is None:
                 own = self.specs[key] = self.build_spec(part, spec)
-            name = tensor.name if part.suffix == "weight" else intern(f"{module}.{part.suffix}")
+            if part.suffix == "weight":
+                name = tensor.name
+            else:
+                stored = self.beside[part.suffix].get(module)
+                name = stored.name if stored is not None else intern(f"{module}.{part.suffix}")
             optional = tensor.optional or part.optional
             tensors[name] = ModelTensor(
                 name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free
@@ -303,7 +318,10 @@ class _ModelQuantiser:
         key = (id(weight.storage), id(tensor.row), id(tensor.spec.cuts), tensor.shape, alike, *tabled)
         found = self.kinds.get(key)
         if found is None:
-            found = self.kinds[key] = list_stored_arrays(tensor, weight.storage, held if self.known else None, tabled)
+            listed = list_stored_arrays(tensor, weight.storage, held if self.known else None, tabled)
+            alike_cuts = [self.cuts.setdefault(part.cuts, part.cuts) for part in listed]
+            found = tuple([replace(part, cuts=cuts) for part, cuts in zip(listed, alike_cuts, strict=True)])
+            self.kinds[key] = found
         return found
 
     def list_likely_names(self, storage: WeightStorage) -> list[str]:
