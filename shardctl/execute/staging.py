@@ -29,11 +29,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from shardctl.errors import AccessError, DestinationError, OccupiedDestinationError, format_first_few
+from shardctl.errors import AccessError, DestinationError, OccupiedDestinationError, SourceError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
 from shardctl.execute.lock import DestinationLock
 from shardctl.execute.publication import PublicationNote, undo_partial_move
-from shardctl.record import RECORD
+from shardctl.record import RECORD, parse_record
 from shardctl.storage import linux
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.storage.durable import make_directories, sync_directory, translate_os_errors, write_file
@@ -217,6 +217,13 @@ class StagingArea:
                 f"{self.destination} already holds a finished checkpoint",
                 hint="add --overwrite to replace it once the new one is complete, or choose another destination",
             )
+        foreign = _list_foreign_files(self.destination)
+        if foreign:
+            raise DestinationError(
+                f"{self.destination} cannot be replaced: it also holds {format_first_few(foreign)}, which {RECORD} "
+                "does not list, and which would be removed",
+                hint="move away what you want to keep, or choose another destination",
+            )
         if self._inside:
             raise DestinationError(
                 f"{self.destination} cannot be replaced in one step, because it is a mount point "
@@ -340,6 +347,16 @@ def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
             hint="choose another destination, or remove it yourself",
         )
     return "empty"
+
+
+def _list_foreign_files(destination: Path) -> list[str]:
+    """List the files in a finished directory that its record does not list; none where that cannot be read."""
+    try:
+        listed = parse_record((destination / RECORD).read_bytes()).files
+    except SourceError:
+        return []
+    there = (path for path in destination.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(destination).as_posix() for path in there} - listed.keys() - {RECORD})
 
 
 def _must_stage_inside(destination: Path) -> bool:

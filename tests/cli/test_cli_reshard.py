@@ -163,3 +163,18 @@ def test_what_is_left_behind_is_named(say, tmp_path):
     assert "  dropped  original/consolidated.00.pth\n" in said.out
     document = json.loads(say("reshard", source, tmp_path / "again", "--json").out.splitlines()[-1])
     assert document["dropped"] == ["original/consolidated.00.pth"]
+
+
+def test_overwrite_removes_no_file_that_shardctl_did_not_write(say, source, tmp_path):
+    """Notes that somebody had put beside the weights were gone without a word."""
+    out = tmp_path / "out"
+    assert say("reshard", source, out, "--tp", 2).code == 0
+    (out / "runs").mkdir()
+    (out / "runs" / "notes.txt").write_text("mine")
+    for more in ([], ["--dry-run"], ["--worker", "0/2"]):
+        code, _, err = say("reshard", source, out, "--fsdp", 2, "--overwrite", *more)
+        assert code == 6
+        assert "it also holds runs/notes.txt, which shardctl.json does not list" in err
+    assert (out / "runs" / "notes.txt").read_text() == "mine"
+    (out / "runs" / "notes.txt").unlink()
+    assert say("reshard", source, out, "--fsdp", 2, "--overwrite").code == 0
