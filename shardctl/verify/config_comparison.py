@@ -36,6 +36,7 @@ _OF_THE_RUN: Final = frozenset(
 """Keys that change what a run returns or keeps, and no number that the model computes."""
 _ROTARY: Final = ("rope_theta", "partial_rotary_factor")
 _DTYPE: Final = "dtype"
+_QUANTISATION: Final = "quantization_config"
 _SHOWN: Final = 100
 """Characters of a value in a message."""
 
@@ -85,6 +86,9 @@ def compare_configs(
     named = [_name_classes(config) for config in (a, b)]
     if named[0] and named[1] and named[0] != named[1]:
         changes.insert(0, ConfigChange("architectures", json.dumps(named[0]), json.dumps(named[1])))
+    quantised = [key for key in single if _QUANTISATION in key.split(".")]  # of which no class knows a default
+    changes += [replace(_build_change(key, ours, theirs), certain=True) for key in quantised]
+    single = [key for key in single if key not in quantised]
     if single and len(filled) == len(read):
         ours, theirs = filled
         named_anew = {_last_part(key) for key in unequal if key not in ours}

@@ -144,6 +144,19 @@ def test_a_key_of_one_config_whose_default_nobody_knows_is_a_warning():
     assert (change.key, change.a, change.b, change.certain) == ("depth", "3", "absent", False)
 
 
+def test_a_config_that_calls_weights_quantised_is_not_the_same(pair, capfd):
+    """diff said equal: the class of transformers that fills in defaults was not told of this key."""
+    whole, shards = pair("llama")
+    edit(shards / "config.json", quantization_config={"quant_method": "fp8"})
+    (finding,) = [
+        f for f in find_identity(verify(shards, VerifyOptions(against=whole))).findings if f.check == "config"
+    ]
+    assert finding.severity == "error"
+    assert finding.message == 'config.json has quantization_config.quant_method "fp8"; the source has absent'
+    assert run(["diff", str(shards), str(whole)]) == 3
+    assert 'config.json quantization_config.quant_method  "fp8" -> absent' in capfd.readouterr().out
+
+
 def test_side_files(pair):
     whole, shards = pair("llama")
     (shards / "merges.txt").write_text("a c\n")
