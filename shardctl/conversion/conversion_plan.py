@@ -233,7 +233,9 @@ def draft_conversion(
         else ()
     )
     limit = max(reshard_options.host_memory, _PLANNING_MEMORY) if least else reshard_options.host_memory
-    require_bookkeeping(len(tensors), sum([len(tensor.chunks) for tensor in tensors]), limit)
+    cut = layout.ranks in {"always", "optional"} and mesh.world > 1
+    chunks, wanted = sum([len(tensor.chunks) for tensor in tensors]), len(tensors) if cut else 0  # some rank holds each
+    require_bookkeeping(len(tensors), chunks, limit, wanted=wanted)
     have = add_optimizer_states(filter_tensors(checkpoint, reshard_options), reshard_options.optimizer_states, layout)
     dtypes = choose_dtypes(have, reshard_options, coded)
     had = have.tensors
@@ -306,7 +308,7 @@ def _require_lists(have: Manifest, placed: PlacedCheckpoint, limit: int) -> None
     try:
         require_bookkeeping(len(have.tensors), chunks, limit, wanted=guessed)
     except MemoryBudgetError:
-        require_bookkeeping(len(have.tensors), chunks, limit, wanted=placed.count_boxes())
+        require_bookkeeping(len(have.tensors), chunks, limit, wanted=placed.count_boxes(), counted=True)
 
 
 def choose_layout(reshard_options: ReshardOptions) -> Layout:

@@ -82,21 +82,22 @@ _CHEAP_LISTS: Final = 16 << 20
 """Bytes of bookkeeping up to which a plan is made even if it cannot fit: it is cheap, and then the refusal is exact."""
 
 
-def require_bookkeeping(tensors: int, chunks: int, limit: int, *, wanted: int = 0) -> None:
+def require_bookkeeping(tensors: int, chunks: int, limit: int, *, wanted: int = 0, counted: bool = False) -> None:
     """Raise MemoryBudgetError if `limit` bytes cannot even hold the list of what is converted.
 
     It needs the numbers of the source's tensors and chunks only, and of those that are `wanted` as far as they are
-    known, so it can be asked before a plan is made of them; the optimizer's states, which may be left behind, are not
-    counted.
+    known, all if they were `counted`, so it can be asked before a plan is made of them; the optimizer's states, which
+    may be left behind, are not counted.
     """
     lists = PER_TENSOR * tensors + PER_CHUNK * (chunks + wanted)
     least = INTERPRETER + PER_THREAD + lists
     if least > limit and lists > _CHEAP_LISTS:
-        counted = f"{tensors:,} tensors in {chunks:,} chunks" if tensors else f"at least {chunks:,} chunks of tensors"
+        stored = f"{tensors:,} tensors in {chunks:,} chunks" if tensors else f"at least {chunks:,} chunks of tensors"
+        result = f", the result {'' if counted else 'at least '}{wanted:,}" if wanted else ""
         raise MemoryBudgetError(
             f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs more than {-(-least // MIB)} MiB",
             needed=least,
-            hint=f"the source has {counted}{f', the result {wanted:,}' if wanted else ''}; allow more memory",
+            hint=f"the source has {stored}{result}; allow more memory",
         )
 
 

@@ -237,9 +237,13 @@ def test_plan_takes_sizes_and_casts(say, source):
 def test_a_conversion_into_too_many_pieces_is_refused_before_they_are_listed(say, source, tmp_path, monkeypatch):
     """Each of 21 tensors is one piece on each of two ranks: only with them does the list exceed the limit."""
     monkeypatch.setattr(budget, "_CHEAP_LISTS", 0)
-    refused = say("reshard", source, tmp_path / "out", "--tp", 2, "--memory", "48.1MiB")
-    assert refused.code == 2
-    assert "it needs more than 49 MiB\nhint:  the source has 21 tensors in 21 chunks, the result 42" in refused.err
+    least = budget.INTERPRETER + budget.PER_THREAD + 21 * budget.PER_TENSOR + 21 * budget.PER_CHUNK
+    for pieces, said in ((42, "42"), (21, "at least 21")):
+        limit = least + pieces * budget.PER_CHUNK - 1
+        refused = say("reshard", source, tmp_path / "out", "--tp", 2, "--memory", f"{limit / 2**20:.6f}MiB")
+        assert refused.code == 2
+        assert "it needs more than 49 MiB\nhint:  the source has 21 tensors in 21 chunks, the result" in refused.err
+        assert f"the result {said}; allow more memory" in refused.err
     monkeypatch.setattr(conversion_plan, "_PLANNING_MEMORY", 0)
     planned = say("plan", source, "--tp", 2, "--memory", "48.1MiB", "--json")
     document = json.loads(planned.out)
