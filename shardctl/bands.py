@@ -260,6 +260,10 @@ class ChunkIndex:
         for position, common in self._index.overlapping(box):
             yield narrow_chunk(self.chunks[position], common)
 
+    def find_shift(self, box: Box) -> int:
+        """Find at which byte of a page the band `box` should begin, so that direct reads of the chunks copy nothing."""
+        return find_page_shift(list(self.within(box)), box, self.chunks[0].dtype)
+
 
 def build_unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
     """Build an index that selects `box` of an array of units, which begins at `origin`.

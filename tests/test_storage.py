@@ -145,18 +145,18 @@ def test_a_cold_file_is_read_without_filling_the_cache(tmp_path):
     write_file(path, NOISE.tobytes())
     size = NOISE.nbytes
     with path.open("rb") as file:
-        if linux.find_cached(file.fileno(), 0, size) is None:
+        if linux.measure_cached_share(file.fileno(), 0, size) is None:
             pytest.skip("the system does not say what is cached")
-        assert linux.find_cached(file.fileno(), 0, size)
+        assert linux.measure_cached_share(file.fileno(), 0, size) == 1
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if linux.find_cached(file.fileno(), 0, PAGE):
+        if linux.measure_cached_share(file.fileno(), 0, PAGE):
             pytest.skip("this file system keeps its pages")
         source, found = LocalSource(tmp_path), np.empty(size, np.uint8)
         for at in range(0, size, BOUNCE):
             source.read_at("f", at, found[at : at + BOUNCE].data)
         source.close()
         assert (found == NOISE).all()
-        cached = [linux.find_cached(file.fileno(), at, PAGE) for at in range(0, size, PAGE)]
+        cached = [linux.measure_cached_share(file.fileno(), at, PAGE) for at in range(0, size, PAGE)]
         assert sum(cached) == 0
 
 
@@ -435,3 +435,38 @@ def test_another_path_is_not_suggested(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match="does not exist") as raised:
         open_source("./models/mistral")
     assert raised.value.hint is None
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct I/O is Linux's")
+@pytest.mark.parametrize("offset", [0, 8, PAGE - 8, 3 * PAGE + 200])
+@pytest.mark.parametrize("size", [LARGE, BOUNCE + 12, direct._AT_ONCE - 8, direct._AT_ONCE + LARGE + 5])
+@pytest.mark.parametrize("rest", [0, 1, PAGE])
+def test_cold_bytes_that_lie_in_pages_as_in_the_file_are_read_to_their_place(tmp_path, monkeypatch, offset, size, rest):
+    content = np.resize(NOISE, offset + size + rest)
+    write_file(tmp_path / "f", content.tobytes())
+    monkeypatch.setattr(linux, "measure_cached_share", lambda *_: 0.0)
+    memory = allocate_aligned(size + PAGE)
+    memory[:] = 7
+    into = memory[offset % PAGE :][:size]
+    direct._bounce.memory[:] = 7
+    source = LocalSource(tmp_path)
+    source.read_at("f", offset, into.data)
+    source.close()
+    assert (into == content[offset:][:size]).all()
+    assert (memory[: offset % PAGE] == 7).all()
+    assert (memory[offset % PAGE + size :] == 7).all(), "nothing beside the memory that was given is written"
+    assert (direct._bounce.memory[2 * PAGE :] == 7).all(), "whole blocks are not copied"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_what_is_mostly_cached_is_read_from_the_cache(tmp_path, monkeypatch, share):
+    write_file(tmp_path / "f", NOISE.tobytes())
+    monkeypatch.setattr(linux, "measure_cached_share", lambda *_: share)
+    opened, actual = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, *more: opened.append(fd) or actual(fd, *more))
+    source, found = LocalSource(tmp_path), np.empty(LARGE, np.uint8)
+    source.read_at("f", 5, found.data)
+    with source._file._direct.use(tmp_path / "f") as descriptor:
+        assert (descriptor in opened) is (share < direct._MOST)
+    source.close()
+    assert (found == NOISE[5:][:LARGE]).all()

@@ -64,7 +64,8 @@ class BandMover:
         chunks = list(task.writes.within(task.box))
         shift = find_page_shift(chunks, task.box, wanted.dtype)
         cast = wanted.dtype != tensor.dtype
-        data = self._data[0 if cast else shift :][: tensor.dtype.nbytes(task.box.shape)]
+        begin = shift if shift and not cast else task.reads.find_shift(task.box)
+        data = self._data[begin:][: tensor.dtype.nbytes(task.box.shape)]
         found = self._band.read(source, task.reads, task.box, data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
         read_sums = compute_band_sums(data, tensor.dtype, task.box, tensor)

@@ -20,6 +20,9 @@ _BLOCK: Final = 4096
 """Offsets and lengths must be multiples of the device's logical block, which is 512 or 4096."""
 _BOUNCE: Final = 4 << 20
 """Larger transfers were not faster."""
+_MOST: Final = 3 / 4
+"""Share of a stretch that is read from the cache if so much of it is there: the kernel fetches what is missing in parts
+of 128 KiB, and systems that reclaim cold pages (DAMON) take some of every stretch."""
 _AT_ONCE: Final = 16 << 20
 """Bytes of a call that needs no bounce buffer; a smaller call answers signals sooner."""
 
@@ -64,22 +67,41 @@ def _write_all_buffered(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def read_direct(direct: int, buffered: int, into: memoryview, offset: int) -> int:
-    """Fill a part of `into` from `offset`: what is cached from the cache, the rest from the disk; 0 at the end.
+    """Fill a part of `into` from `offset`: from the cache what it has most of, the rest from the disk; 0 at the end.
 
-    Raises OSError(EINVAL or EOPNOTSUPP) if the file system can do neither without ordinary reads.
+    Blocks that begin with a page of memory are not copied. Raises OSError(EINVAL or EOPNOTSUPP) if the file system can
+    do neither without ordinary reads.
     """
-    cached = linux.find_cached(buffered, offset, min(len(into), _AT_ONCE))
-    if cached is not False:  # to ask the cache for what it has not would make the kernel read ahead, too
+    cached = linux.measure_cached_share(buffered, offset, min(len(into), _AT_ONCE))
+    if cached is None:  # to ask the cache for what it has not makes the kernel read ahead, too
         try:
             return os.preadv(buffered, [into[:_AT_ONCE]], offset, os.RWF_NOWAIT)
         except BlockingIOError:
             pass
-    start = offset // _BLOCK * _BLOCK
-    skip = offset - start
-    memory = _bounce.memory
+    elif cached >= _MOST:
+        return os.preadv(buffered, [into[:_AT_ONCE]], offset)
+    flat, memory, skip = np.frombuffer(into, np.uint8), _bounce.memory, offset % _BLOCK
+    if flat.__array_interface__["data"][0] % _BLOCK == skip:
+        return _read_in_place(direct, into, offset)
     wanted = min(-(-(skip + len(into)) // _BLOCK) * _BLOCK, len(memory))
-    got = min(os.preadv(direct, [memory[:wanted].data], start) - skip, len(into))
+    got = min(os.preadv(direct, [memory[:wanted].data], offset - skip) - skip, len(into))
     if got <= 0:
         return 0
-    np.frombuffer(into, np.uint8)[:got] = memory[skip : skip + got]
+    flat[:got] = memory[skip : skip + got]
     return got
+
+
+def _read_in_place(direct: int, into: memoryview, offset: int) -> int:
+    """Fill a part of `into`, whose blocks lie in pages as those of the file do: only ragged ends are copied."""
+    head = min(-offset % _BLOCK, len(into))
+    middle = min(len(into) - head, _AT_ONCE) // _BLOCK * _BLOCK
+    tail = min(len(into) - head - middle, _BLOCK) if middle < _AT_ONCE else 0
+    first, last = (_bounce.memory[at : at + _BLOCK].data for at in (0, _BLOCK))
+    before = _BLOCK - head if head else 0
+    vectors = [*([first] if head else []), into[head : head + middle], *([last] if tail else [])]
+    got = max(os.preadv(direct, vectors, offset - before) - before, 0)
+    done = min(got, head + middle + tail)
+    into[: min(head, done)] = first[before:][: min(head, done)]
+    rest = max(done - head - middle, 0)
+    into[head + middle :][:rest] = last[:rest]
+    return done

@@ -38,8 +38,8 @@ def reserve_space(descriptor: int, size: int) -> bool:
             return _check_error_code(code)
 
 
-def find_cached(descriptor: int, offset: int, size: int) -> bool | None:
-    """Find whether the page cache has a whole stretch of a file (`cachestat(2)`, Linux 6.5); None if nobody says."""
+def measure_cached_share(descriptor: int, offset: int, size: int) -> float | None:
+    """Measure how much of a stretch of a file the page cache has (`cachestat(2)`, Linux 6.5); None if nobody says."""
     call = _find_libc_function("syscall")
     if call is None or not size:
         return None
@@ -49,7 +49,7 @@ def find_cached(descriptor: int, offset: int, size: int) -> bool | None:
     if call(_CACHESTAT, descriptor, wanted, found, 0):
         return None
     pages = (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
-    return bool(found[0] >= pages)
+    return float(found[0] / pages)
 
 
 def exchange_names(first: Path, second: Path) -> bool:

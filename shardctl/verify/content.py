@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_tensor_bands, view_band
+from shardctl.bands import BandBuffer, ChunkIndex, allocate_aligned, find_fastest_dim, split_tensor_bands, view_band
 from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
@@ -155,7 +155,7 @@ def measure_content(
                 yield _ContentTask(tensor, index, index, box, run.numbers.start)
 
     def worker() -> Callable[[_ContentTask | TensorRun], None]:
-        band, buffer = BandBuffer(effort.block), np.empty(effort.block, np.uint8)
+        band, buffer = BandBuffer(effort.block), allocate_aligned(effort.block)
 
         def handle(task: _ContentTask | TensorRun) -> None:
             if isinstance(task, TensorRun):
@@ -167,9 +167,10 @@ def measure_content(
                 return
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
             effort.watcher.work_on(first_byte(tensor)[0])
-            band.read(reader, task.ours, task.box, buffer)
-            sums = compute_band_sums(buffer[:nbytes], tensor.dtype, task.box, tensor)
-            odd = count_odd_values(buffer[:nbytes], tensor.dtype) if values else (0, 0, False)
+            data = buffer[task.ours.find_shift(task.box) :][:nbytes]
+            band.read(reader, task.ours, task.box, data)
+            sums = compute_band_sums(data, tensor.dtype, task.box, tensor)
+            odd = count_odd_values(data, tensor.dtype) if values else (0, 0, False)
             found.add(task.number, TensorContent(sums, *odd))
             effort.watcher.advance(nbytes)
 
@@ -250,20 +251,22 @@ def _compare_tasks(
 
     def worker() -> Callable[[_ContentTask], None]:
         band = BandBuffer(effort.block)
-        first, second, third = (np.empty(effort.block, np.uint8) for _ in range(3))
+        ours_memory, theirs_memory = allocate_aligned(effort.block), allocate_aligned(effort.block)
+        third = np.empty(effort.block, np.uint8)
 
         def handle(task: _ContentTask) -> None:
             dtype, other = task.tensor.dtype, task.theirs.chunks[0].dtype
             nbytes = dtype.nbytes(task.box.shape)
             effort.watcher.work_on(first_byte(task.tensor)[0])
-            band.read(ours, task.ours, task.box, first)
-            band.read(theirs, task.theirs, task.box, second)
-            right = second[:nbytes]
+            left = ours_memory[task.ours.find_shift(task.box) :][:nbytes]
+            right = theirs_memory[task.theirs.find_shift(task.box) :][: other.nbytes(task.box.shape)]
+            band.read(ours, task.ours, task.box, left)
+            band.read(theirs, task.theirs, task.box, right)
             if other != dtype:
-                cast_elements(second[: other.nbytes(task.box.shape)], other, dtype, third[:nbytes])
+                cast_elements(right, other, dtype, third[:nbytes])
                 right = third[:nbytes]
-            if not np.array_equal(first[:nbytes], right):
-                _note_difference(tally, task, first[:nbytes], right)
+            if not np.array_equal(left, right):
+                _note_difference(tally, task, left, right)
             effort.watcher.advance(nbytes)
 
         return handle
