@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import format_plural
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
@@ -90,7 +91,7 @@ def plan(
                 str(path), checkpoint, reshard_options, plan_options, source_options, near, about
             )
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
-        assumed = [*shared, *towers]
+        assumed = [*shared, *towers, *_note_device_count(plan_options, planned)]
         return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
 
 
@@ -139,6 +140,15 @@ def _choose_kv_heads(
     """
     serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
     return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
+
+
+def _note_device_count(plan_options: PlanOptions, planned: PlanResult) -> list[str]:
+    """Say that a plan is not of as many devices as `--gpus` says, which is then for the comparison alone."""
+    count, world = plan_options.devices, planned.mesh.world
+    if count is None or plan_options.search or count == world:
+        return []
+    said = f"this plan is for {format_plural(world, 'device')}, and only the comparison of ZeRO's stages is for {count}"
+    return [f"{said}: to plan {count}, add --search, or a mesh such as --fsdp {count}"]
 
 
 def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:

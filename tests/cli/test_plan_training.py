@@ -319,3 +319,13 @@ def test_moments_of_a_first_and_of_a_later_microbatch_have_names_of_their_own(do
     found = document(LLAMA, "--for", "train", "--mesh", "pp=2", "--microbatches", "2")
     names = [moment["name"] for moment in found["timeline"]["moments"]]
     assert len(names) == len(set(names))
+
+
+def test_a_plan_that_is_not_of_as_many_devices_as_are_named_says_so(say, document):
+    """`--gpus 8` without a mesh answers for one device, which those who have eight would not guess."""
+    options = (LLAMA, "--for", "train", "--gpu", "h100-80g", "--detail", "summary")
+    said = "this plan is for 1 device, and only the comparison of ZeRO's stages is for 8: to plan 8, add --search"
+    assert f"warning: {said}" in say("plan", *options, "--gpus", "8").err
+    assert any(text.startswith(said) for text in document(*options, "--gpus", "8")["warnings"])
+    assert said not in say("plan", *options, "--gpus", "8", "--fsdp", "8").err
+    assert said not in say("plan", *options, "--gpus", "8", "--search").err
