@@ -63,7 +63,8 @@ class Mesh:
         if stage % (self.ep * self.etp):
             raise UsageError(
                 f"ep={self.ep} x etp={self.etp} does not divide the {stage} ranks of a stage",
-                hint="ep and etp re-use the ranks of dp, fsdp, cp and tp; they do not add any",
+                hint="ep and etp divide the ranks of dp, fsdp, cp and tp, and add none; "
+                f"a stage has {self.ep * self.etp} ranks with --dp {self.ep * self.etp}, for example",
             )
 
     @classmethod

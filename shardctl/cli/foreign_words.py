@@ -11,6 +11,16 @@ TYPES: Final = {
 }
 """Other spellings of element types, and those that options take."""
 
+CHOICES: Final = {
+    **TYPES,
+    **dict.fromkeys(("inference", "infer", "serving", "generate", "decode"), "serve"),
+    **dict.fromkeys(("training", "pretrain", "pretraining", "finetune", "finetuning", "sft"), "train"),
+    **dict.fromkeys(("q4_0", "q4_k_m", "q4_k_s", "nf4", "awq", "gptq", "w4a16", "4bit"), "int4"),
+    **dict.fromkeys(("q8_0", "8bit"), "int8"),
+    **dict.fromkeys(("yes", "true", "all", "block"), "full"),
+}
+"""What other tools call a choice of an option, where that option has the choice on the right."""
+
 VERBS: Final = {
     **dict.fromkeys(("convert", "split", "shard", "consolidate", "export", "unshard"), "reshard"),
     "merge": "reshard --to hf, or reshard --merge for an adapter",
@@ -42,7 +52,13 @@ OPTIONS: Final = {
     "max-num-seqs": "--max-seqs",
     "max-num-batched-tokens": "--batched-tokens",
     "kv-cache-dtype": "--kv-dtype",
-    "zero-stage": "--zero",
+    **dict.fromkeys(("zero-stage", "use-distributed-optimizer", "distributed-optimizer"), "--zero"),
+    **dict.fromkeys(("recompute-granularity", "recompute-activations"), "--recompute"),
+    **dict.fromkeys(("cpu-offload", "offload-optimizer", "optimizer-cpu-offload"), "--offload cpu"),
+    **dict.fromkeys(("enable-expert-parallel", "num-experts-parallel"), "--ep"),
+    **dict.fromkeys(("lora", "lora-r", "r"), "--lora-rank"),
+    **dict.fromkeys(("load-in-4bit", "qlora"), "--base-dtype nf4"),
+    **dict.fromkeys(("attn-implementation", "use-flash-attn", "attention-backend"), "--attention"),
     **dict.fromkeys(("ram", "max-memory", "max-ram", "memory-limit"), "--memory"),
     **dict.fromkeys(("jobs", "num-threads"), "--threads"),
     **dict.fromkeys(("torch-dtype", "outtype", "precision"), "--dtype"),

@@ -18,7 +18,7 @@ _NUMBERS: Final = {
 }
 """How pydantic, which typer repeats, begins to say that something is no number."""
 _REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
-_CHOICE: Final = re.compile(r"'(?P<value>\w+)' is not one of (?P<choices>'.*)", re.DOTALL)
+_CHOICE: Final = re.compile(r"'(?P<value>[^']+)' is not one of (?P<choices>'.*)", re.DOTALL)
 
 
 def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
@@ -43,9 +43,9 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
         for begin, said in _NUMBERS.items():
             if rest.startswith(begin):
                 message = f"{option}: {said.format(value=repr(_find_value(args, option)))}"
+                guess = guess or _guess_number(_find_value(args, option))
         choice = _CHOICE.fullmatch(rest)
-        meant = foreign_words.TYPES.get(choice["value"].lower()) if choice is not None else None
-        guess = guess or (meant if choice is not None and meant and f"'{meant}'" in choice["choices"] else "")
+        guess = guess or (_guess_choice(choice["value"], choice["choices"]) if choice is not None else "")
     unknown = re.fullmatch(r"no such command '(?P<verb>.*)'", message)
     if unknown is not None:
         guess = foreign_words.VERBS.get(unknown["verb"], guess)
@@ -60,6 +60,28 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
     path = context.command_path if context else "shardctl"
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
     return UsageError(message, hint=hint)
+
+
+def _guess_number(value: str) -> str:
+    """Guess which whole numbers are meant by thousands that are abbreviated or separated, such as ``8k``."""
+    if re.fullmatch(r"\d{1,3}([,_ ']\d{3})+", value):
+        return re.sub(r"\D", "", value)
+    short = re.fullmatch(r"(\d{1,6})([kKmM])", value)
+    if short is None:
+        return ""
+    number, power = int(short[1]), 1 if short[2] in "kK" else 2
+    return f"{number * 1024**power} or {number * 1000**power}"
+
+
+def _guess_choice(value: str, choices: str) -> str:
+    """Guess which choice is meant by another tool's word for one, or by one that is mistyped; else return ''."""
+    from difflib import get_close_matches
+
+    from shardctl.cli import foreign_words
+
+    known = re.findall(r"'([^']*)'", choices)
+    meant = foreign_words.CHOICES.get(value.lower(), "")
+    return meant if meant in known else next(iter(get_close_matches(value.lower(), known, 1)), "")
 
 
 def _find_value(args: Sequence[str], option: str) -> str:

@@ -314,6 +314,14 @@ def narrow_moments(known: OptimizerSpec, dtypes: tuple[str, str]) -> OptimizerSp
     return replace(known, slots=slots, source=source)
 
 
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("adam", "fusedadam", "fused-adam", "adamw-torch", "adamw-torch-fused", "adamw-hf"), "adamw"),
+    **dict.fromkeys(("adam-8bit", "adam8bit", "adamw8bit", "adamw-bnb-8bit", "8bit-adam"), "adamw-8bit"),
+    **dict.fromkeys(("momentum", "nesterov"), "sgd-momentum"),
+}
+"""What libraries call optimizers that keep the same states."""
+
+
 def get_optimizer(name: str) -> OptimizerSpec:
     """Return the optimizer of that name.
 
@@ -325,4 +333,9 @@ def get_optimizer(name: str) -> OptimizerSpec:
     for known in OPTIMIZERS:
         if known.name == name:
             return known
-    raise UsageError(f"unknown optimizer {name!r}", hint=f"the optimizers are {', '.join(o.name for o in OPTIMIZERS)}")
+    from difflib import get_close_matches  # rarely needed
+
+    names, plain = [known.name for known in OPTIMIZERS], name.lower().replace("_", "-")
+    meant = _OTHER_NAMES.get(plain) or next(iter(get_close_matches(plain, names, 1)), "")
+    guess = f"did you mean {meant}? " if meant else ""
+    raise UsageError(f"unknown optimizer {name!r}", hint=f"{guess}The optimizers are {', '.join(names)}")

@@ -40,7 +40,9 @@ def parse_size(text: str) -> int:
     if not unit:
         raise UsageError(f"size {text!r} has no unit", hint=f"write {number}GB, {number}GiB, {number}MB or {number}MiB")
     if unit not in _UNITS:
-        meant = [known for known in _UNITS if known != "KB" and known[0].lower() == unit.lower()]
+        meant = [
+            known for known in _UNITS if known != "KB" and (unit == known.lower() or known[0].lower() == unit.lower())
+        ]
         raise UsageError(
             f"size {text!r} has the unknown unit {unit!r}",
             hint=f"did you mean {' or '.join(f'{number}{each}' for each in meant)}?"

@@ -69,6 +69,27 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
         (["plan", "x", "--memory", "512m"], "size '512m' has the unknown unit 'm'", "did you mean 512MB or 512MiB?"),
         (["reshard", "x", "y", "--dtype", "BFloat16"], f"{DTYPE} 'BFloat16' {DTYPES}", "did you mean bf16?"),
         (["reshard", "x", "y", "--dtype", "half"], f"{DTYPE} 'half' {DTYPES}", "did you mean fp16?"),
+        (["plan", "x", "--memory", "80gb"], "size '80gb' has the unknown unit 'gb'", "did you mean 80GB?"),
+        (["plan", "x", "--seq-len", "8k"], "--seq-len: '8k' is not a whole number", "did you mean 8192 or 8000?"),
+        (["plan", "x", "--seq-len=32,768"], "--seq-len: '32,768' is not a whole number", "did you mean 32768?"),
+        (
+            ["plan", "x", "--for", "inference"],
+            "invalid value for '--for': 'inference' is not one of 'serve', 'train'",
+            "did you mean serve?",
+        ),
+        (
+            ["plan", "x", "--recompute", "ful"],
+            "invalid value for '--recompute': 'ful' is not one of 'none', 'selective', 'full'",
+            "did you mean full?",
+        ),
+        (
+            ["plan", "x", "--ep", "8"],
+            "ep=8 x etp=1 does not divide the 1 ranks of a stage",
+            (
+                "ep and etp divide the ranks of dp, fsdp, cp and tp, and add none; "
+                "a stage has 8 ranks with --dp 8, for example"
+            ),
+        ),
         (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
         (["convert", "x"], "no such command 'convert'", "did you mean reshard?"),
         (["merge", "x"], "no such command 'merge'", "did you mean reshard --to hf, or reshard --merge for an adapter?"),

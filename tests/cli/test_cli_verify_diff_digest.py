@@ -70,7 +70,7 @@ def test_what_is_odd_about_either_checkpoint_is_said_with_whose_it_is(say, resul
     (odd / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": 5}, "weight_map": weights})
     )
-    words = "model.safetensors.index.json says 5 bytes of tensors; the shards hold 86,656"
+    words = "model.safetensors.index.json says 5 bytes of tensors; those that it names have 86,656"
     assert f"warning: [reading] {words}" in say("verify", odd).out.splitlines()
     found = say("verify", result, "--against", odd)
     assert (found.code, found.out.splitlines()[2:]) == (0, [f"warning: [reading] in {odd}: {words}", "ok (1 warning)"])

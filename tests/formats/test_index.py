@@ -242,7 +242,7 @@ def test_what_the_index_does_not_say_is_warned_of(folder):
     assert warnings == (
         f"{SHARDS[0]} holds tensor 'b', which {NAME} places in another file",
         f"{SHARDS[1]} holds tensor 'c' and 1 others, which {NAME} does not name",
-        f"{NAME} says 9 bytes of tensors; the shards hold 8",
+        f"{NAME} says 9 bytes of tensors; those that it names have 8",
     )
     right = index_of(folder, {"metadata": {"total_size": 8}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1]}})
     assert right.check({SHARDS[0]: {"a": 4}, SHARDS[1]: {"b": 4}}) == ()

@@ -231,3 +231,12 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UsageError, match="unknown optimizer 'adma'") as raised:
         get_optimizer("adma")
     assert "adamw, adamw-bf16, adamw-8bit" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("AdamW", "adamw"), ("adam", "adamw"), ("adamw_bnb_8bit", "adamw-8bit"), ("shampo", "shampoo")]
+)
+def test_a_name_of_another_library_gets_a_hint(name, meant):
+    with pytest.raises(UsageError) as raised:
+        get_optimizer(name)
+    assert raised.value.hint.startswith(f"did you mean {meant}? ")

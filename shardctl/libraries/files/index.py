@@ -89,7 +89,9 @@ class WeightIndex:
                 )
         total = sum(sum(held.values()) - sum(held[name] for name in unplaced[file]) for file, held in found.items())
         if self.total_size is not None and self.total_size != total:
-            warnings.append(f"{self.path} says {self.total_size:,} bytes of tensors; the shards hold {total:,}")
+            warnings.append(
+                f"{self.path} says {self.total_size:,} bytes of tensors; those that it names have {total:,}"
+            )
         return tuple(warnings)
 
 
