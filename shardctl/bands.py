@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -144,6 +145,7 @@ def find_fastest_dim(chunks: Sequence[Chunk]) -> int | None:
     return None
 
 
+@cache
 def get_unit_type(dtype: DType) -> np.dtype[np.void] | np.dtype[np.unsignedinteger]:
     """Return the NumPy type of one unit, as bits: an unsigned integer, or raw bytes for odd widths."""
     size = dtype.unit_bytes

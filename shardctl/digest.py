@@ -410,11 +410,14 @@ def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], ou
     vectors = keys.reshape(lanes * n_parts, stretches, -1).swapaxes(0, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
     sums = out.reshape(lanes * n_parts, stretches, rows)
-    for start, stop, call in _split_rows(rows, _BLOCK // width, _CALL * stretches // width):
-        block = _scratch.block[: (stop - start) * width].reshape(stop - start, width)
-        _widen_words(units[start:stop], bits, block)
+    for start, stop, step, call in _split_blocks(rows, _BLOCK // width, _CALL * stretches // width):
+        block = _scratch.block[: step * width].reshape(step, width)
         matrices = block.reshape(-1, call, stretches, width // stretches).transpose(0, 2, 3, 1)
-        product(vectors, matrices, out=sums[..., start:stop].reshape(*sums.shape[:2], -1, call).transpose(2, 1, 0, 3))
+        blocks = units[start:stop].reshape(-1, step, *units.shape[1:])
+        results = sums[..., start:stop].reshape(*sums.shape[:2], len(blocks), -1, call).transpose(2, 3, 1, 0, 4)
+        for words, result in zip(blocks, results, strict=True):
+            _widen_words(words, bits, block)
+            product(vectors, matrices, out=result)
 
 
 def _widen_words(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
@@ -440,18 +443,19 @@ def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float3
     of_bytes = keys.reshape(halves, units_wide, -1)[:, :, elements] * scales  # [halves, units, planes, bytes of a unit]
     vectors = of_bytes.transpose(2, 0, 1, 3).reshape(planes, halves, stretches, -1).swapaxes(1, 2)[:, None]
     wanted = np.tile(masks, units_wide if n_bytes > 1 else 1)[:, None]  # NumPy applies one mask faster than a row
-    for start, stop, call in _split_rows(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
-        shape = planes, stop - start, width
+    for start, stop, step, call in _split_blocks(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
+        shape = planes, step, width
         numbers, codes = (scratch[: prod(shape)].reshape(shape) for scratch in (_scratch.numbers, _scratch.codes))
-        if bits == _BYTE:
-            np.bitwise_xor(octets[start:stop], np.uint8(_BIAS), out=codes[0])  # signed, this is the byte less 128
-        else:
-            np.bitwise_and(octets[start:stop], wanted, out=codes)
-        np.copyto(numbers, codes.view(np.int8) if bits == _BYTE else codes)
         matrices = numbers.reshape(planes, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
-        sums = np.matmul(vectors, matrices).sum((0, 2), np.float64)
-        low, high = sums[:, : halves // 2], sums[:, halves // 2 :]
-        np.add(low, high * 2**_HALF_BITS, out=out[:, start:stop].reshape(halves // 2, -1, call).swapaxes(0, 1))
+        results = out[:, start:stop].reshape(halves // 2, -1, step // call, call).transpose(1, 2, 0, 3)
+        for words, result in zip(octets[start:stop].reshape(-1, step, width), results, strict=True):
+            if bits == _BYTE:
+                np.bitwise_xor(words, np.uint8(_BIAS), out=codes[0])  # signed, this is the byte less 128
+            else:
+                np.bitwise_and(words, wanted, out=codes)
+            np.copyto(numbers, codes.view(np.int8) if bits == _BYTE else codes)
+            sums = np.matmul(vectors, matrices).sum((0, 2), np.float64)
+            np.add(sums[:, : halves // 2], sums[:, halves // 2 :] * 2**_HALF_BITS, out=result)
 
 
 @cache
@@ -473,8 +477,8 @@ def _list_fields(bits: int, n_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np
     return masks.astype(np.uint8), elements.astype(np.intp), scales.astype(np.float32)
 
 
-def _split_rows(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int, int, int]]:
-    """Split rows into blocks ``(start, stop, rows of a call)``.
+def _split_blocks(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int, int, int, int]]:
+    """Split rows into runs of blocks ``(start, stop, rows of a block, rows of a call)``.
 
     First whole blocks, then what is left in whole calls, then the rest in one.
     """
@@ -483,8 +487,9 @@ def _split_rows(rows: int, per_block: int, per_call: int) -> Iterator[tuple[int,
         per_block = min(per_block, rows - done)
         per_call = max(1, min(per_call, per_block))
         per_block -= per_block % per_call
-        yield done, done + per_block, per_call
-        done += per_block
+        stop = rows - (rows - done) % per_block
+        yield done, stop, per_block, per_call
+        done = stop
 
 
 def _unpack_codes(units: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8]) -> None:
