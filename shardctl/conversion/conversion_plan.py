@@ -95,8 +95,8 @@ _TRAINERS: Final = {
     MAXTEXT: _TrainerArrays("orbax", build_maxtext_arrays, lambda _, arrays: dict(arrays)),
 }
 """By what `--names` says."""
-_VEOMNI: Final = "veomni"
-"""Whose arrays are those of transformers, in a state that has another name for the optimizer."""
+_OTHER_STATES: Final = frozenset({"accelerate", "veomni"})
+"""Trainers whose arrays are those of transformers, in a state that has another name for the optimizer."""
 _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _COMMON_OPTIONS)
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
@@ -319,10 +319,10 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in {"keep", "transformers", _VEOMNI, *_TRAINERS}:
+    if reshard_options.names not in {"keep", "transformers", *_OTHER_STATES, *_TRAINERS}:
         raise UsageError(
             f"unknown --names {reshard_options.names!r}",
-            hint="use keep, transformers, torchtitan, automodel, veomni or maxtext",
+            hint="use keep, transformers, accelerate, torchtitan, automodel, veomni or maxtext",
         )
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
@@ -460,10 +460,10 @@ def _choose_arrays(
         experts=reshard_options.experts,
         spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
     )
-    if reshard_options.names == _VEOMNI:
+    if reshard_options.names in _OTHER_STATES:
         if layout.name != "dcp":
-            raise UsageError("--names veomni is for --to dcp", hint="add --to dcp")
-        arrays = replace(arrays, trainer=_VEOMNI)
+            raise UsageError(f"--names {reshard_options.names} is for --to dcp", hint="add --to dcp")
+        arrays = replace(arrays, trainer=reshard_options.names)
     return name_state_arrays(have, arrays, fusions)
 
 

@@ -63,11 +63,11 @@ class ReshardOptions:
     ] = None
     """The layout; by default `ranks` for a mesh and `hf` for one device."""
     names: Annotated[
-        Literal["transformers", "keep", "torchtitan", "automodel", "veomni", "maxtext"],
+        Literal["transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"],
         CommandOption(
             HelpPanel.WRITING,
             "Tensor names in rank files: those of transformers, or those of the source; or, in dcp, those of "
-            "torchtitan, of NeMo Automodel and of VeOmni, and, in orbax, MaxText's.",
+            "Accelerate, torchtitan, NeMo Automodel and VeOmni, and, in orbax, MaxText's.",
         ),
     ] = "transformers"
     experts: Annotated[

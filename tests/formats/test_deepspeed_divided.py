@@ -21,7 +21,7 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
-EXPERTS = ("ep-z2", "ep-z3")
+EXPERTS = ("ep-z1", "ep-z2", "ep-z3")
 DIVIDED = (*EXPERTS, "tp-z2", "uneven-z1", "uneven-z3", "muon-z3")
 ALIAS = "model.layers.0.mlp.gate.gate.weight"
 """The router's other name, under which DeepSpeed's converter has the module's copy."""
@@ -71,7 +71,7 @@ def test_the_modules_own_experts_are_files_of_their_own():
     assert len({chunk.where.file for chunk in found["model.layers.0.mlp.experts.w1"].chunks}) == 4
 
 
-@pytest.mark.parametrize(("name", "close"), [("ep-z2", 1e-6), ("ep-z3", 2e-2)])
+@pytest.mark.parametrize(("name", "close"), [("ep-z1", 2e-2), ("ep-z2", 1e-6), ("ep-z3", 2e-2)])
 def test_transformers_computes_the_loss_of_the_engine(name, close, tmp_path):
     own = read_own(name)
     reshard(FIXTURES / name, tmp_path / "hf", ReshardOptions(to="hf"), source_options=write_config(name, tmp_path))

@@ -2,7 +2,8 @@
 
 Keys are those of ``{"model": ..., "optim": ...}`` with what `get_state_dict` returns: ``model.<name>``,
 ``optim.state.<name>.<state>`` and ``optim.param_groups.<n>.<setting>``. VeOmni calls the second ``optimizer``
-(0.1.12, `checkpoint/dcp_checkpointer.py`), torchtitan, too, which flattens it beside weights at the root.
+(0.1.12, `checkpoint/dcp_checkpointer.py`), torchtitan, too, which flattens it beside weights at the root, and
+Accelerate (1.15, `utils/fsdp_utils.py`), which has each of the two in a folder.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ _FLAT: Final = "torchtitan"
 """Who has weights at the root, and flattens its optimizer."""
 _APART: Final = "automodel"
 """Who has weights in `model/`, as safetensors, and a flat optimizer in `optim/`."""
+_FOLDERS: Final = "accelerate"
+"""Who has both in folders of these names, of the first model and its optimizer:"""
+_WEIGHT_FOLDER: Final = "pytorch_model_fsdp_0/"
+_STATE_FOLDER: Final = "optimizer_0/"
 _MEMBERS: Final = frozenset({"params", "param_names"})
 """What a group says of its parameters, which is no setting."""
 _ZERO: Final = BY_NAME["F32"]
@@ -50,7 +55,7 @@ _Way = tuple[str | int, ...]
 def pack_dcp(request: PackRequest) -> Manifest:
     """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
-    if form.trainer == _APART:
+    if form.trainer in {_APART, _FOLDERS}:
         return _pack_apart(request)
     builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, form.trainer)
     if have.training is not None:
@@ -72,28 +77,38 @@ def pack_dcp(request: PackRequest) -> Manifest:
 
 
 def _pack_apart(request: PackRequest) -> Manifest:
-    """Return the files of NeMo Automodel: weights in `model/`, and what is trained besides in `optim/`.
+    """Return the files of a trainer that has weights in one folder, and what is trained besides in another.
 
-    Raises UsageError for a mesh, which it needs none of to load the files into any.
+    Weights are safetensors for NeMo Automodel, and a save of their own for Accelerate. Raises UsageError for a mesh,
+    which they need none of to load the files into any.
     """
     have, form, dtypes = request.have, request.form, request.dtypes
     if request.placed is not None:
         raise UsageError(
-            f"--names {_APART} takes no mesh", hint="leave the mesh out: Automodel loads the files into any"
+            f"--names {form.trainer} takes no mesh", hint="leave the mesh out: the files are loaded into any"
         )
     weights, states = list[TensorArray](), list[TensorArray]()
     for array in list_whole_arrays(have, form, dtypes):
         (weights if split_state_name(array.name) is None else states).append(array)
-    groups = group_by_size(weights, request.max_shard_size)
-    stored = FileBuilder(build_container_metadata(have))
-    for number, arrays in enumerate(groups, 1):
-        stored.add(f"{FOLDER}shard-00001-model-{number:05d}-of-{len(groups):05d}{SAFETENSORS}", arrays)
-    trained = _DcpBuilder(request.max_shard_size or USUAL_SHARD, _APART, f"{_OPTIMIZER}/")
+    largest = request.max_shard_size or USUAL_SHARD
+    if form.trainer == _APART:
+        groups = group_by_size(weights, request.max_shard_size)
+        stored = FileBuilder(build_container_metadata(have))
+        for number, arrays in enumerate(groups, 1):
+            stored.add(f"{FOLDER}shard-00001-model-{number:05d}-of-{len(groups):05d}{SAFETENSORS}", arrays)
+        files, held = dict(stored.files), list(stored.stored())
+        trained = _DcpBuilder(largest, _APART, f"{_OPTIMIZER}/")
+    else:
+        saved = _DcpBuilder(largest, _FOLDERS, _WEIGHT_FOLDER)
+        saved.rank(0, weights)
+        files = saved.files.finished(saved.ways)
+        held = [(name, chunk) for name, chunks in saved.chunks.items() for chunk in chunks]
+        trained = _DcpBuilder(largest, _FOLDERS, _STATE_FOLDER)
     if have.training is not None:
         trained.settings(have.training, form)
     trained.rank(0, states)
-    files = stored.files | (trained.files.finished(trained.ways) if trained.ways else {})
-    for name, chunk in stored.stored():
+    files |= trained.files.finished(trained.ways) if trained.ways else {}
+    for name, chunk in held:
         trained.chunks.setdefault(name, []).append(chunk)
     tensors = {
         name: replace(tensor, dtype=dtypes[name], chunks=tuple(trained.chunks.get(name, ())))

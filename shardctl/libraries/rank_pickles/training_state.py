@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.libraries.dcp.items import NUMBERS, decode_number
 from shardctl.libraries.dcp.keys import build_named_states, build_parameter_groups, find_steps_done
+from shardctl.libraries.dcp.numbered_states import NUMBERED_NOTE, name_parameters
 from shardctl.manifest import Region, TrainingState
 from shardctl.settings import as_setting
 from shardctl.storage import read_bytes
@@ -33,14 +34,22 @@ def collect_training(
     States of parameters that are not among `weights`, by name, are left behind with a warning.
     """
     made, value = partial(collector.tensor, files=files), partial(_read_value, collector)
+    shapes = {key: held.shape for key, held in collector.held.items()}
+    notes = found.notes()
+    named = name_parameters(found, weights, shapes, value)
+    members: dict[str, Setting] = {}
+    if named is not None:
+        found, members = named
+        notes = (*notes, NUMBERED_NOTE)
     states = build_named_states(found, weights, collector.held, made, collector.warnings)
+    groups = build_parameter_groups(found, weights, lambda key: members[key] if key in members else value(key))
     return TrainingState(
         writer="torch.save on each rank",
         ranks=ranks,
         step=find_steps_done(found, value),
         states=states,
-        groups=build_parameter_groups(found, weights, value) if states else (),
-        notes=found.notes(),
+        groups=groups if states else (),
+        notes=notes,
     )
 
 

@@ -38,6 +38,7 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from shardctl.libraries.torch_save.saved_optimizer import SavedOptimizer
     from shardctl.libraries.torch_save.state_dict import StateDict
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source, Span
@@ -94,7 +95,7 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
     warnings = list(chosen.warnings)
     read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
-        read_files[path] = found = read_weights(source, path)
+        read_files[path] = found = read_weights(source, path, trained=len(chosen.files) == 1)
         warnings += found.state.warnings
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
@@ -110,12 +111,17 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
     inside = [
         OpaqueObject(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others
     ]
+    training = None
+    for path, optimizer in ((path, each.optimizer) for path, each in read_files.items() if each.optimizer):
+        training = optimizer.collect_training(source, tensors, warnings)
+        inside += [] if training.states else [OpaqueObject(optimizer.key, "drop", file=path)]
     return Manifest(
         format=FORMAT.name,
         tensors=tensors,
         files={path: CheckpointFile(path, source.files()[path].size) for path in read_files},
         objects=(*objects, *inside),
         warnings=(*warnings, *left),
+        training=training,
     )
 
 
@@ -239,20 +245,29 @@ class WeightsFile:
 
     saved: SavedFile
     state: StateDict
+    optimizer: SavedOptimizer | None = None
 
 
-def read_weights(source: Source, path: str) -> WeightsFile:
-    """Read the weights in a file of torch.save.
+def read_weights(source: Source, path: str, *, trained: bool = False) -> WeightsFile:
+    """Read the weights in a file of torch.save, and with `trained` the optimizer beside them.
 
     Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
     """
-    from shardctl.libraries.torch_save.state_dict import extract_state_dict
+    from shardctl.libraries.torch_save.state_dict import extract_state_dict, find_optimizer
 
     saved = open_saved(source, path)
-    state = extract_state_dict(saved.tree, path, partial(is_excluded, source))
-    check_total_size(source, path, state.views.values())
+    key = find_optimizer(saved.tree) if trained else None
+    state = extract_state_dict(saved.tree, path, partial(is_excluded, source), key)
+    optimizer, views = None, [*state.views.values()]
+    if key is not None:
+        from shardctl.libraries.torch_save.saved_optimizer import SavedOptimizer
+
+        optimizer = SavedOptimizer(saved, key)
+        views += optimizer.views.values()
+    check_total_size(source, path, views)
     budget_of(source).leftovers.mark_told({*state.others.values(), *(v.subclass for v in state.views.values())})
-    return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it
+    saved = replace(saved, tree=None)  # the tree is larger than what is known from it
+    return WeightsFile(saved, state, optimizer)
 
 
 def check_total_size(source: Source, path: str, views: Iterable[StorageView]) -> None:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep the weights, beside an epoch or an optimizer."""
+_OPTIMIZERS: Final = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+"""Keys under which they keep the optimizer; the last is Lightning's, a list of all."""
+STATE: Final = "state"
+GROUPS: Final = "param_groups"
+"""What the state dict of an optimizer has."""
 _SHOWN: Final = 5
 
 
@@ -29,10 +34,30 @@ class StateDict:
     warnings: tuple[str, ...]
 
 
-def extract_state_dict(tree: object, path: str, is_excluded: Callable[[str], bool] = lambda _: False) -> StateDict:
+def find_optimizer(tree: object) -> str | None:
+    """Find the key of the one optimizer beside weights; None if there is none, or more than one."""
+    top = as_mapping(tree) or {}
+    found = [key for key in _OPTIMIZERS if get_optimizer(top.get(key)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def get_optimizer(node: object) -> dict[Any, Any] | None:
+    """Return what `torch.optim.Optimizer.state_dict` made, by itself or alone in a list; None for anything else."""
+    if isinstance(node, list) and len(node) == 1:
+        node = node[0]
+    held = as_mapping(node)
+    if held is None or as_mapping(held.get(STATE)) is None or not isinstance(held.get(GROUPS), list):
+        return None
+    return held
+
+
+def extract_state_dict(
+    tree: object, path: str, is_excluded: Callable[[str], bool] = lambda _: False, optimizer: str | None = None
+) -> StateDict:
     """Extract the weights of `tree`: its own tensors if it has any, else those under the one well-known key.
 
-    A tensor that cannot be read is passed over if `is_excluded` says of its name that nobody wants it.
+    A tensor that cannot be read is passed over if `is_excluded` says of its name that nobody wants it. What is under
+    the key of an `optimizer` is read by somebody else.
 
     Names are never joined from several levels: a guess could collide or differ from what the model calls them.
 
@@ -41,6 +66,8 @@ def extract_state_dict(tree: object, path: str, is_excluded: Callable[[str], boo
         UnsupportedError: a whole module was saved, or a tensor that cannot be read as it is.
     """
     top = as_mapping(tree)
+    if top is not None:
+        top = {key: value for key, value in top.items() if optimizer is None or key != optimizer}
     if top is None:
         _refuse_module(tree, path)
         raise SourceError(f"{path} holds {_add_article(describe_node(tree))}, not a mapping of names to tensors")

@@ -1,0 +1,89 @@
+"""Names the parameters of an optimizer whose `state_dict` numbers them, as `torch.optim.Optimizer` does.
+
+Numbers run through its groups. A model's parameters and its state dict have one order, that of its modules, so that
+they are the weights of the file, one after another: all of them in one group, or matrices in the group that decays and
+vectors in the one that does not, as trainers divide them. Shapes must agree; otherwise states are left behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.manifest import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardctl.libraries.dcp.keys import SortedKeys
+    from shardctl.manifest import Tensor
+    from shardctl.settings import Setting
+
+_MEMBERS: Final = "params"
+_DECAY: Final = "weight_decay"
+NUMBERED_NOTE: Final = "parameters of the optimizer are numbered; they were taken in the order of the weights"
+
+
+def name_parameters(
+    found: SortedKeys,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    value: Callable[[str], Setting],
+) -> tuple[SortedKeys, dict[str, Setting]] | None:
+    """Name numbered parameters; `shapes` are those of states by key, and `value` finds a setting by its key.
+
+    Returns the keys with names, and the names of each group's members by the key that had numbers; None if parameters
+    are not numbered, or are not those that the weights would be.
+    """
+    listed = {key: group for key, (group, name) in found.settings.items() if name == _MEMBERS}
+    groups = {key: _list_numbers(value(key)) for key in sorted(listed, key=lambda key: (len(key), key))}
+    roots = {key.rpartition(f".{parameter}.{state}")[0] for key, (parameter, state) in found.states.items()}
+    numbers = [number for members in groups.values() for number in members or ("",)]
+    if len(roots) != 1 or not numbers or numbers != list(map(str, range(len(numbers)))):
+        return None
+    decays = {
+        key: value(next((k for k, v in found.settings.items() if v == (group, _DECAY)), ""))
+        for key, group in listed.items()
+    }
+    ordered = _list_untied(weights)
+    sharing = [ordered]
+    if len(groups) > 1:
+        vectors = [name for name in ordered if len(weights[name].shape) < len(("rows", "columns"))]
+        matrices = [name for name in ordered if name not in set(vectors)]
+        if len(groups) != len(sharing) + 1 or [bool(decays[key]) for key in groups] not in (
+            [True, False],
+            [False, True],
+        ):
+            return None
+        sharing = [matrices if decays[key] else vectors for key in groups]
+    if [len(members or ()) for members in groups.values()] != list(map(len, sharing)):
+        return None
+    names = dict(zip(numbers, (name for part in sharing for name in part), strict=True))
+    for key, (parameter, _) in found.states.items():
+        if parameter not in names or (shapes.get(key) and shapes[key] != weights[names[parameter]].shape):
+            return None
+    states = {key: (names[parameter], state) for key, (parameter, state) in found.states.items()}
+    members: dict[str, Setting] = {key: tuple(part) for key, part in zip(groups, sharing, strict=True)}
+    return replace(found, states=states), members
+
+
+def _list_numbers(members: Setting) -> list[str] | None:
+    """List the numbers that a group has; None if it has something else."""
+    if not isinstance(members, tuple) or not all(isinstance(each, int) for each in members):
+        return None
+    return list(map(str, members))
+
+
+def _list_untied(weights: Mapping[str, Tensor]) -> Sequence[str]:
+    """List weights in their order; of those that lie in the same place, the first, which is the parameter."""
+    seen = set()
+    names = []
+    for name, tensor in weights.items():
+        places = frozenset(
+            (chunk.box, chunk.where) if isinstance(chunk.where, Region) else (chunk.box, name)
+            for chunk in tensor.chunks
+        )
+        if places not in seen:
+            names.append(name)
+        seen.add(places)
+    return names
