@@ -22,7 +22,7 @@ PLAIN_END: Final = r"[ \t\n\r]*+,[ \t\n\r]*+"
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SPACES: Final = (" ", "\t", "\n", "\r")
 _AFTER_KEY: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
-_LONGEST_KEY: Final = 10_000
+LONGEST_KEY: Final = 10_000
 """Characters of a key, such as a tensor's name; what is longer would only flood messages and manifests."""
 _EXCERPT: Final = 40
 """Characters of the input that a message repeats."""
@@ -77,8 +77,8 @@ def walk_object(
         if plain is not None:
             at = plain(at)
         key, at = parse_string(text, at)
-        if len(key) > _LONGEST_KEY:
-            raise MalformedError(f"the key {quote_excerpt(key, 0)} has more than {_LONGEST_KEY:,} characters")
+        if len(key) > LONGEST_KEY:
+            raise MalformedError(f"the key {quote_excerpt(key, 0)} has more than {LONGEST_KEY:,} characters")
         colon = _AFTER_KEY.match(text, at)
         if colon is None:
             raise MalformedError(f"expected ':' after the key {key!r}, found {quote_excerpt(text, at)}")

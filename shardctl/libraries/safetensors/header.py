@@ -22,6 +22,7 @@ from shardctl.dtype import BY_NAME, DTYPES, DType
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import refuse_impostor
 from shardctl.libraries.files.json_members import (
+    LONGEST_KEY,
     PLAIN_END,
     PLAIN_KEY,
     MalformedError,
@@ -70,6 +71,11 @@ _PLAIN_MEMBER: Final = re.compile(
     rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}{PLAIN_END}'
 )
 """A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
+_TO_TYPE: Final = '":{"dtype":"'
+_TO_OFFSETS: Final = '],"data_offsets":['
+_TO_NEXT: Final = '},"'
+_COMPACT_KIND: Final = re.compile(rf'([A-Z0-9_]+)","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,15}})?)')
+"""What stands between the first two of these: type and shape as the library itself spells them."""
 
 
 @value_class
@@ -187,6 +193,8 @@ class _ParsedHeader:
     def _plain(self, at: int) -> int:
         """Take the plain members from `at` on; what is wrong with one is for `_member` to say."""
         text, start, kinds, names, entries = self._text, self._start, self._kinds, self._names, self.entries
+        if not entries and _PLAIN_MEMBER.match(text, at):
+            at = self._take_compact(at)
         while (member := _PLAIN_MEMBER.match(text, at)) is not None:
             name, dtype, extents, first, last = member.groups()
             kind = kinds.get((dtype, extents))
@@ -202,6 +210,44 @@ class _ParsedHeader:
             entries.append(HeaderArray(name, kind[0], kind[1], start + begin, nbytes))
             at = member.end()
         return at
+
+    def _take_compact(self, at: int) -> int:
+        """Take all members but the last at one go, if each is spelled as the library does, in the order of the data.
+
+        Returns the position of the last; `at` if any is spelled in another way, and none is taken.
+        """
+        text = self._text
+        end = len(text.rstrip(" "))
+        if not text.endswith("]}}", at, end) or text.count(_TO_NEXT, at, end) >= MOST_ARRAYS:
+            return at
+        *pieces, last = text[at + 1 : end - len("}}")].split(_TO_NEXT)
+        kinds: dict[str, tuple[DType, tuple[int, ...], int]] = {}
+        arrays: list[HeaderArray] = []
+        start, begin = self._start, 0
+        for piece in pieces:
+            name, _, rest = piece.partition(_TO_TYPE)
+            spelled, _, offsets = rest.partition(_TO_OFFSETS)
+            kind = kinds.get(spelled)
+            if kind is None:
+                kind = _parse_compact_kind(name, spelled)
+                if kind is None:
+                    return at
+                kinds[spelled] = kind
+            dtype, shape, nbytes = kind
+            stop = begin + nbytes
+            if offsets != f"{begin},{stop}]":
+                return at
+            arrays.append(HeaderArray(intern(name), dtype, shape, start + begin, nbytes))  # models have the name, too
+            begin = stop
+        names = {array.name for array in arrays}
+        together = "".join(names)
+        if len(names) < len(arrays) or not names.isdisjoint((METADATA, *self._names)) or not together.isprintable():
+            return at
+        if '"' in together or "\\" in together or max(map(len, names), default=0) > LONGEST_KEY:
+            return at
+        self._names |= names
+        self.entries += arrays
+        return end - len("}}") - len(last) - 1
 
     def _member(self, name: str, at: int) -> int:
         if name in self._names:
@@ -261,6 +307,16 @@ def _build_array(name: str, dtype_name: str, shape: list[int], offset: int, span
             f"tensor {name!r} is {dtype} {shape}, which takes {nbytes:,} bytes, but its data_offsets span {span:,}"
         )
     return HeaderArray(name, dtype, tuple(shape), offset, nbytes)
+
+
+def _parse_compact_kind(name: str, spelled: str) -> tuple[DType, tuple[int, ...], int] | None:
+    """Parse type, shape and bytes of a tensor, spelled as the library does; None for another spelling or a new type."""
+    found = _COMPACT_KIND.fullmatch(spelled)
+    dtype = BY_NAME.get(found[1]) if found is not None else None
+    if found is None or dtype is None:
+        return None
+    shape = [int(extent) for extent in found[2].split(",")] if found[2] else []
+    return dtype, tuple(shape), _compute_nbytes(name, dtype, shape)
 
 
 def _are_sizes(values: object) -> bool:

@@ -90,10 +90,12 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     else:
         if chosen.index is None:
             _check_one_save(chosen.files)
-        files = place_tensors(held, chosen.index)
-        tensors = _build_whole_tensors(headers, files)
+        files, count = chosen.index.weight_map if chosen.index is not None else {}, sum(map(len, held.values()))
+        if len(files) != count:  # else the index, which was checked, names each tensor where it is, and each is once
+            files = place_tensors(held, chosen.index)
+        twice = count > len(files) and len(headers) > 1
+        tensors = _build_whole_tensors(headers, files if twice else {})
         copies = CopyCollector(chosen.index, prefer_index=prefer_index)
-        twice = sum([len(header.arrays) for header in headers.values()]) > len(tensors)
         for copy in _list_copies(headers, files) if twice else ():
             tensors[copy.name] = copies.add(tensors[copy.name], copy)
         warnings += copies.check_undecided(source)
@@ -235,7 +237,7 @@ class _StoredPart:
 
 
 def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """Build the tensors of files that hold each whole, from the one file where each is placed."""
+    """Build the tensors of files that hold each whole, from the one file where each is placed, if it is in several."""
     tensors: dict[str, Tensor] = {}
     alike: dict[tuple[DType, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
     for path, header in headers.items():
