@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
+from shardctl.errors import format_first_few
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
 from shardctl.models.drafters import name_drafter
@@ -161,7 +162,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         dropped=manifest.dropped,
         digest=record.digest if record else "",
         rules=_list_rules(checkpoint),
-        warnings=(*manifest.warnings, *lint_config(checkpoint)),
+        warnings=(*manifest.warnings, *lint_config(checkpoint), *_note_holes(checkpoint)),
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
@@ -171,6 +172,22 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         adapter=_summarise_adapter(checkpoint) if checkpoint.adapter else None,
         parts=list_pipeline_parts(checkpoint.source, checkpoint.stored),
     )
+
+
+def _note_holes(checkpoint: OpenedCheckpoint) -> list[str]:
+    """Say that files hold too few elements of some tensors, as where that of a rank is missing; counts alone."""
+    if checkpoint.hypothetical:
+        return []
+    lacking = [
+        tensor.name
+        for tensor in checkpoint.manifest.tensors.values()
+        if tensor.turns == 1
+        and not (len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape)
+        and sum(box.size for box in {chunk.box for chunk in tensor.chunks}) < tensor.size
+    ]
+    if not lacking:
+        return []
+    return [f"elements of {format_first_few(lacking)} are stored in no file; shardctl verify says which"]
 
 
 def _summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:

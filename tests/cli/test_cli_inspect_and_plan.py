@@ -281,3 +281,15 @@ def test_a_plan_of_a_config_says_in_which_types_it_counts(say, tmp_path):
     sidecar = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar))
     assert "| a config, which says BF16, U8, F8_E4M3\n" in say("plan", tmp_path).out
+
+
+def test_inspect_says_that_the_file_of_a_rank_is_missing(say, source, tmp_path):
+    """It counted the parameters of the whole model, though half of them were in no file."""
+    assert say("reshard", source, tmp_path / "out", "--tp", 2).code == 0
+    assert say("inspect", tmp_path / "out").err == ""
+    (tmp_path / "out" / "shardctl.json").unlink()
+    assert say("inspect", tmp_path / "out").err == ""
+    next((tmp_path / "out").glob("shard-00002-*")).unlink()
+    found = say("inspect", tmp_path / "out")
+    assert found.code == 0
+    assert "are stored in no file; shardctl verify says which" in found.err
