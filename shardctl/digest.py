@@ -42,6 +42,8 @@ Keys = TypeVar("Keys")
 
 LANES: Final = 2
 """Independent sums per part: two accidents in 2^40 are not the same accident."""
+_TENSOR_HASH: Final = blake2b(digest_size=16, person=b"shardctl1 tensor")
+"""To be copied, which takes half of the time of making one."""
 
 _TILE: Final = 1 << 16
 """Rows and columns per tile: 2^16 elements below 2^16 with keys below 2^20 still sum exactly in a float64."""
@@ -191,8 +193,9 @@ def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) 
 
 def hash_tensor_sums(text: str, dtype: DType, shape: Sequence[int]) -> str:
     """Hash the sums over all elements of a tensor, as `DigestSums` writes them, to its digest."""
-    line = f"{dtype.name} {_format_shape(tuple(shape))} {text}"
-    return blake2b(line.encode(), digest_size=16, person=b"shardctl1 tensor").hexdigest()
+    state = _TENSOR_HASH.copy()
+    state.update(f"{dtype.name} {_format_shape(tuple(shape))} {text}".encode())
+    return state.hexdigest()
 
 
 def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> str:
