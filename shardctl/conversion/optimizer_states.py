@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.amounts import format_file_size, format_plural
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.catalogue import format_choice, load_layouts
 from shardctl.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
 from shardctl.models.fusion import TensorFusion
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardctl.placement import PartitionSpec
 
 _STEP: Final = "step"
+_TREES: Final = "orbax"
+_TREE: Final = "opt_state."
+"""How names of an optimizer's states begin in a checkpoint of flax's `TrainState`."""
 _COUNTED: Final = "exp_avg"
 """A state of optimizers that count steps."""
 States = Literal["keep", "drop"] | None
@@ -59,10 +62,20 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     if wished == "keep" or (wished is None and layout.states == "by default" and known):
         said = have.warnings + tuple(_note_clipping(have, layout))
         return add_states(replace(_add_steps(have) if layout.own_steps else have, warnings=said))
-    warnings = have.warnings
+    warnings = have.warnings + tuple(_note_tree_states(have))
     if there and wished is None:
         warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
     return replace(have, training=None, warnings=warnings)
+
+
+def _note_tree_states(have: Manifest) -> Iterator[str]:
+    """Note what JAX's trainers keep of an optimizer in the tree of a checkpoint, under names that are like weights'."""
+    states = [name for name in have.tensors if name.startswith(_TREE)] if have.format == _TREES else []
+    if states:
+        yield (
+            f"{format_first_few(states)} look like an optimizer's, and travel like weights: --exclude '^{_TREE}' "
+            "leaves them out"
+        )
 
 
 def _note_clipping(have: Manifest, layout: Layout) -> Iterator[str]:

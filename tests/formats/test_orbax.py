@@ -94,6 +94,15 @@ class TestReading:
         for start, stop in ((0, 1), (3, 777), (1023, 1026), (5000, 8191), (2, len(whole)), (9, 9)):
             assert read_bytes(source, path, start, stop - start) == whole[start:stop]
 
+    def test_what_looks_like_an_optimizers_travels_with_a_word(self, tmp_path):
+        whole = reshard(ORBAX / "zarr", tmp_path / "whole", ReshardOptions(to="hf"))
+        said = "opt_state.count, opt_state.mu.norm.scale look like an optimizer's, and travel like weights"
+        assert [each for each in whole.warnings if each.startswith(said)]
+        assert "opt_state.count" in load_file(tmp_path / "whole" / "model.safetensors")
+        weights = reshard(ORBAX / "zarr", tmp_path / "weights", ReshardOptions(to="hf", exclude=r"^opt_state\."))
+        named = reshard(ORBAX / "zarr", tmp_path / "named", ReshardOptions(to="hf"), source_options=NAMED)
+        assert not [each for each in (*weights.warnings, *named.warnings) if "optimizer" in each]
+
     def test_what_orbax_keeps_for_itself_does_not_travel(self):
         manifest = scan_checkpoint(open_source(ORBAX / "ocdbt"))
         assert manifest.objects == ()
