@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Tensor
 
 
+def count_turns(shape: tuple[int, ...], part: Box) -> int:
+    """Count the parts that take turns along the last dim of a tensor, of which `part`, of a dim more, is all of one.
+
+    >>> count_turns((2, 8), Box((0, 0, 1), (2, 4, 1))), count_turns((2, 8), Box.whole((2, 8)))
+    (2, 1)
+    """
+    return shape[-1] // part.shape[-2] if len(part.shape) > len(shape) else 1
+
+
 def unfold_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Unfold tensors of one shape alike, if any of their chunks is of a shape with turns; else return them as they are.
 

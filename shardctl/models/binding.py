@@ -119,8 +119,8 @@ def is_maxtext(names: Iterable[str]) -> bool:
 def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
     if is_maxtext(unknown):
         return (
-            "the arrays are MaxText's, of which those of Qwen2, Qwen3, Qwen3-Next, OLMo 3 and DeepSeek need the config "
-            "alone: say what they are in [names] of --rules FILE, or convert them with its "
+            "the arrays are MaxText's, of which those of Qwen2, Qwen3, Qwen3-Next, OLMo 3, gpt-oss and DeepSeek need "
+            "the config alone: say what they are in [names] of --rules FILE, or convert them with its "
             "python -m maxtext.checkpoint_conversion.to_huggingface"
         )
     kinds = {_erase_numbers(name) for name in model.tensors}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shardctl.box import Box, BoxIndex
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Region, compute_dense_strides
+from shardctl.turns import count_turns
 from shardctl.value import value_class
 from shardctl.views import ArrayView
 
@@ -30,7 +31,7 @@ class FusionPlaces:
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensor that each part belongs to."""
     boxes: tuple[Box, ...]
-    """What each part is of its tensor; most are all of it."""
+    """What each part is of its tensor; most are all of it. One that takes turns has a dim more; see `turns.py`."""
     index: BoxIndex
     """The parts' boxes within the array."""
     declared: tuple[int, ...]
@@ -122,7 +123,8 @@ class TensorFusion:
             for position, _ in places.index.overlapping(chunk.box):
                 part = places.views[position].pull(chunk, places.boxes[position])
                 if part is not None:
-                    chunks[position].append(part)
+                    turns = count_turns(places.shapes[position], places.boxes[position])
+                    chunks[position].append(part if turns == 1 else replace(part, turns=turns))
         for name, shape, found in zip(self.tensors, places.shapes, chunks, strict=True):
             yield name, replace(stored, shape=shape, chunks=tuple(found))
 

@@ -16,7 +16,8 @@ from shardctl.box import Box
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.fusion import FusionPlaces, TensorFusion
 from shardctl.models.trainer_arrays import bind_arrays
-from shardctl.views import ArrayView
+from shardctl.turns import unfold_box
+from shardctl.views import NO_DIM, ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -30,8 +31,11 @@ FRONT: Final = "params.params."
 _NOTE: Final = "MaxText's arrays; read as the tensors of transformers"
 _SCANNED: Final = 1
 """The dim along which layers lie (`param_scan_axis` in its `configs/base.yml`)."""
-_PLAIN, _TURNED, _ROWS, _COLUMNS = "plain", "turned", "rows", "columns"
-"""How a tensor runs through its array: as it is, transposed, or so with the heads of its rows or columns apart."""
+_PLAIN, _TURNED, _ROWS, _COLUMNS, _PAIRED = "plain", "turned", "rows", "columns", "paired"
+"""How a tensor runs through its array: as it is, transposed, or so with the heads of its rows or columns apart.
+
+Or through two, whose elements take turns along its last dim.
+"""
 _ENDS: Final = {
     "model.embed_tokens.weight": ("token_embedder.embedding", _PLAIN),
     "model.norm.weight": ("decoder.decoder_norm.scale", _PLAIN),
@@ -97,17 +101,33 @@ _NEXT: Final = {
     "mlp.shared_expert_gate.weight": ("mlp.shared_expert_gate.kernel", _TURNED),
     _ROUTER: ("mlp.routed_experts.gate.kernel", _TURNED),
 }
+_OWN: Final = "GptOssAttention"
+_MIXED: Final = "GptOssMlp"
+_GPT_OSS: Final = {
+    **_NORMS,
+    **{ours: (own.replace(_SELF, _OWN), how) for ours, (own, how) in _ATTENTION.items()},
+    "self_attn.o_proj.bias": (f"{_OWN}.out.bias", _PLAIN),
+    "self_attn.sinks": (f"{_OWN}.sinks", _PLAIN),
+    "mlp.router.weight": (f"{_MIXED}.gate.kernel", _TURNED),
+    "mlp.router.bias": (f"{_MIXED}.gate.bias", _PLAIN),
+    "mlp.experts.gate_up_proj": (f"{_MIXED}.wi_{{}}", _PAIRED),
+    "mlp.experts.gate_up_proj_bias": (f"{_MIXED}.wi_{{}}_bias", _PAIRED),
+    "mlp.experts.down_proj": (f"{_MIXED}.wo", _PLAIN),
+    "mlp.experts.down_proj_bias": (f"{_MIXED}.wo_bias", _PLAIN),
+}
 _PARTS: Final = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), _QWEN),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    "gpt_oss": _GPT_OSS,
     "olmo3": _OLMO,
     "qwen3_next": _NEXT,
 }
 """By family: the tensors of a layer, what MaxText calls the array, and how they run through it."""
-_CYCLES: Final = {"olmo3": "layers", "qwen3_next": "layer"}
-"""Families whose scanned layers are those at one place of each cycle, and what the place is called."""
-_CYCLE: Final = 4
-"""Layers of a cycle (`inhomogeneous_layer_cycle_interval` of `configs/models/`); the last has full attention."""
+_CYCLES: Final = {"gpt_oss": (2, "layers"), "olmo3": (4, "layers"), "qwen3_next": (4, "layer")}
+"""Families whose scanned layers are those at one place of each cycle: layers of a cycle, and what the place is called.
+
+As many as `inhomogeneous_layer_cycle_interval` of `configs/models/` says; the last of them has full attention.
+"""
 _FULL: Final = "self_attn.q_proj.weight"
 _BLOCKS: Final = {
     "deepseek_v2": f"{_SPARSE}.MoeBlock_0",
@@ -116,6 +136,7 @@ _BLOCKS: Final = {
 }
 """What has the experts; elsewhere `moe_block`."""
 _EXPERTS: Final = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
+_QUANTISED: Final = ("_blocks", "_scales")
 _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
 _TRAINING: Final = re.compile(r"opt_state\..+|step")
@@ -158,13 +179,17 @@ def build_maxtext_arrays(model: Model, there: Collection[str] = (), *, scanned: 
             unknown.append(tensor.name)
             continue
         array, how, expert, layer = found
-        for box, view in _list_views(tensor, how):
+        for turn, (box, view) in enumerate(_list_views(tensor, how)):
             placed = _insert_dim(view, 0, expert) if expert is not None else view
             if layer is not None:
                 placed = _insert_dim(placed, _SCANNED, layer)
-            parts.setdefault(f"{FRONT}{array}", []).append(_ArrayPart(tensor, box, placed))
+            whole = array.format(turn) if how == _PAIRED else array
+            parts.setdefault(f"{FRONT}{whole}", []).append(_ArrayPart(tensor, box, placed))
     if unknown:
-        raise UnsupportedError(f"MaxText has no array for {format_first_few(unknown)} of {model.architecture}")
+        raise UnsupportedError(
+            f"MaxText has no array for {format_first_few(unknown)} of {model.architecture}",
+            hint="add --dtype bf16, which decodes them" if unknown[0].endswith(_QUANTISED) else None,
+        )
     return {array: _build_array(array, some) for array, some in parts.items()}
 
 
@@ -190,11 +215,12 @@ def _check_cycles(model: Model) -> None:
     """Raise UnsupportedError for layers of which MaxText cannot scan those at one place of each cycle."""
     if model.family not in _CYCLES:
         return
-    said = f"MaxText scans layers of {model.architecture} in cycles of {_CYCLE}"
-    if model.layers % _CYCLE:
+    cycle = _CYCLES[model.family][0]
+    said = f"MaxText scans layers of {model.architecture} in cycles of {cycle}"
+    if model.layers % cycle:
         raise UnsupportedError(f"{said}, but there are {model.layers}")
     full = [number for number in range(model.layers) if f"model.layers.{number}.{_FULL}" in model.tensors]
-    if model.family == "qwen3_next" and full != [*range(_CYCLE - 1, model.layers, _CYCLE)]:
+    if model.family == "qwen3_next" and full != [*range(cycle - 1, model.layers, cycle)]:
         raise UnsupportedError(
             f"{said}, the last with full attention, but layers {format_first_few(map(str, full))} have it"
         )
@@ -223,7 +249,8 @@ def _find_place(
         return None
     counted = int(expert[1]) if expert is not None else None
     if scanned and family in _CYCLES:
-        return f"decoder.{group}.{_CYCLES[family]}_{number % _CYCLE}.{own}", how, counted, number // _CYCLE
+        cycle, place = _CYCLES[family]
+        return f"decoder.{group}.{place}_{number % cycle}.{own}", how, counted, number // cycle
     if scanned:
         return f"decoder.{group}.{own}", how, counted, number
     return f"decoder.{group}_{number}.{own}", how, counted, None
@@ -235,6 +262,12 @@ def _list_views(tensor: ModelTensor, how: str) -> Iterator[tuple[Box, ArrayView]
     if how in {_PLAIN, _TURNED}:
         turned = range(len(shape))[::-1] if how == _TURNED else range(len(shape))
         yield Box.whole(shape), ArrayView((0,) * len(shape), tuple(turned))
+        return
+    if how == _PAIRED:
+        unfolded = unfold_box(Box.whole(shape), 2)
+        for turn in range(2):
+            box = Box((*unfolded.origin[:-1], turn), (*unfolded.shape[:-1], 1))
+            yield box, ArrayView((0,) * len(shape), (*range(len(shape)), NO_DIM))
         return
     dim = 1 if how == _COLUMNS else 0
     head = next((section.unit for cut in tensor.spec.cuts[dim] for section in cut.sections), shape[dim])

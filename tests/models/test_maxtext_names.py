@@ -26,6 +26,7 @@ SOURCES = {
     "deepseek_v3": FIXTURES / "torchtitan" / "deepseek_v3" / "source",
     "olmo3": MADE / "olmo3",
     "qwen3_next": MADE / "qwen3_next",
+    "gpt_oss": MADE / "gpt_oss",
 }
 LLAMA = FIXTURES / "meta" / "llama31"
 needs_tensorstore = pytest.mark.skipif(find_spec("tensorstore") is None, reason="needs tensorstore")
@@ -90,9 +91,9 @@ def test_what_is_not_the_same_elements_is_refused(tmp_path):
             reshard(SOURCES["qwen3_moe"], tmp_path / "no", ReshardOptions(names="maxtext", **options))
 
 
-@pytest.mark.parametrize(("case", "layers"), [("olmo3", 2), ("qwen3_next", 3)])
+@pytest.mark.parametrize(("case", "layers"), [("olmo3", 2), ("qwen3_next", 3), ("gpt_oss", 1)])
 def test_layers_that_are_no_whole_cycles_of_maxtext_are_refused(case, layers, tmp_path):
-    with pytest.raises(UnsupportedError, match=f"in cycles of 4, but there are {layers}"):
+    with pytest.raises(UnsupportedError, match=f"in cycles of [24], but there are {layers}"):
         reshard(FIXTURES / "vllm" / case / "hf", tmp_path / "no", ReshardOptions(to="orbax", names="maxtext"))
 
 

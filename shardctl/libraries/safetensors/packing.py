@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.safetensors.header import encode_header
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.turns import count_turns
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -64,14 +66,19 @@ class TensorArray:
         elif dtype.unit_elements == 1 and self.merged is None:
             path, start = region.file, region.offset
             for number, box, shift, strides in self.views.pulled(self.box, region.strides):
-                yield tensors[number].name, Chunk(box, dtype, Region(path, start + shift, strides), name)
+                tensor, where = tensors[number], Region(path, start + shift, strides)
+                if len(box.shape) == len(tensor.shape):
+                    yield tensor.name, Chunk(box, dtype, where, name)
+                else:
+                    turns = count_turns(tensor.shape, self.views.parts[number])
+                    yield tensor.name, Chunk(box, dtype, where, name, turns=turns)
         else:
             stored = Chunk(self.box, dtype, region, name)
             stored = self.merged.split_dims(stored) if self.merged is not None else stored
             for tensor, view, part in zip(tensors, self.views.views, self.views.parts, strict=True):
                 chunk = view.pull(stored, part)
                 if chunk is not None:
-                    yield tensor.name, chunk
+                    yield tensor.name, replace(chunk, turns=count_turns(tensor.shape, part))
 
     @property
     def nbytes(self) -> int:
