@@ -174,6 +174,19 @@ class TestAnswers:
             "vllm 0.32.0 refuses the files: KeyError: 'model.norm'"
         ]
 
+    def test_an_assertion_without_words_is_told_by_its_line(self, tmp_path):
+        (tmp_path / "vllm.py").write_text(
+            "__version__ = '0.32.0'\ndef LLM(*_, dtype, **__):\n    assert dtype == 'bfloat16'\n"
+        )
+        question = {"path": "", "prompts": [[1, 2]], "tokens": 1, "dtype": "fp32", "tp": 1, "pp": 1, "ep": False}
+        (tmp_path / "question.json").write_text(json.dumps(question | {"empty": False, "sharded": False}))
+        files = [str(tmp_path / name) for name in ("question.json", "answer.json")]
+        given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        program = Path(asking.__file__).with_name("run_vllm.py")
+        assert subprocess.run([sys.executable, program, *files], env=given, capture_output=True, check=False).returncode
+        said = json.loads((tmp_path / "answer.json").read_text())
+        assert (said["stage"], said["error"]) == ("load", "AssertionError: assert dtype == 'bfloat16'")
+
     def test_a_model_that_the_engine_cannot_hold_is_no_finding(self, made, answer):
         def refuse(question):
             raise EngineError(f"no kernel {question.empty}", stage="load", versions={})

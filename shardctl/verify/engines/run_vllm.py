@@ -88,7 +88,8 @@ if __name__ == "__main__":
         import traceback
 
         traceback.print_exc()
-        said["error"] = f"{type(error).__name__}: {error}"
+        words = str(error) or (traceback.extract_tb(error.__traceback__)[-1].line or "")
+        said["error"] = f"{type(error).__name__}: {words}"
     Path(sys.argv[2]).write_text(json.dumps(said))
     sys.stdout.flush()
     sys.stderr.flush()
