@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
+from shardctl.models.maxtext_names import build_maxtext_arrays
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
@@ -126,3 +128,11 @@ def test_an_array_of_another_shape_is_not_taken_for_one(tmp_path):
             tmp_path / "cut",
             ReshardOptions(mesh=Mesh.of(tp=2)),
         )
+
+
+def test_blocks_of_mxfp4_are_answered_with_how_to_decode_them():
+    config = json.loads((SOURCES["gpt_oss"] / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UnsupportedError, match="gate_up_proj_blocks") as raised:
+        build_maxtext_arrays(describe_model(config))
+    assert raised.value.hint == "add --dtype bf16, which decodes them"
