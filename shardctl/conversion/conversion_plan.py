@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
@@ -22,37 +22,21 @@ from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapter
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
+from shardctl.conversion.array_choice import NAMES, choose_arrays
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
-from shardctl.conversion.optimizer_states import (
-    add_optimizer_states,
-    build_specs,
-    build_state_fusions,
-    get_states,
-    name_state_arrays,
-    spread_shared_states,
-)
+from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
 from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, get_cast_type
 from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.libraries.arrays.form import (
-    EXPERTS,
-    add_state_places,
-    choose_form,
-    choose_trainer_form,
-    join_trainer_forms,
-)
+from shardctl.libraries.arrays.form import EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
-from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
-from shardctl.models.families import load_family
-from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
-from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
@@ -70,33 +54,11 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.manifest import Manifest, OpaqueObject, Region
     from shardctl.models import Model
-    from shardctl.models.fusion import TensorFusion
     from shardctl.placement import PartitionSpec
 
 
 _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 """Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
-
-
-class _TrainerArrays(NamedTuple):
-    """What `--names` means for a trainer."""
-
-    layout: str
-    """The one that it reads."""
-    build: Callable[[Model, Collection[str]], dict[str, TensorFusion]]
-    """Builds the arrays of a model's weights, if so many tensors are there."""
-    join: Callable[[Model, Mapping[str, TensorFusion]], dict[str, TensorFusion]]
-    """Builds of these the arrays of its parameters, of which the optimizer has states."""
-
-
-_TRAINERS: Final = {
-    TRAINER: _TrainerArrays("dcp", build_trainer_arrays, join_parameters),
-    AUTOMODEL: _TrainerArrays("dcp", build_saved_arrays, group_parameters),
-    MAXTEXT: _TrainerArrays("orbax", build_maxtext_arrays, lambda _, arrays: dict(arrays)),
-}
-"""By what `--names` says."""
-_OTHER_STATES: Final = frozenset({"accelerate", "veomni"})
-"""Trainers whose arrays are those of transformers, in a state that has another name for the optimizer."""
 _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _COMMON_OPTIONS)
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
@@ -239,7 +201,7 @@ def draft_conversion(
     have = add_optimizer_states(filter_tensors(checkpoint, reshard_options), reshard_options.optimizer_states, layout)
     dtypes = choose_dtypes(have, reshard_options, coded)
     had = have.tensors
-    have, arrays = _choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
+    have, arrays = choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
     if have.tensors is not had:
         dtypes = choose_dtypes(have, reshard_options, coded)
     placed = None
@@ -319,7 +281,7 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in {"keep", "transformers", *_OTHER_STATES, *_TRAINERS}:
+    if reshard_options.names not in NAMES:
         raise UsageError(
             f"unknown --names {reshard_options.names!r}",
             hint="use keep, transformers, accelerate, torchtitan, automodel, veomni or maxtext",
@@ -419,66 +381,6 @@ def _list_coded_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:
 
 def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
     return reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None)
-
-
-def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
-    """Return whether a text model that was split off can be loaded by the names of its class alone."""
-    family = load_family(checkpoint.model.family) if checkpoint.part == "text" and checkpoint.model else None
-    return family is not None and family.class_names_only
-
-
-def _choose_arrays(
-    checkpoint: OpenedCheckpoint,
-    reshard_options: ReshardOptions,
-    layout: Layout,
-    have: Manifest,
-    dtypes: Mapping[str, DType],
-) -> tuple[Manifest, ArrayForm]:
-    """Choose the arrays that hold the tensors, and their names; those of states follow."""
-    if reshard_options.names in _TRAINERS:
-        trainer, asked = _TRAINERS[reshard_options.names], reshard_options.names
-        if layout.name != trainer.layout or reshard_options.experts != "keep":
-            raise UsageError(
-                f"--names {asked} is for a model in --to {trainer.layout}, whose experts it stacks",
-                hint=f"add --to {trainer.layout}, and leave --experts out",
-            )
-        model = checkpoint.require_model(f"--names {asked}")
-        have = spread_shared_states(have, model.fusions)
-        weights = {name: tensor for name, tensor in have.tensors.items() if name not in get_states(have)}
-        stored = trainer.build(model, weights)
-        form = choose_trainer_form(replace(have, tensors=weights), stored, dtypes, asked)
-        joined = trainer.join(model, stored)
-        trained = choose_trainer_form(replace(have, tensors=weights), joined, dtypes, asked)
-        trained = add_state_places(trained, build_state_fusions(have, joined), dtypes)
-        have, named = name_state_arrays(have, trained, joined)
-        return have, join_trainer_forms(form, named, list_balances(model) if asked == TRAINER else {})
-    fusions = _select_fusions(checkpoint, reshard_options)
-    arrays = choose_form(
-        have,
-        {**fusions, **build_state_fusions(have, fusions)},
-        dtypes,
-        experts=reshard_options.experts,
-        spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
-    )
-    if reshard_options.names in _OTHER_STATES:
-        if layout.name != "dcp":
-            raise UsageError(f"--names {reshard_options.names} is for --to dcp", hint="add --to dcp")
-        arrays = replace(arrays, trainer=reshard_options.names)
-    return name_state_arrays(have, arrays, fusions)
-
-
-def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:
-    """Select the arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
-    if reshard_options.experts == "keep":
-        return checkpoint.model.fusions if checkpoint.model else {}
-    model = checkpoint.require_model(f"--experts {reshard_options.experts}")
-    if all(len(fusion.tensors) == 1 for fusion in model.fusions.values()):
-        raise UsageError(
-            f"--experts {reshard_options.experts} needs experts in two forms, and "
-            f"{model.architecture or 'this model'} has one",
-            hint="leave --experts out",
-        )
-    return model.fusions
 
 
 def place_checkpoint(
