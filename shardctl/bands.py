@@ -192,7 +192,7 @@ class BandBuffer:
     def read(self, reader: ByteReader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
         """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
         dtype = chunks.chunks[0].dtype
-        whole = _find_whole_region(chunks.chunks[0], box)
+        whole = find_whole_region(chunks.chunks[0], box)
         if whole is not None:
             reader.read_at(whole.file, whole.offset, into[: dtype.nbytes(box.shape)].data)
             return box.size
@@ -220,7 +220,7 @@ class BandBuffer:
         """Write the part of the band `within` (row-major at the start of `data`) that `chunk` wants; returns bytes."""
         if isinstance(chunk.where, ConstantFill):
             return 0
-        whole = _find_whole_region(chunk, within)
+        whole = find_whole_region(chunk, within)
         if whole is not None:
             nbytes = chunk.dtype.nbytes(within.shape)
             writer.write_at(whole.file, whole.offset, data[:nbytes].data)
@@ -240,7 +240,7 @@ class BandBuffer:
         return int(part.nbytes)
 
 
-def _find_whole_region(chunk: Chunk, box: Box) -> Region | None:
+def find_whole_region(chunk: Chunk, box: Box) -> Region | None:
     """Return where the bytes of `box` lie as they are wanted, if `chunk` is this box; most tensors need no more."""
     where = chunk.where
     if isinstance(where, ConstantFill) or chunk.affine or chunk.box != box:

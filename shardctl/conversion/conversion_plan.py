@@ -114,6 +114,11 @@ class PlannedConversion:
         """Bytes of all files of the result but its record."""
         return self.plan.write_bytes + sum(side.nbytes for side in self.carried)
 
+    @property
+    def required_space(self) -> int:
+        """Bytes that must be free where it is written; 0 where blocks are shared, as how many is not known before."""
+        return 0 if self.reshard_options.reflink else self.write_bytes
+
     def identity(self) -> str:
         """Return a hash of everything that decides the output's bytes, except the values of the source's elements."""
         state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
@@ -223,6 +228,10 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
     want = layout.pack(request)
     have = replace(request.have, warnings=(*request.have.warnings, *drafted.notes, *want.warnings))
     plan = join_manifests(have, want)
+    if drafted.reshard_options.reflink:
+        from shardctl.conversion.block_alignment import align_files  # which needs NumPy
+
+        plan = align_files(plan)
     if not drafted.reshard_options.allow_expansion:
         check_expansion(plan, checkpoint.encoded)
     divide = partial(divide_host_memory, plan, threads=drafted.threads, beside=checkpoint.source.held_bytes)

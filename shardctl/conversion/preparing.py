@@ -11,7 +11,7 @@ from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.conversion.tensor_choice import compile_pattern
-from shardctl.errors import DestinationError
+from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.addresses import check_destination
@@ -58,6 +58,8 @@ def open_conversion(
             if plan
             else plan_conversion(checkpoint, reshard_options or ReshardOptions())
         )
+        if work.reshard_options.reflink and (is_bucket(destination) or is_hub_address(destination)):
+            raise UsageError(f"--reflink is for a local directory, and {destination} is none", hint="leave it out")
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import reserve_sending_memory
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.record_crcs import build_crc_tracker, refuse_damage
 from shardctl.errors import ChangedError, SourceError
+from shardctl.execute.block_sharing import BlockSharer, require_shared_blocks
 from shardctl.execute.engine import CopyOutcome, execute_plan
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.part import WorkerPart
@@ -74,8 +76,12 @@ def move_share(
     if isinstance(work.checkpoint.source, ComputedSource):
         work.checkpoint.source.track(tracker)
     require_agreement(tensors, work.checkpoint.source, effort)
+    reflink = work.reshard_options.reflink
+    if reflink:
+        require_shared_blocks(work.checkpoint.source, work.have, tree)
+    target = LocalTarget(tree, sharing=reflink)
     with _require_unchanged(work, versions, discard):
-        outcome = _copy_share(work, share, sides, LocalTarget(tree), BandJournal(*journal), tracker, progress, stop)
+        outcome = _copy_share(work, share, sides, target, BandJournal(*journal), tracker, progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in sides}
     with translate_os_errors(tree, "reading back"):
@@ -95,6 +101,7 @@ def move_share(
         proved=tuple(work.checkpoint.source.proofs().verified),
         read_bytes=share.read_bytes,
         written_bytes=outcome.written_bytes,
+        shared_bytes=outcome.shared_bytes,
         kept_bytes=outcome.kept_bytes,
         projected_memory_bytes=work.budget.projected,
     )
@@ -111,6 +118,9 @@ def _copy_share(
     stop: StopRequest,
 ) -> CopyOutcome:
     source, portions = work.checkpoint.source, share.portions
+    sharer = None
+    if work.reshard_options.reflink and source.folder is not None:
+        sharer = partial(BlockSharer, target, source.folder)
     try:
         outcome = execute_plan(
             share.plan,
@@ -123,6 +133,7 @@ def _copy_share(
             progress=progress,
             stop=stop,
             allow_unverified=work.checkpoint.allow_unverified,
+            sharer=sharer,
         )
         _copy_side_files(work, sides, target, stop)
         source.prove(outcome.read_whole, earlier=journal.proved, allow_unverified=work.checkpoint.allow_unverified)

@@ -206,7 +206,7 @@ class _WorkerRun:
             work = replace(work, budget=work.budget.with_block(block))
         else:
             self.crew.forget_part(self.worker)
-        self.staging.require_space(work.write_bytes)
+        self.staging.require_space(work.required_space)
         stop = StopRequest(kept=True)
         progress.warn(work.have.warnings)
         with stop_on_signals(stop):

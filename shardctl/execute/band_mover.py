@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardctl.bands import PAGE, BandBuffer, ChunkIndex, allocate_aligned, find_page_shift
+from shardctl.bands import PAGE, BandBuffer, ChunkIndex, allocate_aligned, find_page_shift, find_whole_region
 from shardctl.cast import cast_elements
 from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.execute.journal import JournalEntry
 from shardctl.execute.small_copies import move_run
-from shardctl.manifest import ConstantFill
+from shardctl.manifest import ConstantFill, first_byte
 from shardctl.turns import compute_band_sums
 from shardctl.value import value_class
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import ByteReader
+    from shardctl.bands import ByteReader, ByteWriter
     from shardctl.box import Box
     from shardctl.copyplan import TensorCopy
     from shardctl.dtype import DType
+    from shardctl.execute.block_sharing import BlockSharer
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import Key
     from shardctl.manifest import Chunk
@@ -48,7 +49,11 @@ class BandTask:
 class BandMover:
     """One thread's buffers, and what it does with them."""
 
-    def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
+    def __init__(
+        self, budget: HostMemoryBudget, number: int, gap: int, target: WriteTarget, sharer: BlockSharer | None = None
+    ) -> None:
+        self._target, self._sharer = target, sharer
+        self._writer: ByteWriter = target if sharer is None else sharer
         self._turn = number / budget.threads
         self._band = BandBuffer(budget.block, gap)
         self._data = self._read = allocate_aligned(budget.block)
@@ -57,7 +62,7 @@ class BandMover:
         self._aside_key: tuple[Key, DType] | None = None
         self.written: Counter[str] = Counter()
 
-    def move(self, task: BandTask, source: ByteReader, target: WriteTarget) -> JournalEntry:
+    def move(self, task: BandTask, source: ByteReader) -> JournalEntry:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
         tensor, wanted = task.copy.source, task.copy.target
         self._aside_key = None
@@ -68,6 +73,8 @@ class BandMover:
         data = self._data[begin:][: tensor.dtype.nbytes(task.box.shape)]
         found = self._band.read(source, task.reads, task.box, data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
+        if self._sharer is not None:
+            self._follow_band(self._sharer, task, data)
         read_sums = compute_band_sums(data, tensor.dtype, task.box, tensor)
         sums, overflowed = read_sums, 0
         self._read = data
@@ -81,15 +88,25 @@ class BandMover:
         for chunk in chunks[turn:] + chunks[:turn]:
             if not isinstance(chunk.where, ConstantFill):
                 given = data if chunk.dtype == wanted.dtype else self._cast_aside(task, chunk.dtype)
-                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, given)
+                self.written[chunk.where.file] += self._band.write(self._writer, chunk, task.box, given)
         return JournalEntry(read_sums, sums, overflowed)
 
-    def move_run(
-        self, run: TensorRun, copies: Sequence[TensorCopy], source: ByteReader, target: WriteTarget
-    ) -> list[DigestSums]:
+    @staticmethod
+    def _follow_band(sharer: BlockSharer, task: BandTask, data: NDArray[np.uint8]) -> None:
+        """Tell of which file memory has the bytes now, if a file has the whole band as it is."""
+        found = list(task.reads.within(task.box))
+        where = find_whole_region(found[0], task.box) if len(found) == 1 else None
+        if where is None:
+            sharer.forget()
+        else:
+            sharer.follow(data, where.file, where.offset)
+
+    def move_run(self, run: TensorRun, copies: Sequence[TensorCopy], source: ByteReader) -> list[DigestSums]:
         """Move small tensors, and return the sums of each; leaves the bytes written by file in `written`."""
         data, scratch = self._data, self._band.scratch
-        sums, self.written = move_run(run, copies, source, target, data=data, scratch=scratch, turn=self._turn)
+        if self._sharer is not None:
+            self._sharer.follow(data[: run.size], first_byte(copies[0].source)[0], run.offset)
+        sums, self.written = move_run(run, copies, source, self._writer, data=data, scratch=scratch, turn=self._turn)
         return sums
 
     def _cast_aside(self, task: BandTask, dtype: DType) -> NDArray[np.uint8]:
@@ -114,7 +131,11 @@ class BandMover:
             self._cast = allocate_aligned(nbytes)
         return self._cast
 
-    def intact(self, task: BandTask, target: WriteTarget, expected: DigestSums) -> bool:
+    def take_shared(self) -> int:
+        """Return how many bytes share the blocks of the source since this was last asked."""
+        return self._sharer.take_shared() if self._sharer is not None else 0
+
+    def intact(self, task: BandTask, expected: DigestSums) -> bool:
         """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
         by_box: dict[Box, list[DigestSums]] = {}
         parts: dict[Box, list[Chunk]] = {}
@@ -129,11 +150,11 @@ class BandMover:
             if wanted.turns > 1:
                 parts.setdefault(chunk.box, []).append(chunk)
                 continue
-            self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
+            self._band.read(self._target, ChunkIndex([chunk]), chunk.box, buffer)
             sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, wanted.shape)
             by_box.setdefault(chunk.box, []).append(sums)
         if wanted.turns > 1:
-            return self._has_intact_turns(task, target, expected, list(parts.values()), buffer)
+            return self._has_intact_turns(task, expected, list(parts.values()), buffer)
         if sum(box.size for box in by_box) != task.box.size:
             return False  # boxes that overlap in part cannot be added up; copying again is always right
         total = DigestSums.zero(dtype)
@@ -146,7 +167,6 @@ class BandMover:
     def _has_intact_turns(
         self,
         task: BandTask,
-        target: WriteTarget,
         expected: DigestSums,
         parts: list[list[Chunk]],
         buffer: NDArray[np.uint8],
@@ -157,7 +177,7 @@ class BandMover:
             return False  # as above
         for number in range(max(map(len, parts))):
             chunks = ChunkIndex([copies[min(number, len(copies) - 1)] for copies in parts])
-            self._band.read(target, chunks, task.box, buffer)
+            self._band.read(self._target, chunks, task.box, buffer)
             data = buffer[: wanted.dtype.nbytes(task.box.shape)]
             if compute_band_sums(data, wanted.dtype, task.box, wanted) != expected:
                 return False

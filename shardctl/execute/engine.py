@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardctl.copyplan import CopyPlan, TensorCopy
+    from shardctl.execute.block_sharing import BlockSharer
     from shardctl.execute.budget import HostMemoryBudget
     from shardctl.execute.journal import BandJournal, Key
     from shardctl.storage import Source, WriteTarget
@@ -80,6 +81,8 @@ class CopyOutcome:
     """Output bytes that an earlier run had written and that were found intact."""
     written_bytes: int = 0
     """Output bytes written by this run."""
+    shared_bytes: int = 0
+    """Those of them that share blocks with the source's files, which is how they were written."""
     read_whole: frozenset[str] = frozenset()
     """Files of the source that must have the hash that is promised of them for the result to be right."""
 
@@ -96,17 +99,19 @@ def execute_plan(
     progress: ProgressWatcher | None = None,
     stop: StopRequest | None = None,
     allow_unverified: bool = False,
+    sharer: Callable[[], BlockSharer] | None = None,
 ) -> CopyOutcome:
     """Copy; on return every file of the plan is complete and synced.
 
     `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
     counts (`Share`). `tracker` is told of all that is read of the source, also by an earlier run. With
-    `allow_unverified` bands of an earlier run are kept though nothing proves what it read.
+    `allow_unverified` bands of an earlier run are kept though nothing proves what it read. `sharer` makes for a thread
+    what shares blocks with the source's files.
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
     """
     provenance = Provenance(source, journal, allow_unverified=allow_unverified)
     run = _CopyRun(
-        plan, source, target, journal, progress or NullWatcher(), budget, portions or {}, tracker, provenance
+        plan, source, target, journal, progress or NullWatcher(), budget, portions or {}, tracker, provenance, sharer
     )
     run.prepare()
     stop = StopRequest() if stop is None else stop
@@ -136,11 +141,12 @@ class _CopyRun:
         portions: Mapping[str, tuple[WorkerPortion, ...]],
         tracker: CrcTracker | None,
         provenance: Provenance,
+        sharer: Callable[[], BlockSharer] | None,
     ) -> None:
         self._plan, self._source, self._target, self._provenance = plan, source, target, provenance
         self._journal, self._progress, self._budget = journal, progress, budget
         self._portions = portions
-        self._tracker = tracker
+        self._tracker, self._sharer = tracker, sharer
         self._lock = threading.Lock()
         self._numbers = count()
         self._missing = _count_payload_bytes(plan)
@@ -201,7 +207,9 @@ class _CopyRun:
     def worker(self) -> Callable[[BandTask | TensorRun], None]:
         """Return one thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
-            hands = BandMover(self._budget, next(self._numbers), GAP if self._portions else 0)
+            sharer = self._sharer() if self._sharer is not None else None
+            gap = GAP if self._portions else 0
+            hands = BandMover(self._budget, next(self._numbers), gap, self._target, sharer)
         tracker = self._tracker
         reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
@@ -209,23 +217,29 @@ class _CopyRun:
             if isinstance(task, TensorRun):
                 copies = self._plan.copies[task.numbers.start : task.numbers.stop]
                 self._progress.work_on(first_byte(copies[0].source)[0])
-                sums = hands.move_run(task, copies, self._source, self._target)
+                sums = hands.move_run(task, copies, self._source)
+                self._count_shared(hands.take_shared())
                 self._record_run(task, copies, sums, hands.written)
                 return
             self._progress.work_on(first_byte(task.copy.source)[0])
             entry = self._journal.find(task.key) if self._journal else None
             believed = entry is not None and self._provenance.believes(task.reads, task.box)
-            if entry and believed and hands.intact(task, self._target, entry.written):
+            if entry and believed and hands.intact(task, entry.written):
                 if tracker is not None:
                     tracker.add_pieces(entry.crcs)
                 self._record(task, entry, hands.output_bytes(task), kept=True)
             else:
-                moved = hands.move(task, reader or self._source, self._target)
+                moved = hands.move(task, reader or self._source)
+                self._count_shared(hands.take_shared())
                 if reader is not None:
                     moved = moved._replace(crcs=reader.take_pieces())
                 self._record(task, moved, hands.written)
 
         return handle
+
+    def _count_shared(self, nbytes: int) -> None:
+        with self._lock:
+            self.outcome.shared_bytes += nbytes
 
     def _record(self, task: BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False) -> None:
         """Add a band's digests and bytes; sync and journal when enough has gathered."""

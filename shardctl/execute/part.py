@@ -17,7 +17,7 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SCHEMA: Final = "shardctl.part/3"
+SCHEMA: Final = "shardctl.part/4"
 
 
 @value_class
@@ -44,6 +44,8 @@ class WorkerPart:
     """Files of the source whose promised hashes had been compared when this part was done."""
     read_bytes: int = 0
     written_bytes: int = 0
+    shared_bytes: int = 0
+    """Those of the written bytes that share blocks with the source's files."""
     kept_bytes: int = 0
     """Output bytes that an interrupted run had written, found intact."""
     projected_memory_bytes: int = 0
@@ -62,6 +64,7 @@ def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str,
         "proved": list(part.proved),
         "read_bytes": part.read_bytes,
         "written_bytes": part.written_bytes,
+        "shared_bytes": part.shared_bytes,
         "kept_bytes": part.kept_bytes,
         "projected_memory_bytes": part.projected_memory_bytes,
         "overflowed": dict(part.overflowed),
@@ -113,6 +116,7 @@ def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapp
         proved=tuple(head["proved"]),
         read_bytes=head["read_bytes"],
         written_bytes=head["written_bytes"],
+        shared_bytes=head["shared_bytes"],
         kept_bytes=head["kept_bytes"],
         projected_memory_bytes=head["projected_memory_bytes"],
     )
@@ -140,6 +144,7 @@ def merge_parts(parts: Sequence[WorkerPart]) -> WorkerPart:
         proved=tuple(sorted({path for part in parts for path in part.proved})),
         read_bytes=sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts),
+        shared_bytes=sum(part.shared_bytes for part in parts),
         kept_bytes=sum(part.kept_bytes for part in parts),
         projected_memory_bytes=max((part.projected_memory_bytes for part in parts), default=0),
     )

@@ -166,6 +166,15 @@ class ReshardOptions:
         ),
     ] = ()
     """As in the ignore list of compressed-tensors."""
+    reflink: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Share blocks with the files of the source instead of writing them again, where the file system can (XFS, "
+            "btrfs).",
+        ),
+    ] = False
+    """Bytes that stay as they are take no space then; headers are padded, so that they lie in blocks as they did."""
     include: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Write only tensors with a matching name.", metavar="REGEX")
     ] = None

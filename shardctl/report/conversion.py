@@ -73,6 +73,11 @@ def _list_part_facts(done: ContributeResult, seconds: float) -> Iterator[tuple[s
             f"{format_duration(seconds)}"
         )
         yield "moved", moved + (f", {speed}" if speed else "")
+        if part.shared_bytes:
+            yield (
+                "shared",
+                f"{format_file_size(part.shared_bytes)} of that, whose blocks are those of the source's files",
+            )
         if part.kept_bytes:
             yield "kept", f"{format_file_size(part.kept_bytes)} that an earlier run had written"
     there = count - len(done.missing)
@@ -104,6 +109,8 @@ def list_conversion_facts(done: ReshardResult, seconds: float) -> Iterator[tuple
         f"{format_duration(seconds)}"
     )
     yield "moved", moved + (f", {speed}" if speed else "")
+    if done.shared_bytes:
+        yield "shared", f"{format_file_size(done.shared_bytes)} of that, whose blocks are those of the source's files"
     if done.kept_bytes:
         yield "kept", f"{format_file_size(done.kept_bytes)} that an earlier run had written"
     if done.dropped:

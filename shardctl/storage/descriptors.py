@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHARE: Final = 6
-"""A run has four sets of descriptors (source and target, ordinary and direct); the rest is everybody else's."""
+"""A run has up to five sets of descriptors (source and target, ordinary and direct, and files whose blocks are shared);
+the rest is everybody else's."""
 _FEWEST: Final = 32
 _MOST: Final = 4096
 
@@ -89,6 +90,6 @@ class _UsedDescriptor:
 
 
 def choose_descriptor_count() -> int:
-    """Choose how many files each of the four sets may hold open."""
+    """Choose how many files each set may hold open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else min(max(soft // _SHARE, _FEWEST), _MOST)

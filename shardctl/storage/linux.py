@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 _AT_FDCWD: Final = -100
 _CACHESTAT: Final = 451
 """The same number on every processor, because it is newer than their differences; libc has no function for it."""
+_FICLONERANGE: Final = 0x4020940D
+_NOT_SHARED: Final = frozenset({errno.EXDEV, errno.ENOTTY, errno.EBADF, errno.EPERM, errno.ETXTBSY})
+"""How a file system says that two files share nothing, besides `NOT_SUPPORTED`."""
 _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
 NOT_SUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
@@ -50,6 +54,25 @@ def measure_cached_share(descriptor: int, offset: int, size: int) -> float | Non
         return None
     pages = (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     return float(found[0] / pages)
+
+
+def share_blocks(source: int, start: int, size: int, target: int, offset: int) -> bool:
+    """Let `size` bytes of a file from `offset` be the same blocks as those of another from `start` (FICLONERANGE).
+
+    All three are multiples of the file system's blocks. Who writes to one of the files changes no other
+    (`ioctl_ficlonerange(2)`). Returns False, too, if the two files are on different file systems. Raises OSError.
+    """
+    if sys.platform != "linux":
+        return False
+    import fcntl  # of this request alone
+
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, size, offset))
+    except OSError as error:
+        if error.errno in NOT_SUPPORTED | _NOT_SHARED:
+            return False
+        raise
+    return True
 
 
 def exchange_names(first: Path, second: Path) -> bool:

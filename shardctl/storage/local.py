@@ -19,6 +19,7 @@ from shardctl.storage.near_paths import find_near_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from shardctl.storage import Span
     from shardctl.workers import StopRequest
@@ -93,6 +94,10 @@ class _LocalFile:
             if error.errno not in linux.NOT_SUPPORTED:
                 raise
             self._can_direct = False
+
+    def open(self, path: str) -> AbstractContextManager[int]:
+        """Give the ordinary descriptor of a file for the length of a `with` block."""
+        return self._ordinary.use(self._find_path(path))
 
     def sync(self, path: str) -> None:
         full = self._root / path
@@ -219,16 +224,21 @@ class LocalSource(UnpromisedSource):
 
 
 class LocalTarget:
-    """A directory under which files are written in place; publishing it is the stage's business."""
+    """A directory under which files are written in place; publishing it is the stage's business.
 
-    def __init__(self, root: Path) -> None:
+    With `sharing`, files are to share blocks with others, so no space is reserved for them.
+    """
+
+    def __init__(self, root: Path, *, sharing: bool = False) -> None:
         self.root = root
+        self._sharing = sharing
+        self._origins = DescriptorPool(os.O_RDONLY)
         self._file = _LocalFile(root, os.O_RDWR | os.O_NOFOLLOW)
         self._turns: dict[str, threading.Lock] = {}
         self._syncs: dict[str, threading.Lock] = {}
 
     def create(self, path: str, size: int) -> None:
-        """Make a file of `size` bytes with its space reserved; an existing one of that size is kept.
+        """Make a file of `size` bytes with its space reserved, unless blocks are shared; one of that size is kept.
 
         Raises HostileError for a path that does not stay below the directory.
         """
@@ -242,7 +252,7 @@ class LocalTarget:
             try:
                 if os.fstat(descriptor).st_size != size:
                     os.ftruncate(descriptor, 0)
-                    _reserve_file_space(descriptor, size)
+                    _set_file_size(descriptor, size, reserve=not self._sharing)
             finally:
                 os.close(descriptor)
 
@@ -254,6 +264,20 @@ class LocalTarget:
         turn = self._turns.setdefault(path, threading.Lock())
         with translate_os_errors(path, "writing"), turn:
             self._file.write(path, offset, memoryview(data).cast("B"))
+
+    def share_at(self, path: str, offset: int, size: int, origin: Path, start: int) -> bool:
+        """Let `size` bytes at `offset` share the blocks that the file `origin` has at `start`, instead of writing them.
+
+        All three are multiples of a block. Returns False, and changes nothing, where files cannot share these.
+        """
+        turn = self._turns.setdefault(path, threading.Lock())
+        with (
+            translate_os_errors(path, "sharing blocks of"),
+            turn,
+            self._origins.use(origin) as source,
+            self._file.open(path) as target,
+        ):
+            return linux.share_blocks(source, start, size, target, offset)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Read back what was written."""
@@ -272,11 +296,12 @@ class LocalTarget:
     def close(self) -> None:
         """Close every descriptor."""
         self._file.close()
+        self._origins.close()
 
 
-def _reserve_file_space(descriptor: int, size: int) -> None:
+def _set_file_size(descriptor: int, size: int, *, reserve: bool) -> None:
     """Reserve the space now, so that a full disk is found early; where that is unsupported, only set the size."""
-    if not (size and linux.reserve_space(descriptor, size)):
+    if not (size and reserve and linux.reserve_space(descriptor, size)):
         os.ftruncate(descriptor, size)
 
 

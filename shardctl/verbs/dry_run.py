@@ -53,5 +53,5 @@ def rehearse_reshard(
         place = find_existing_parent(staging.root.parent)
         if not staging.root.exists() and not os.access(place, os.W_OK | os.X_OK):
             raise AccessError(f"{place} cannot be written", hint="choose another destination")
-        staging.require_space(work.write_bytes)
+        staging.require_space(work.required_space)
         return planned

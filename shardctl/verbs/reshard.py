@@ -46,6 +46,8 @@ class ReshardResult:
     read_bytes: int
     written_bytes: int
     """Output bytes that this run wrote."""
+    shared_bytes: int
+    """Those of them that share blocks with the source's files."""
     kept_bytes: int
     """Output bytes that an interrupted run had written, found intact."""
     projected_memory_bytes: int
@@ -148,7 +150,7 @@ def _run_conversion(
     if block is not None:
         work = replace(work, budget=work.budget.with_block(block))
     staging.begin(hash_result_name(identity, versions, sha256), keep=block is not None)
-    staging.require_space(work.write_bytes)
+    staging.require_space(work.required_space)
     stop = StopRequest(kept=True)
     progress.warn(work.have.warnings)
     with stop_on_signals(stop):
@@ -204,6 +206,7 @@ def _build_result(
         warnings=(*work.have.warnings, *warnings),
         read_bytes=work.plan.read_bytes if parts is None else sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts or ()),
+        shared_bytes=sum(part.shared_bytes for part in parts or ()),
         kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else tensor_bytes,
         projected_memory_bytes=work.budget.projected,
         proofs=work.checkpoint.source.proofs(),

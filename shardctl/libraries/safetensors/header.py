@@ -413,6 +413,20 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     return EncodedHeader(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
 
 
+def pad_header(header: bytes, more: int) -> bytes:
+    r"""Return a header with `more` spaces at its end, a multiple of 8.
+
+    >>> pad_header(encode_header([], {}).header, 8)
+    b'\x10\x00\x00\x00\x00\x00\x00\x00{}              '
+
+    Raises UnsupportedError for one that is then larger than the library reads.
+    """
+    size = len(header) - _LENGTH_BYTES + more
+    if size > LARGEST_HEADER:
+        raise UnsupportedError(f"a padded header takes {size:,} bytes; safetensors allows {LARGEST_HEADER:,}")
+    return size.to_bytes(_LENGTH_BYTES, "little") + header[_LENGTH_BYTES:] + b" " * more
+
+
 def measure_file(spelled: int, nbytes: int) -> int:
     """Measure the file whose header takes `spelled` bytes of JSON, and whose arrays take `nbytes`."""
     return _LENGTH_BYTES + spelled + -spelled % _ALIGNED + nbytes
