@@ -12,7 +12,7 @@ from shardctl.estimate.compiled_layers import COMPILING_HINT, find_uncompiled_pa
 from shardctl.estimate.inventory import FLOATING
 from shardctl.estimate.kept_tensors import GROUPS, KeptTensor
 from shardctl.estimate.layer_flags import list_layer_flags, list_model_flags
-from shardctl.estimate.narrower_types import is_scale
+from shardctl.estimate.narrower_types import is_module_scale, is_scale
 from shardctl.estimate.profiles import get_runtime
 from shardctl.estimate.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
 from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
@@ -150,6 +150,11 @@ class RankActivations:
             self.flags |= {"fp32 products"}
         frozen_experts = any(p.kind.spec.of_expert and p.kind.matrix and not p.kind.trainable for p in self.held)
         if "autocast" in self.flags and not frozen_experts and not self.style.cast_experts:
+            self.flags |= {"wide experts"}
+        # An expert of modules that bitsandbytes made runs by itself, and its results have the type of what it reads.
+        looped = any(p.kind.spec.of_expert and is_module_scale(p.kind) for p in self.held)
+        self.flags |= {"looped experts"} if looped else {"joined experts"}
+        if looped and "fp32 products" in self.flags:
             self.flags |= {"wide experts"}
         self.trained = find_trained_weights(anatomy.layers, self.numbers, holding.parts, wide_router=wide_router)
         self.kinds = self._list_kinds()
@@ -295,7 +300,7 @@ class RankActivations:
             again += more
         moments = [("backward pass of a layer", again + late)]
         behind = " of a layer computed again" if self._is_whole_layer(recompute) else ""
-        for moment in self.runtime.layer:
+        for moment in filter(lambda one: flags.issuperset(one.when), self.runtime.layer):
             alive = self._amount(moment.alive, sizes, flags)
             for group in moment.gone:
                 alive += self._amount(self.runtime.kept[group], sizes, flags).without()

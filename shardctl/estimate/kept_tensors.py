@@ -93,6 +93,8 @@ Flag = Literal[
     "cast adapters",
     "fp32 products",
     "wide experts",
+    "joined experts",
+    "looped experts",
     "dropped adapters",
     "copied adapters",
     "mlp trained",
@@ -113,7 +115,7 @@ fp32, of which each matrix casts its own copy; how a recurrent layer computes it
 it keeps the argument of its gate's activation;
 whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
 loss; which weights are trained, for whose gradients alone something is kept; whether experts compute in fp32
-under autocast."""
+under autocast, or return it; whether they lie in one array or run one after another."""
 
 
 @value_class
@@ -142,6 +144,8 @@ class PeakMoment:
     alive: tuple[KeptTensor, ...]
     gone: tuple[Group, ...] = ()
     """Parts of the layer that keep nothing by then."""
+    when: tuple[Flag, ...] = ()
+    """All of these must hold, or there is no such moment."""
 
 
 @value_class

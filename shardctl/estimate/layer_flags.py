@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
+from shardctl.estimate.narrower_types import is_module_scale
 from shardctl.estimate.workload import TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.estimate.inventory import TensorInventory
     from shardctl.estimate.kept_tensors import Flag
     from shardctl.estimate.workload import Recompute
     from shardctl.mesh import Mesh
@@ -95,6 +97,15 @@ def list_attention_remarks(work: object, style: LayerStyle | None) -> tuple[str,
     if not isinstance(work, TrainingWorkload) or style is None or not work.flash or not _is_unfused(style, work):
         return ()
     return ("transformers has only eager attention for this model: its scores are kept, whatever --attention says",)
+
+
+def list_expert_remarks(work: object, inventory: TensorInventory) -> tuple[str, ...]:
+    """List what to know of experts that bitsandbytes quantised, in training: what each version of transformers has."""
+    coded = any(kind.spec.of_expert and is_module_scale(kind) for kind in inventory.kinds)
+    if not isinstance(work, TrainingWorkload) or not coded:
+        return ()
+    known = "experts are taken as transformers 4 has them, each with modules of its own, which bitsandbytes quantises"
+    return (f"{known}; transformers 5 has one array of all experts, which bitsandbytes leaves as it is",)
 
 
 def runs_under_autocast(work: TrainingWorkload) -> bool:

@@ -130,6 +130,11 @@ def is_scale(kind: TensorKind) -> bool:
     return kind.example.endswith(_SCALES)
 
 
+def is_module_scale(kind: TensorKind) -> bool:
+    """Return whether it is an array of scales that a module of bitsandbytes has beside its matrix."""
+    return kind.example.endswith((".absmax", ".SCB"))
+
+
 def _widen_kind(kind: TensorKind, widened: WidenedPart) -> TensorKind:
     stays = widened == "none" or (widened == "vectors" and kind.matrix) or kind.dtype.name not in CASTABLE
     return kind if stays else replace(kind, dtype=FLOATS["fp32"])

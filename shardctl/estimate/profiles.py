@@ -139,6 +139,9 @@ _HF_EXPERTS: Final = (
     KeptTensor("results within the activation of the experts", "routed_steps"),
     KeptTensor("gated of the experts", "routed", None, ("gated", "experts down trained")),
     KeptTensor("results of the experts, before their weights", "routed_hidden"),
+    # `index_add_` keeps what it adds.
+    KeptTensor("results of the experts, weighted", "routed_hidden", None, ("looped experts",)),
+    KeptTensor("what is wider of these", "routed_hidden", 2, ("looped experts", "wide experts")),
     # torch has no autocast for grouped products (`aten/src/ATen/autocast_mode.h`): they compute in their weights' type.
     KeptTensor("what is wider of the experts' tokens", "routed_hidden", 2, ("wide experts", "experts trained")),
     KeptTensor("what is wider of gate and up of the experts", "routed", 4, ("wide experts", "gated")),
@@ -193,6 +196,7 @@ _HF_LAYER: Final = (
             KeptTensor("what is wider of that gradient", "routed", 2, ("wide experts", "plain")),
             KeptTensor("what is wider of the results, freed by then", "routed_hidden", -2, ("wide experts",)),
         ),
+        when=("joined experts",),
     ),
     PeakMoment(
         "backward pass of experts, their weights",
@@ -204,6 +208,52 @@ _HF_LAYER: Final = (
             KeptTensor("gradients of results, weighted ones and products", "routed_hidden", 6, ("narrow weights",)),
             KeptTensor("what is wider of these", "routed_hidden", 6, ("narrow weights", "wide experts")),
         ),
+        when=("joined experts",),
+    ),
+    # transformers 4.48, models/mixtral/modeling_mixtral.py, `MixtralSparseMoeBlock.forward`: one expert after another.
+    PeakMoment(
+        "forward pass of the last expert",
+        (
+            KeptTensor("gradient of the layer's output, and sum of the experts' results", "hidden", 4),
+            KeptTensor("the same of further states of a token", "streamed"),
+            KeptTensor("what is wider of these", "hidden", 4, ("wide experts",)),
+            KeptTensor("what is gated, in the type that computes", "expert_routed", None, ("gated",)),
+            KeptTensor("the same before its cast", "expert_routed", 4, ("gated", "wide experts")),
+            KeptTensor("tokens of the expert, less its two results, which come later", "expert_hidden", -2),
+            KeptTensor("what is wider of these", "expert_hidden", -2, ("wide experts",)),
+            KeptTensor("matrix that bitsandbytes dequantised", "expert_matrix"),
+        ),
+        when=("looped experts",),
+    ),
+    PeakMoment(
+        "backward pass of the last expert",
+        (
+            KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("the same of further states of a token", "streamed"),
+            KeptTensor("what is wider of it", "hidden", 2, ("wide experts",)),
+            KeptTensor("gradients of gate, up and their product", "expert_routed", 6, ("gated",)),
+            KeptTensor("gradient of the activation's result", "expert_routed", None, ("plain",)),
+            KeptTensor("what is wider of these gradients", "expert_routed", 6, ("gated", "wide experts")),
+            KeptTensor("what is wider of that gradient", "expert_routed", 2, ("plain", "wide experts")),
+            KeptTensor("results of the expert, freed by then", "expert_hidden", -4),
+            KeptTensor("what is wider of these results, freed by then", "expert_hidden", -4, ("wide experts",)),
+        ),
+        when=("looped experts",),
+    ),
+    PeakMoment(
+        "backward pass of the last experts, their tokens",
+        (
+            KeptTensor("gradients of the layer's output, and of tokens of one expert and of another", "hidden", 6),
+            KeptTensor("the same of further states of a token", "streamed"),
+            KeptTensor("what is wider of these gradients", "hidden", 6, ("wide experts",)),
+            KeptTensor("gate and up of both, freed by then", "expert_routed", -12, ("gated",)),
+            KeptTensor("up of both, freed by then", "expert_routed", -8, ("plain",)),
+            KeptTensor("what is wider of gate and up, freed by then", "expert_routed", -12, ("gated", "wide experts")),
+            KeptTensor("what is wider of up, freed by then", "expert_routed", -8, ("plain", "wide experts")),
+            KeptTensor("results of both, freed by then", "expert_hidden", -8),
+            KeptTensor("what is wider of these results, freed by then", "expert_hidden", -8, ("wide experts",)),
+        ),
+        when=("looped experts",),
     ),
     PeakMoment(
         "backward pass of attention's scores",

@@ -53,6 +53,9 @@ Size = Literal[
     "narrow_products",
     "adapter_inputs",
     "routed",
+    "expert_routed",
+    "expert_hidden",
+    "expert_matrix",
     "routed_steps",
     "idle_hidden",
     "logits",
@@ -89,10 +92,10 @@ head; one per key and head. `scores`: one per query, key and head. `compressed`:
 per vector that is made of several tokens and attended to, too. `biases`: that, but once for all sequences.
 `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens
 times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`, `routed_steps`: of the tokens that this
-rank's experts get; `narrowed`: of their latents; `narrow_products`: of a token's products with the first
-matrices of adapters; `adapter_inputs`: of what those
-read; `idle_hidden`: of those that idle experts give back. `logits`,
-`gathered_logits`: of this rank's part of the vocabulary; of all.
+rank's experts get; `expert_routed`, `expert_hidden`, `expert_matrix`: of those that one of them gets, as many as of any
+other; of one of its matrices; `narrowed`: of their latents; `narrow_products`: of a token's products with the first
+matrices of adapters; `adapter_inputs`: of what those read; `idle_hidden`: of those that idle experts give back.
+`logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
 is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
@@ -246,3 +249,6 @@ def _add_expert_sizes(
     sizes["routed_hidden"] = routed * (experts.width or hidden)
     sizes["narrowed"] = share.tokens * experts.width
     sizes["routed"] = routed * -(-experts.size // share.etp)
+    alike = experts.count - experts.idle
+    sizes["expert_routed"], sizes["expert_hidden"] = sizes["routed"] / alike, sizes["routed_hidden"] / alike
+    sizes["expert_matrix"] = (experts.width or hidden) * -(-experts.size // share.etp)
