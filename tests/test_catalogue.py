@@ -54,7 +54,7 @@ def test_an_option_of_a_layout_has_the_choices_that_the_layout_knows():
     options = {each.name: each for each in declared_options(ReshardOptions)}
     assert get_args(get_args(options["trtllm_embedding"].annotation)[0]) == tuple(trtllm_writing._CUTS)
     newest, middle, oldest = vllm_arrays.PROFILES
-    said = f"writes: {newest}, {middle} or {oldest}. Default: {newest}."
+    said = f"writes: vLLM {newest}, {middle} or {oldest}, or {vllm_arrays.SGLANG}. Default: {newest}."
     assert said in options["vllm_profile"].option.help
 
 
