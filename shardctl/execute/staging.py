@@ -336,7 +336,8 @@ def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
     except FileNotFoundError:
         return "nothing"
     except NotADirectoryError as error:
-        raise DestinationError(f"{destination} exists and is not a directory") from error
+        file = next(path for path in (destination, *destination.parents) if path.exists())
+        raise DestinationError(f"{file} exists and is not a directory") from error
     except PermissionError as error:
         raise AccessError(f"{destination} cannot be listed: {error.strerror}") from error
     if RECORD in content:

@@ -143,6 +143,10 @@ class _VerifyRun:
                     other = quantise_as(checkpoint, split_as(checkpoint, other), self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)
                 self.unchecked += _list_left_out(checkpoint, other)
+                if other is not None and _resolve_location(other.source) == _resolve_location(checkpoint.source):
+                    self.unchecked.append(
+                        "--against names the checkpoint itself, so its values were compared with no other"
+                    )
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -228,6 +232,11 @@ def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str]) -> Ite
         yield "only headers were read; --level full reads every byte"
     if checkpoint.record is None and "identity" not in names:
         yield f"there is no {RECORD}, so values were compared with nothing; --against SRC compares them with a source"
+
+
+def _resolve_location(source: Source) -> Path | str:
+    """Find where a source is, whatever links lead there."""
+    return source.path.resolve() if isinstance(source, LocalSource) else source.location
 
 
 def _list_left_out(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> Iterator[str]:

@@ -55,3 +55,10 @@ def test_plans_and_reports_are_files_of_this_machine(say, source, verb, option, 
 @pytest.mark.parametrize("option", ["--out", "--report"])
 def test_a_file_to_write_without_a_name_is_a_usage_error(say, source, option):
     assert say("plan", source, option, "").code == 2
+
+
+def test_a_place_below_a_file_names_the_file(say, source, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    code, _, err = say("reshard", source, "notes/out")
+    assert (code, err.splitlines()[0]) == (6, f"error: {tmp_path}/notes exists and is not a directory")
+    (tmp_path / "notes").unlink()

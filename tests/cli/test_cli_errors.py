@@ -90,6 +90,7 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
                 "a stage has 8 ranks with --dp 8, for example"
             ),
         ),
+        (["reshard", "x", "y", "--dtype", "fp8"], f"{DTYPE} 'fp8' {DTYPES}", "did you mean --quantize fp8-channel?"),
         (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
         (["convert", "x"], "no such command 'convert'", "did you mean reshard?"),
         (["merge", "x"], "no such command 'merge'", "did you mean reshard --to hf, or reshard --merge for an adapter?"),

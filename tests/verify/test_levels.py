@@ -586,3 +586,14 @@ def test_a_checkpoint_without_tensors_is_not_whole(tmp_path):
     assert not found.ok
     said = [finding.message for finding in found.findings if finding.severity == "error"]
     assert said == ["there is no tensor in it"]
+
+
+def test_a_checkpoint_that_is_compared_with_itself_says_so(tmp_path):
+    """A path that was typed twice is no proof."""
+    checkpoint(tmp_path / "one")
+    said = "--against names the checkpoint itself, so its values were compared with no other"
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    for path in (tmp_path / "one", tmp_path / "link"):
+        assert said in verify(path, VerifyOptions(against=tmp_path / "one")).unchecked
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert said not in verify(tmp_path / "one", VerifyOptions(against=tmp_path / "two")).unchecked
