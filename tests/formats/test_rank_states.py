@@ -142,6 +142,20 @@ def test_groups_that_no_setting_tells_apart_are_left_behind(tmp_path):
     assert "no file names them" in text
 
 
+def test_a_layer_wise_optimizer_is_told_what_can_be_read(tmp_path):
+    """As megatron-core 0.19.2 saves Muon without a layout of its own; with it, its default, it saves no such files."""
+    place = tmp_path / "copy"
+    shutil.copytree(HERE / "replicated", place)
+    path = min(place.rglob(FILE))
+    saved = load(path)
+    saved["optimizer"] = dict.fromkeys(range(2), saved["optimizer"])
+    torch.save(saved, path)
+    torch.save(saved["optimizer"], path.with_name("layer_wise_optimizer_0.pt"))
+    (text,) = find_left(place)
+    assert "; layer_wise_optimizer_N.pt numbers the parameters of each rank" in text
+    assert "--ckpt-format torch_dist saves names" in text
+
+
 def test_a_missing_file_of_states_is_named(tmp_path):
     place = tmp_path / "copy"
     shutil.copytree(HERE / "distributed", place)

@@ -115,7 +115,7 @@ class _SortedSave(DcpSave):
         arrays = {}
         if names_groups(self.sorted.states):
             arrays = build_grouped_arrays({name: tensor.shape for name, tensor in weights.items()})
-        named = {*weights, *arrays, *list_joined_names(weights)}
+        named = dict.fromkeys((*weights, *arrays, *list_joined_names(weights)))
         found = TrainingState(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
             ranks=count_writers(model.collector.files),

@@ -163,7 +163,8 @@ def build_parameter_groups(
 ) -> tuple[ParameterGroup, ...]:
     """Build the groups of an optimizer, with what `value` finds under each key of their settings.
 
-    A flattened optimizer has the settings of every parameter; those with the same ones are a group.
+    A flattened optimizer has the settings of every parameter; those with the same ones are a group, and that of the
+    first of `parameters` is the first, because FSDP1 finds groups by their places.
     """
     settings: dict[str, dict[str, Setting]] = {}
     for key, (group, name) in found.settings.items():
@@ -176,7 +177,11 @@ def build_parameter_groups(
         listed = values.pop(_MEMBERS, (group,))
         members = [name for name in listed if isinstance(name, str)] if isinstance(listed, tuple) else []
         groups.setdefault(repr(sorted(values.items())) if flat else group, (values, []))[1].extend(members)
-    return tuple(ParameterGroup(tuple(members), values) for values, members in groups.values())
+    made = [ParameterGroup(tuple(members), values) for values, members in groups.values()]
+    if not any(name == _MEMBERS for _, name in found.settings.values()):
+        places = {name: place for place, name in enumerate(parameters)}
+        made.sort(key=lambda group: min((places.get(name, len(places)) for name in group.parameters), default=0))
+    return tuple(made)
 
 
 def _list_optimizer_roots(ways: Iterable[Way]) -> list[Way]:

@@ -41,7 +41,12 @@ _HEAD: Final = "output_layer.weight"
 _OF_RANKS: Final = re.compile(
     r"(iter_[0-9]+|release)/.*|(.*/)?mp_rank_[^/]*/.*|(.*/)?train_dataloader_dprank[0-9]+\.pt"
 )
-_OPTIMIZER: Final = re.compile(r".*/(distrib_optim|layer_wise_optimizer_[0-9]+|optim)\.pt")
+_LAYER_WISE: Final = "layer_wise_optimizer_"
+_OPTIMIZER: Final = re.compile(rf".*/(distrib_optim|{_LAYER_WISE}[0-9]+|optim)\.pt")
+_LAYERED: Final = (
+    f"; {_LAYER_WISE}N.pt numbers the parameters of each rank: Megatron-LM's --ckpt-format torch_dist saves names, by "
+    "which these states are read"
+)
 _MOST: Final = 1 << 20
 _ETP: Final = "expert_tensor_parallel_size"
 
@@ -249,13 +254,14 @@ def _warn_of_states(
     source: Source, found: RankDirectory, held: RankStates, tensors: Mapping[str, Tensor]
 ) -> Iterator[str]:
     """Say which states are left behind, and why."""
-    if held.left:
-        yield f"the optimizer's states are left behind: {held.left}"
     others = sorted(
         path
         for path in source.files()
         if path.startswith(found.folder) and _OPTIMIZER.fullmatch(path) and path not in held.files
     )
+    if held.left:
+        hint = _LAYERED if any(_LAYER_WISE in path for path in others) else ""
+        yield f"the optimizer's states are left behind: {held.left}{hint}"
     if others and not held.left:
         yield f"{format_first_few(others)}, which an optimizer keeps in a way that is not known, is left behind"
     if held.states and held.groups and not assign_parameters(held.groups, tensors):
