@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs import engines_quantised
+from docs import engines_quantised, engines_resumed
 from shardctl.api import Mesh, ReshardOptions, VerifyOptions, reshard, verify
 from shardctl.errors import ShardctlError
 from shardctl.report.documents import build_verify_document
@@ -237,7 +237,8 @@ is allowed. A case that is not in the table was not run.
 def build_page(kept: dict[str, dict[str, Any]]) -> str:
     """The page of the cases that were run."""
     rows = "".join(f"{describe(each.name, kept[each.name])}\n" for each in CASES if each.name in kept)
-    return HEAD + rows + engines_quantised.build_section(json.loads(engines_quantised.KEPT.read_text()))
+    further = (each.build_section(json.loads(each.KEPT.read_text())) for each in (engines_quantised, engines_resumed))
+    return HEAD + rows + "".join(further)
 
 
 def main(python: str, names: list[str]) -> None:

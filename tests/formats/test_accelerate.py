@@ -26,7 +26,7 @@ def load_folder(path: Path, target: Path) -> dict[str, dict]:
 
 
 def test_what_is_written_is_what_accelerate_saves(tmp_path):
-    """By way of a save of both in one, which has other keys; FSDP1 and FSDP2 go on from it."""
+    """By way of a save of both in one, which has other keys; FSDP1 and FSDP2 go on from it (docs/engines.md)."""
     reshard(SAVED, tmp_path / "dcp", ReshardOptions(to="dcp"), source_options=READ)
     reshard(tmp_path / "dcp", tmp_path / "again", OWN, source_options=READ)
     ours, theirs = (
