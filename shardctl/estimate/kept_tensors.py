@@ -58,6 +58,7 @@ Flag = Literal[
     "eager loss",
     "sent",
     "autocast",
+    "uncast",
     "exchanges",
     "norm behind",
     "wide",
@@ -114,8 +115,9 @@ experts, has a gate (Qwen3-Next); whether the results of experts are weighted in
 fp32, of which each matrix casts its own copy; how a recurrent layer computes its states, and whether
 it keeps the argument of its gate's activation;
 whether a layer, the model or the loss is compiled; whether compiled products are in float8; whether tp ranks share the
-loss; which weights are trained, for whose gradients alone something is kept; whether experts compute in fp32
-under autocast, or return it; whether they lie in one array or run one after another."""
+loss; which weights are trained, for whose gradients alone something is kept; whether products cast what they read,
+and whether experts compute in fp32 all the same, or return it; whether they lie in one array or run one after
+another."""
 
 
 @value_class

@@ -70,6 +70,7 @@ def list_model_flags(
         "powered norms": style.powered_norms,
     }
     flags.update(flag for flag, holds in named.items() if holds)
+    flags.add("uncast" if "autocast" not in flags else "autocast")
     if narrow or "drop scores" not in flags:
         flags.add("kept softmax")
     if style.capped_scores:

@@ -20,7 +20,7 @@ from shardctl.value import state_class, value_class
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.family import Family, FamilyFacts, Row
+    from shardctl.models.family import Family, FamilyFacts, FusedArray, Row
     from shardctl.models.layer_traits import LayerStyle, LayerTraits, NormKind
 
 _CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
@@ -434,7 +434,7 @@ class _AnatomyReader:
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
-            readers=_count_readers(named, rows)
+            readers=_count_readers(named, rows, self.family.fused)
             - bool(attention) * (1 + attention.cross if attention else 0)
             - bool(mlp or named.has("sffn")),
             streams=_count_streams(named),
@@ -519,10 +519,22 @@ def _attends_twice(attention: LayerAttention | None) -> bool:
     return attention is not None and (attention.cross or attention.kind == "cross")
 
 
-def _count_readers(named: RowDims, rows: list[Row]) -> int:
-    """Count the matrices between whole tokens and something else, those of single experts not."""
-    found = [row.dims.split() for row in rows if "effn" not in row.dims]
-    return sum(len(dims) == _MATRIX and named.known("hidden") in dims for dims in found)
+def _count_readers(named: RowDims, rows: list[Row], fused: tuple[FusedArray, ...]) -> int:
+    """Count the matrices between whole tokens and something else for which training keeps the tokens.
+
+    Those of single experts are not counted, nor an indexer's, of which only the choice of tokens goes on; what an array
+    of `fused` joins is one.
+    """
+    found = {
+        row.name
+        for row in rows
+        if len(row.dims.split()) == _MATRIX
+        and named.known("hidden") in row.dims.split()
+        and "effn" not in row.dims
+        and "index" not in row.dims
+    }
+    joined = [found.intersection(array.parts) for array in fused if not array.stored]
+    return len(found) - sum(len(parts) - 1 for parts in joined if parts)
 
 
 def _count_streams(named: RowDims) -> int:

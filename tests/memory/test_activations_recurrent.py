@@ -110,12 +110,19 @@ def test_a_term_says_that_it_is_of_the_kernels(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_shards_them_the_modules_are_those_of_transformers(name):
-    """Under autocast, which the profile hf has, norms keep fp32 sums; all else is the same."""
+    """Under autocast, which the profile hf has, norms keep fp32 sums, and experts compute in the fp32 of their weights.
+
+    fsdp2 and deepspeed give modules weights in bf16. All else that is kept is the same; which backward pass needs most
+    is not, where there are experts.
+    """
     by_profile = [kept(name, TrainingWorkload(512, profile=profile)) for profile in ("hf", "fsdp2", "deepspeed")]
     assert by_profile[1] == by_profile[2]
-    norms = [terms.pop("kept by norms") for terms in by_profile]
-    assert by_profile[0] == by_profile[1]
-    assert norms[1] < norms[0] <= 2 * norms[1]
+    for wider in ("kept by norms", "kept by experts"):
+        cast, narrow, _ = [terms.pop(wider, None) for terms in by_profile]
+        assert cast is narrow is None or narrow < cast <= 2 * narrow
+    cast, narrow = ({name: size for name, size in terms.items() if "alive" not in name} for terms in by_profile[:2])
+    assert cast == narrow
+    assert by_profile[0] == by_profile[1] or any("experts" in name for name in by_profile[0])
 
 
 @pytest.mark.parametrize("name", KINDS)

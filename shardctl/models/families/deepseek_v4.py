@@ -202,7 +202,7 @@ def _list_hashed_layers(config: ModelConfig) -> frozenset[int]:
 
 
 _FURTHER: Final = (
-    *list_mixed_streams(),
+    *list_mixed_streams(experts=""),
     FurtherTensor(
         "fp32 copies of compressed queries, those normed, and the input of what they go through",
         dims="q_rank",

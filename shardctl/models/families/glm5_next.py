@@ -134,7 +134,7 @@ _TEXT: Final = Family(
         wide_router=True,
         expert_steps=2,
         further=(
-            *list_mixed_streams(),
+            *list_mixed_streams(experts="moe"),
             *(one if one.dims == "decay_rank" else replace(one, when=f"{one.when} !bounded") for one in FORGET_GATE),
             FurtherTensor(
                 "fp32 decays, before and behind their bound", dims="values", width=12, when="!attention bounded"

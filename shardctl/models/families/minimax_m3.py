@@ -158,6 +158,7 @@ MINIMAX_M3_TEXT: Final = Family(
         further=(
             FurtherTensor("gate and up within their bounds, and what scales the gate", "intermediate", width=6),
             FurtherTensor("mask of the blocks that an indexer chose", "scores", when="sparse", given=("fused",)),
+            FurtherTensor("what is wider of that mask", "scores", "", 2, "sparse", ("fused", "autocast")),
         ),
     ),
     class_names_only=True,
