@@ -257,14 +257,14 @@ def test_the_family_in_extending_md_is_whole(monkeypatch):
 
 ELSEWHERE_SAID = {
     "automodel_names.py": {"deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},
-    "maxtext_names.py": {"deepseek_v2", "deepseek_v3", "qwen2", "qwen3", "qwen3_moe"},
+    "maxtext_names.py": {"deepseek_v2", "deepseek_v3", "gpt_oss", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"},
     "meta_names.py": {"llama", "mistral"},
     "torchtitan_names.py": {"llama"},
     "torchtitan_tables.py": {"deepseek_v3", "gpt_oss", "kimi_k25", "llama", "qwen3", "qwen3_moe"}
     | {"qwen3_5_moe", "qwen3_5_moe_text"},
     "windows.py": {"mamba"},
 }
-"""Automodel's names were compared for eight families, MaxText has arrays of five that are only moved, Meta's
+"""Automodel's names were compared for eight families, MaxText has arrays of eight that are only moved, Meta's
 checkpoints are of two, torchtitan has own names for ten and turns the pairs of one; "mamba" is a kind of layer, too."""
 
 
