@@ -93,11 +93,14 @@ def _is_unfused(style: LayerStyle, work: TrainingWorkload) -> bool:
     return style.unfused and work.profile != "megatron"
 
 
-def list_attention_remarks(work: object, style: LayerStyle | None) -> tuple[str, ...]:
-    """List what to know of the attention of a model of a style in training: where it is not what was asked for."""
-    if not isinstance(work, TrainingWorkload) or style is None or not work.flash or not _is_unfused(style, work):
-        return ()
-    return ("transformers has only eager attention for this model: its scores are kept, whatever --attention says",)
+def list_model_remarks(work: object, anatomy: ModelAnatomy | None) -> Iterator[str]:
+    """Yield what to know of a model in training: attention that is not what was asked for, and what is not counted."""
+    if not isinstance(work, TrainingWorkload) or anatomy is None:
+        return
+    if work.flash and _is_unfused(anatomy.style, work):
+        yield "transformers has only eager attention for this model: its scores are kept, whatever --attention says"
+    if anatomy.generates and any(layer.streams > 1 for layer in anatomy.layers):
+        yield "what is kept where the states of a token become one, behind the last layer, is not counted"
 
 
 def list_expert_remarks(work: object, inventory: TensorInventory) -> tuple[str, ...]:

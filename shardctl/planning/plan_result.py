@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.amounts import format_memory_size
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages
 from shardctl.conversion.tensor_choice import filter_tensors
-from shardctl.estimate.layer_flags import list_attention_remarks, list_expert_remarks
+from shardctl.estimate.layer_flags import list_expert_remarks, list_model_remarks
 from shardctl.estimate.search import WeightTotals
 from shardctl.estimate.selective import list_recomputation_remarks
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
@@ -243,7 +243,7 @@ def _build_result(
         warnings=(
             *checkpoint.manifest.warnings,
             *list_recomputation_remarks(forecast.work, layers),
-            *list_attention_remarks(forecast.work, about.anatomy.style if about.anatomy is not None else None),
+            *list_model_remarks(forecast.work, about.anatomy),
             *list_expert_remarks(forecast.work, about.inventory),
         ),
         adapter=plan_adapter(about, forecast, alone) if alone is not None else None,

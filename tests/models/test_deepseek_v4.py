@@ -15,6 +15,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.estimate.activations import estimate_activations
 from shardctl.estimate.holding import RankHolding
 from shardctl.estimate.kv_cache import list_cache_terms
+from shardctl.estimate.layer_flags import list_model_remarks
 from shardctl.estimate.operations import count_attention_operations
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
@@ -206,6 +207,12 @@ def test_attention_sees_the_window_and_compressed_tokens():
         assert count_attention_operations([layer], Mesh.of(tp=8), 1, 128_000) == 2 * (
             seen * 64 * 1024 / 8 + scored * 64 * 128
         )
+
+
+def test_what_is_not_counted_behind_the_last_layer_is_said():
+    shape = build_anatomy(fixture("deepseek_v4"))
+    assert any("behind the last layer" in one for one in list_model_remarks(TrainingWorkload(8), shape))
+    assert [*list_model_remarks(TrainingWorkload(8), build_anatomy(fixture("llama")))] == []
 
 
 def test_what_training_keeps_in_megatron_is_said_to_be_unknown():
