@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardctl.bands import PAGE, ChunkIndex, find_whole_region
 from shardctl.copyplan import join_manifests
-from shardctl.libraries.safetensors.header import pad_header
+from shardctl.libraries.files.file_names import SAFETENSORS
+from shardctl.libraries.safetensors.header import HEADER_ALIGNMENT, pad_header
 from shardctl.manifest import Region, narrow_chunk
 
 if TYPE_CHECKING:
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.manifest import CheckpointFile, Chunk, Tensor
-
-_SUFFIX: Final = ".safetensors"
-_ALIGNED: Final = 8
-"""Headers of safetensors files end at multiples of it."""
 
 
 def align_files(plan: CopyPlan) -> CopyPlan:
@@ -42,7 +39,7 @@ def _choose_shifts(plan: CopyPlan) -> dict[str, int]:
     for copy in plan.copies:
         if copy.source.dtype is copy.target.dtype and copy.source.encoded_bytes is None:
             for file, shift, nbytes in _list_stretches(copy):
-                if file.endswith(_SUFFIX) and not shift % _ALIGNED:
+                if file.endswith(SAFETENSORS) and not shift % HEADER_ALIGNMENT:
                     votes[file][shift] += nbytes
     return {file: counts.most_common(1)[0][0] for file, counts in votes.items()}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.record_crcs import build_crc_tracker, refuse_damage
 from shardctl.errors import ChangedError, SourceError
-from shardctl.execute.block_sharing import BlockSharer, require_shared_blocks
+from shardctl.execute.block_sharing import prepare_sharing
 from shardctl.execute.engine import CopyOutcome, execute_plan
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.part import WorkerPart
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.execute.block_sharing import BlockSharer
     from shardctl.manifest import OpaqueObject
     from shardctl.record import HashedSpans
     from shardctl.shares import WorkerShare
@@ -77,11 +77,10 @@ def move_share(
         work.checkpoint.source.track(tracker)
     require_agreement(tensors, work.checkpoint.source, effort)
     reflink = work.reshard_options.reflink
-    if reflink:
-        require_shared_blocks(work.checkpoint.source, work.have, tree)
     target = LocalTarget(tree, sharing=reflink)
+    sharer = prepare_sharing(work.checkpoint.source, work.have, target) if reflink else None
     with _require_unchanged(work, versions, discard):
-        outcome = _copy_share(work, share, sides, target, BandJournal(*journal), tracker, progress, stop)
+        outcome = _copy_share(work, share, sides, target, sharer, BandJournal(*journal), tracker, progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in sides}
     with translate_os_errors(tree, "reading back"):
@@ -112,15 +111,13 @@ def _copy_share(
     share: WorkerShare,
     sides: Sequence[OpaqueObject],
     target: LocalTarget,
+    sharer: Callable[[], BlockSharer] | None,
     journal: BandJournal,
     tracker: CrcTracker,
     progress: ProgressWatcher,
     stop: StopRequest,
 ) -> CopyOutcome:
     source, portions = work.checkpoint.source, share.portions
-    sharer = None
-    if work.reshard_options.reflink and source.folder is not None:
-        sharer = partial(BlockSharer, target, source.folder)
     try:
         outcome = execute_plan(
             share.plan,

@@ -5,6 +5,7 @@ What is shared takes no space and is not written; it is read and digested as all
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardctl.errors import DestinationError
 from shardctl.storage.local import LocalSource, LocalTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -24,24 +26,29 @@ if TYPE_CHECKING:
 _PROBE: Final = ".shardctl-probe"
 
 
-def require_shared_blocks(source: Source, have: Manifest, tree: Path) -> None:
-    """Raise DestinationError if files below `tree` cannot share blocks with those of the source; tries it with one."""
+def prepare_sharing(source: Source, have: Manifest, target: LocalTarget) -> Callable[[], BlockSharer]:
+    """Return what makes the writer of a thread; raises DestinationError if `target` shares no blocks with the source.
+
+    That is tried with a block of one file. Files that are smaller than a block are all written.
+    """
     path = next((path for path, file in have.files.items() if file.size >= PAGE), None)
-    if path is None:
-        return
-    probe = LocalTarget(tree, sharing=True)
+    if isinstance(source, LocalSource) and (path is None or _share_probe(target, source.folder / path)):
+        return partial(BlockSharer, target, source.folder)
+    raise DestinationError(
+        f"the destination cannot share blocks with the files of {source.name}",
+        hint="XFS and btrfs can, within one file system and for weights that are not computed; else leave "
+        "--reflink out",
+    )
+
+
+def _share_probe(target: LocalTarget, file: Path) -> bool:
+    """Return whether a new file can share the first block of another; the new one is removed, and all are closed."""
     try:
-        probe.create(_PROBE, PAGE)
-        shared = isinstance(source, LocalSource) and probe.share_at(_PROBE, 0, PAGE, source.folder / path, 0)
+        target.create(_PROBE, PAGE)
+        return target.share_at(_PROBE, 0, PAGE, file, 0)
     finally:
-        probe.close()
-        (tree / _PROBE).unlink(missing_ok=True)
-    if not shared:
-        raise DestinationError(
-            f"the destination cannot share blocks with the files of {source.name}",
-            hint="XFS and btrfs can, within one file system and for weights that are not computed; else leave "
-            "--reflink out",
-        )
+        target.close()
+        (target.root / _PROBE).unlink(missing_ok=True)
 
 
 class BlockSharer:

@@ -6,16 +6,12 @@ Both with the same Adam on the same batches (`fixtures/torchtitan/resume.py`, `f
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from trainer_programs import ROOT, run_program
 
 from shardctl.api import ReshardOptions, SourceOptions, reshard
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = {"titan": "fixtures.torchtitan.resume", "torch": "fixtures.torch_dist.resume_torch"}
 MODELS = {
     "llama3": "torch_dist/hf/llama",
@@ -28,27 +24,19 @@ MISSING = [name for name in ("torchtitan", "tyro") if importlib.util.find_spec(n
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")]
 
 
-def run_trainer(trainer: str, action: str, hf: Path, folder: Path) -> list[float]:
-    losses = folder.with_suffix(".json")
-    command = [sys.executable, "-m", PROGRAMS[trainer], action, str(hf), str(folder), str(losses)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(losses.read_text())
-
-
 @pytest.mark.parametrize("case", MODELS)
 def test_either_goes_on_from_the_other(case, tmp_path):
     """The greatest difference of three losses of about 4 to 11; each trainer alone differs as much from the other."""
     hf = ROOT / "fixtures" / MODELS[case]
     read = SourceOptions(config=hf / "config.json")
-    alone = {trainer: run_trainer(trainer, "train", hf, tmp_path / trainer) for trainer in PROGRAMS}
+    alone = {trainer: run_program(PROGRAMS[trainer], "train", hf, tmp_path / trainer) for trainer in PROGRAMS}
     reshard(tmp_path / "titan", tmp_path / "to_torch", ReshardOptions(to="dcp"), source_options=read)
     own = ReshardOptions(to="dcp", names="torchtitan")
     reshard(tmp_path / "torch", tmp_path / "to_titan", own, source_options=read)
     reshard(tmp_path / "to_torch", tmp_path / "back", own, source_options=read)
-    assert run_trainer("titan", "resume", hf, tmp_path / "back") == alone["titan"]
+    assert run_program(PROGRAMS["titan"], "resume", hf, tmp_path / "back") == alone["titan"]
     for saver, goer, folder in (("titan", "torch", "to_torch"), ("torch", "titan", "to_titan")):
-        found = run_trainer(goer, "resume", hf, tmp_path / folder)
+        found = run_program(PROGRAMS[goer], "resume", hf, tmp_path / folder)
         print(f"{case} {saver} > {goer}: {max(abs(a - b) for a, b in zip(found, alone[saver], strict=True)):.1e}")
         assert found == pytest.approx(alone[saver], rel=1e-6)
 
@@ -57,7 +45,7 @@ def test_layers_that_predict_go_on(tmp_path):
     """By way of transformers' names, whose class has none of these layers."""
     hf = ROOT / "fixtures" / "megatron" / "hf" / "deepseek-v3-predicting"
     read = SourceOptions(config=hf / "config.json")
-    losses = run_trainer("titan", "train", hf, tmp_path / "titan")
+    losses = run_program(PROGRAMS["titan"], "train", hf, tmp_path / "titan")
     reshard(tmp_path / "titan", tmp_path / "dcp", ReshardOptions(to="dcp"), source_options=read)
     reshard(tmp_path / "dcp", tmp_path / "back", ReshardOptions(to="dcp", names="torchtitan"), source_options=read)
-    assert run_trainer("titan", "resume", hf, tmp_path / "back") == losses
+    assert run_program(PROGRAMS["titan"], "resume", hf, tmp_path / "back") == losses

@@ -88,6 +88,27 @@ class LoraLinear(torch.nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def trace_adapted_step(model, tracker, tokens, behind):
+    """Run a model with a frozen base under autocast, its layers computed again, and back, seen by `tracker`.
+
+    What comes behind the forward pass is the moment `behind`. Returns the bytes of the model.
+    """
+    model.train()
+    model.enable_input_require_grads()
+    model.activation_checkpointing_enable()
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with tracker, mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.see(tensor, "model")
+        held, tracker.armed = tracker.now, True
+        tracker.enter("forward")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        tracker.enter(behind)
+        loss.backward()
+    return held
+
+
 def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys):
     """Of a frozen base in 16 bits under autocast."""
     layers, tokens, rank = 4, 8192, 16
@@ -99,19 +120,7 @@ def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys
         for layer in model.model.layers:
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
                 setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name), rank))
-        model.train()
-        model.enable_input_require_grads()
-        model.activation_checkpointing_enable()
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        with tracker, mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
-            for tensor in (*model.parameters(), *model.buffers()):
-                tracker.see(tensor, "model")
-            tracker.armed = True
-            tracker.enter("forward")
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            tracker.enter("loss")
-            loss.backward()
+        trace_adapted_step(model, tracker, tokens, "loss")
     base = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(base | {"torch_dtype": "bfloat16"}))
@@ -199,18 +208,7 @@ def test_experts_of_bitsandbytes_run_one_after_another(experts, wide, prepared, 
         for module in model.modules() if prepared else ():
             if "Norm" in type(module).__name__:
                 module.weight = torch.nn.Parameter(module.weight.float(), requires_grad=False)
-        model.train()
-        model.enable_input_require_grads()
-        model.activation_checkpointing_enable()
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        with tracker, mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
-            for tensor in (*model.parameters(), *model.buffers()):
-                tracker.see(tensor, "model")
-            before, tracker.armed = tracker.now, True
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            tracker.enter("backward")
-            loss.backward()
+        before = trace_adapted_step(model, tracker, tokens, "backward")
     base = sizes | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "torch_dtype": "bfloat16"}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(base))

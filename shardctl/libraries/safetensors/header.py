@@ -52,7 +52,7 @@ _STATE_MARK: Final = b'"optimizer.'
 _ENTRY_MARK: Final = b'"data_offsets"'
 """Every entry of a header has it once."""
 _LENGTH_BYTES: Final = 8
-_ALIGNED: Final = 8
+HEADER_ALIGNMENT: Final = 8
 """Spaces fill up the JSON to a multiple of it."""
 _FIRST_READ: Final = 1 << 16
 """Bytes of a file that is far away in which most headers fit."""
@@ -404,7 +404,7 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     except UnicodeEncodeError as error:
         odd = error.object[error.start : error.end]
         raise UnsupportedError(f"a name with the lone surrogate {odd!r} cannot be written as Unicode text") from error
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
     if len(text) > LARGEST_HEADER:
         raise UnsupportedError(
             f"a header for {len(relative):,} tensors takes {len(text):,} bytes; safetensors allows {LARGEST_HEADER:,}"
@@ -429,7 +429,7 @@ def pad_header(header: bytes, more: int) -> bytes:
 
 def measure_file(spelled: int, nbytes: int) -> int:
     """Measure the file whose header takes `spelled` bytes of JSON, and whose arrays take `nbytes`."""
-    return _LENGTH_BYTES + spelled + -spelled % _ALIGNED + nbytes
+    return _LENGTH_BYTES + spelled + -spelled % HEADER_ALIGNMENT + nbytes
 
 
 def join_members(members: Iterable[str]) -> str:
