@@ -7,22 +7,19 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
-from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
 from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
+from shardctl.checkpoint.identity_level import list_warnings, run_identity_level
 from shardctl.checkpoint.left_tensors import format_modules
-from shardctl.checkpoint.merging import MERGED, merge_adapters
-from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
+from shardctl.checkpoint.merging import merge_adapters
+from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.quantising import quantise_as
-from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.splitting import split_as
 from shardctl.conversion.conversion_plan import choose_stages
 from shardctl.digest import compute_checkpoint_digest
-from shardctl.dtype import CASTABLE
-from shardctl.errors import UsageError, format_first_few
+from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.loading.engine_level import require_engine, run_engine_level
@@ -30,11 +27,9 @@ from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.verify_options import is_running
 from shardctl.pieces import PlacedCheckpoint
 from shardctl.record import GIVEN, RECORD
-from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
-from shardctl.training import split_state_name
 from shardctl.value import state_class
-from shardctl.verify import alignment, content, rank_parts, structure
+from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.device import parse_device_number
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
@@ -46,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
-    from shardctl.manifest import Tensor
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
 
@@ -182,7 +176,7 @@ class _VerifyRun:
                 both = checkpoint.stored.files.keys() & other.stored.files.keys()
                 equal = find_equal_files(checkpoint.source, both, stated, known, self.effort.stop)
                 against = str(self.verify_options.against)
-                level = _check_identity(
+                level = run_identity_level(
                     checkpoint,
                     other,
                     against,
@@ -253,14 +247,8 @@ def _list_left_out(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None)
         yield f"tensors of {other.source.name} that were left out here: {format_modules(left, kept)}"
 
 
-def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[CheckFinding]:
-    """List what was odd when headers were read, and `whose` they are if not the verified checkpoint's."""
-    for warning in checkpoint.manifest.warnings:
-        yield CheckFinding("warning", "reading", f"{whose}{warning}")
-
-
 def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
-    yield from _list_warnings(checkpoint)
+    yield from list_warnings(checkpoint)
     if not checkpoint.whole.tensors:
         yield CheckFinding("error", "tensors", "there is no tensor in it")
     for warning in (*lint_config(checkpoint), *lint_tokenizer(checkpoint)):
@@ -324,95 +312,3 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
         why = "--rules does not name the rules that cut them" if unnamed else "nothing says how tensors are cut"
         message = f"shardctl did not check which rank should hold what: {why}"
         yield CheckFinding("warning", rank_parts.CHECK, message)
-
-
-def _check_identity(
-    checkpoint: OpenedCheckpoint,
-    other: OpenedCheckpoint,
-    against: str,
-    effort: ExecutionOptions,
-    *,
-    strict: bool,
-    full: bool,
-    merged: bool,
-    equal: Collection[str],
-) -> LevelResult:
-    level, began = LevelResult("identity", strict=strict), time.monotonic()
-    level.add(_list_warnings(other, f"in {against}: "))
-    if not merged and _has_merged(checkpoint) and not _has_merged(other):
-        assert checkpoint.record is not None  # noqa: S101 - asked before
-        message = f"the adapter {checkpoint.record.options[MERGED]} was merged into it; name it with --merge"
-        level.add(iter([CheckFinding("warning", "identity", message)]))
-    if other.part:
-        level.notes.append(f"compared with a part of {against}: {other.part}")
-    mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
-    if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
-        mine, theirs = checkpoint.whole.tensors, other.whole.tensors
-    filtered = checkpoint.record is not None and checkpoint.record.filtered
-    retyped = [name for name, tensor in mine.items() if name in theirs and tensor.dtype != theirs[name].dtype]
-    pairs, cast = [], checkpoint.record is None or _has_cast(checkpoint)
-    if checkpoint.record is None and retyped:
-        example = f"{mine[retyped[0]].dtype} here and {theirs[retyped[0]].dtype} there"
-        message = (
-            f"{format_first_few(retyped)} have other element types than the source ({example}), and there is no "
-            f"{RECORD} that says why: the source was cast to the types here before it was compared"
-        )
-        level.add(iter([CheckFinding("warning", "identity", message)]))
-    companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))
-    level.add(check_companions(checkpoint, companions))
-    level.notes += companions.notes
-    for name in [*mine, *(n for n in theirs if n not in mine)]:
-        problem = _check_pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=cast)
-        if problem:
-            level.add(iter([problem]))
-        elif name in mine:
-            pairs.append((mine[name], theirs[name]))
-    alike = [pair for pair in pairs if _lie_in_equal_files(*pair, equal)]
-    if alike:
-        pairs = [pair for pair in pairs if not _lie_in_equal_files(*pair, equal)]
-        level.equal_files = tuple(sorted(equal))
-        level.notes.append(
-            f"{format_plural(len(alike), 'tensor')} were not read from {against}, because "
-            f"{format_plural(len(equal), 'file')} here have the hashes that it states"
-        )
-    tracker = build_crc_tracker(other)
-    theirs_read = CrcReader(other.source.read_at, tracker)
-    in_file_order(pairs, checkpoint, other)
-    differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity")
-    for d in differences:
-        message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
-        message += f" ({d.distance})" if d.distance is not None else ""
-        level.add(iter([CheckFinding("error", "identity", message, d.tensor, d.file, str(d.first))]))
-    level.add(check_crcs(other, tracker, effort, unread=full and not alike, whose=f"in {against}: "))
-    level.tensors, level.nbytes = len(alike) + len(pairs), sum(t.nbytes for t, _ in pairs)
-    level.seconds = time.monotonic() - began
-    return level
-
-
-def _lie_in_equal_files(mine: Tensor, theirs: Tensor, equal: Collection[str]) -> bool:
-    """Return whether two tensors are the same bytes of files that are known to be equal."""
-    return mine.chunks == theirs.chunks and mine.dtype == theirs.dtype and set(equal).issuperset(mine.files)
-
-
-def _check_pair(
-    name: str, mine: Tensor | None, theirs: Tensor | None, *, filtered: bool, cast: bool
-) -> CheckFinding | None:
-    if mine is None:
-        return None if filtered else CheckFinding("error", "identity", f"{name} is missing; the source has it", name)
-    if theirs is None:
-        return CheckFinding("error", "identity", f"{name} is not in the source", name)
-    if mine.shape != theirs.shape:
-        return CheckFinding(
-            "error", "identity", f"{name} is {list(mine.shape)}; the source has {list(theirs.shape)}", name
-        )
-    if mine.dtype != theirs.dtype and not (cast and {mine.dtype.name, theirs.dtype.name} <= CASTABLE):
-        return CheckFinding("error", "identity", f"{name} is {mine.dtype}; the source has {theirs.dtype}", name)
-    return None
-
-
-def _has_cast(checkpoint: OpenedCheckpoint) -> bool:
-    return bool(checkpoint.record and not {"dtype", "retyped"}.isdisjoint(checkpoint.record.options))
-
-
-def _has_merged(checkpoint: OpenedCheckpoint) -> bool:
-    return bool(checkpoint.record and MERGED in checkpoint.record.options)
