@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.conversion.optimizer_states import filter_states, get_states
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
-from shardctl.errors import UsageError
+from shardctl.errors import SourceError, UsageError, format_first_few
+from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
 from shardctl.storage.excluded_names import has_passed_over
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ _NAMES: Final = "shardctl inspect SRC --tensors lists the names"
 def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Manifest:
     """Return the tensors that `--include` and `--exclude` leave of a checkpoint, and a warning of the others.
 
-    Raises UsageError for none, and for a pattern that matches none.
+    Raises UsageError for none, and for a pattern that matches none; SourceError for weights that are left and were
+    saved without their elements.
     """
     manifest = checkpoint.manifest
     if reshard_options.include is None and reshard_options.exclude is None:
+        _refuse_ungathered(manifest)
         return manifest
     include, exclude = (
         compile_pattern("--include", reshard_options.include or ""),
@@ -42,7 +45,17 @@ def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
         raise UsageError("--include and --exclude leave no tensor", hint=_NAMES)
     left = [tensor for name, tensor in manifest.tensors.items() if name not in kept]
     told = (f"left out: {format_modules(left, kept)}",) if left else ()
-    return filter_states(replace(manifest, tensors=kept, warnings=(*manifest.warnings, *told)), kept)
+    chosen = replace(manifest, tensors=kept, warnings=(*manifest.warnings, *told))
+    _refuse_ungathered(chosen)
+    return filter_states(chosen, kept)
+
+
+def _refuse_ungathered(have: Manifest) -> None:
+    """Raise SourceError for weights without elements: a loader would reject what is written, or initialize them."""
+    empty = list_ungathered_weights(have.tensors)
+    if empty:
+        count = f"{len(empty):,} of {len(have.tensors):,} tensors"
+        raise SourceError(f"{count} have no elements: {format_first_few(empty)}", hint=UNGATHERED_HINT)
 
 
 def choose_dtypes(

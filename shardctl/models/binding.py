@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 _MAXTEXT: Final = ("params.params.decoder.", "params.params.token_embedder.")
 """How names of MaxText's arrays begin (`TrainState` of flax, whose parameters are a tree `params`)."""
+_UNGATHERED: Final = (0,)
+"""The shape of a parameter whose elements only other ranks' partitions hold."""
+_PARAMETERS: Final = frozenset({"weight", "bias"})
+"""What the names of parameters end with; buffers may be empty on purpose (GPTQ's `g_idx`)."""
+UNGATHERED_HINT: Final = (
+    "ZeRO-3 and FSDP leave such tensors where a model is saved without gathering its parameters: convert the "
+    "checkpoint that the engine itself saved, or save again with stage3_gather_16bit_weights_on_model_save or "
+    "FULL_STATE_DICT"
+)
 
 
 def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
@@ -109,6 +118,14 @@ def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tu
         raise _build_shape_error(tensor, fusion.shape)
     for part, held in fusion.taken_apart(tensor):
         yield part, replace(held, spelling=(part,)) if part == tensor.name else held
+
+
+def list_ungathered_weights(tensors: Mapping[str, Tensor]) -> list[str]:
+    """List the weights that were saved without their elements; all tensors, if none of them has an element."""
+    empty = [name for name, tensor in tensors.items() if tensor.shape == _UNGATHERED]
+    if len(empty) == len(tensors):
+        return empty
+    return [name for name in empty if name.rpartition(".")[2] in _PARAMETERS]
 
 
 def is_maxtext(names: Iterable[str]) -> bool:
@@ -249,5 +266,5 @@ def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
 def _build_shape_error(stored: Tensor, expected: Sequence[int]) -> SourceError:
     return SourceError(
         f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected)}",
-        hint="config.json may belong to another model",
+        hint="config.json may belong to another model" if stored.shape != _UNGATHERED else UNGATHERED_HINT,
     )

@@ -6,12 +6,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.amounts import format_plural
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
 from shardctl.errors import format_first_few
 from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
+from shardctl.models.binding import list_ungathered_weights
 from shardctl.models.drafters import name_drafter
 from shardctl.notebook import NotebookView
 from shardctl.options import InspectOptions, SourceOptions
@@ -162,7 +164,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         dropped=manifest.dropped,
         digest=record.digest if record else "",
         rules=_list_rules(checkpoint),
-        warnings=(*manifest.warnings, *lint_config(checkpoint), *_note_holes(checkpoint)),
+        warnings=(*manifest.warnings, *lint_config(checkpoint), *_note_holes(checkpoint), *_note_empty(checkpoint)),
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
@@ -188,6 +190,12 @@ def _note_holes(checkpoint: OpenedCheckpoint) -> list[str]:
     if not lacking:
         return []
     return [f"elements of {format_first_few(lacking)} are stored in no file; shardctl verify says which"]
+
+
+def _note_empty(checkpoint: OpenedCheckpoint) -> list[str]:
+    """Say which weights were saved without their elements."""
+    empty = list_ungathered_weights(checkpoint.manifest.tensors)
+    return [f"{format_plural(len(empty), 'tensor')} without elements: {format_first_few(empty)}"] if empty else []
 
 
 def _summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:

@@ -256,6 +256,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole)
+    yield from structure.check_gathered(checkpoint.manifest)
     if checkpoint.record:
         yield from structure.check_record(checkpoint.record, checkpoint.whole)
     elif checkpoint.model is None and checkpoint.model_error is not None:

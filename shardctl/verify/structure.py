@@ -9,6 +9,7 @@ from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
+from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
 from shardctl.record import RECORD, hash_source_spans
 from shardctl.training import split_state_name
 from shardctl.turns import fold_box, fold_shape, unfold_tensors
@@ -63,6 +64,15 @@ def check_modes(root: Path, files: Mapping[str, FileStat]) -> Iterator[CheckFind
             yield CheckFinding(
                 "warning", "modes", f"{path} has mode {stat.S_IMODE(mode):04o}; others cannot read it", file=path
             )
+
+
+def check_gathered(manifest: Manifest) -> Iterator[CheckFinding]:
+    """Yield weights of shape [0], whose elements are in no file."""
+    empty = list_ungathered_weights(manifest.tensors)
+    if empty:
+        count = f"{len(empty):,} of {len(manifest.tensors):,} tensors"
+        message = f"{count} have no elements ({format_first_few(empty)}); {UNGATHERED_HINT}"
+        yield CheckFinding("error", "empty", message, tensor=empty[0])
 
 
 def check_coverage(manifest: Manifest) -> Iterator[CheckFinding]:
