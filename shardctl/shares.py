@@ -59,6 +59,12 @@ def share_whole_plan(plan: CopyPlan) -> WorkerShare:
     return WorkerShare(plan, {}, frozenset(plan.have.tensors))
 
 
+def list_read_files(plan: CopyPlan) -> set[str]:
+    """List the files of the source that the tensors of a plan are read from."""
+    chunks = (chunk for copy in plan.copies for chunk in copy.reads)
+    return {chunk.where.file for chunk in chunks if not isinstance(chunk.where, ConstantFill)}
+
+
 def divide_files(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
     """Divide the files among `count` workers: every file once, the heaviest worker as light as neighbours allow.
 

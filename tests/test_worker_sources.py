@@ -92,3 +92,37 @@ def test_what_several_workers_read_is_compared_to_the_last_bit(source, tmp_path,
         f"{SHARED} is not the same for all workers: worker 1/2 read different elements from worker 0/2"
     )
     assert not (tmp_path / "out").exists()
+
+
+def edit_in_place(path, position):
+    """Change a byte; size, modification time and inode stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(position, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_finished_part_is_made_again_if_its_source_was_edited_in_place(source, tmp_path, monkeypatch):
+    """Where the sample misses the edit; nobody else's part is of the same bytes, so it must be found here."""
+    monkeypatch.setattr("shardctl.conversion.worker_part.sample_source", lambda *_: {})
+    first = contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
+    (source / "model.safetensors").chmod(0o600)
+    touched = contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
+    assert touched.part.kept_bytes == first.part.written_bytes, "chmod costs a comparison"
+    edit_in_place(source / "model.safetensors", -100)
+    edited = contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
+    assert not edited.done_before
+    assert contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2)).done_before
+    contribute(source, tmp_path / "out", TP2, worker=WorkerId(1, 2))
+    assert finish(tmp_path / "out").record.digest == reshard(source, tmp_path / "one", TP2).record.digest
+
+
+def test_status_change_times_of_another_machine_do_not_matter(source, tmp_path):
+    other = copied(source, tmp_path / "other", lambda path: path.chmod(0o600))
+    contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
+    assert contribute(other, tmp_path / "out", TP2, worker=WorkerId(0, 2)).done_before
+    contribute(other, tmp_path / "out", TP2, worker=WorkerId(1, 2))
+    assert finish(tmp_path / "out").record.digest == reshard(source, tmp_path / "one", TP2).record.digest

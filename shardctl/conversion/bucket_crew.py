@@ -16,7 +16,7 @@ from shardctl.conversion.bucket_output import (
 from shardctl.conversion.pending_record import PendingRecord, draft_record, encode_record_draft, parse_record_draft
 from shardctl.errors import Mismatch, SourceError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.part import WorkerPart, merge_parts, require_one_source
+from shardctl.execute.part import WorkerPart, is_touched, merge_parts, require_one_source
 from shardctl.execute.uploads import BucketUploads, noted_plan, published_record
 from shardctl.execute.worker import WorkerId
 from shardctl.record import RECORD, CheckpointRecord, parse_record
@@ -63,6 +63,8 @@ def send_share(
             held=held,
         )
         found = uploads.worker_done(worker, bucket.objects())
+        if found is not None and is_touched(found[0], work.checkpoint.source.files()):
+            found = None
         if found is not None:
             part = found[0]
         else:

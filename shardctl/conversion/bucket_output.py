@@ -22,12 +22,12 @@ from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.errors import DestinationError
 from shardctl.execute.budget import divide_host_memory
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.part import have_same_content, is_touched
 from shardctl.execute.provenance import list_whole_files
 from shardctl.execute.uploads import BucketUploads, require_free_destination
-from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, encode_record, parse_record
 from shardctl.settings import is_text
-from shardctl.shares import WorkerShare, build_share, divide_files, group_files
+from shardctl.shares import WorkerShare, build_share, divide_files, group_files, list_read_files
 from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
 from shardctl.storage.free_space import measure_free_space
 from shardctl.value import value_class
@@ -59,6 +59,9 @@ class GroupUploads(Protocol):
 
     def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
         """Send the files of a group, and note it."""
+
+    def note_group(self, number: int, part: WorkerPart) -> None:
+        """Note a group again whose files are as they were sent."""
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file of the result."""
@@ -240,18 +243,25 @@ class ShareSender:
         Those that an earlier run sent are kept, if there was room for the same group then.
 
         Where the source's place promises hashes, they are kept only if that run had compared those of the files that
-        they came from: what it read of others may have been damaged on the way.
+        they came from: what it read of others may have been damaged on the way. If the source was touched since, they
+        are filled once more, and sent if they differ.
         """
         found = self._uploads.group(number)
-        same = found is not None and found.files.keys() == mine.plan.want.files.keys()
-        if found is not None and same and self._whole & _list_read_files(mine) <= set(found.proved):
+        if found is None or found.files.keys() != mine.plan.want.files.keys():
+            return self._sent(number, mine, ())
+        if is_touched(found, self._work.checkpoint.source.files()):
+            return self._sent(number, mine, (), found)
+        if self._whole & list_read_files(mine.plan) <= set(found.proved):
             for path, size in found.files.items():
                 self._progress.advance(size, kept=True)
                 self._progress.file_done(path)
             return replace(found, written_bytes=0, kept_bytes=found.written_bytes + found.kept_bytes)
         return self._sent(number, mine, ())
 
-    def _sent(self, number: int, mine: WorkerShare, sides: Sequence[OpaqueObject]) -> WorkerPart:
+    def _sent(
+        self, number: int, mine: WorkerShare, sides: Sequence[OpaqueObject], found: WorkerPart | None = None
+    ) -> WorkerPart:
+        """Fill files and send them, unless they are as they were `found` to have been sent."""
         raise_if_stopped(self._stop)
         tree = self._scratch / f"{number}"
         tree.mkdir()
@@ -267,15 +277,13 @@ class ShareSender:
             progress=self._progress,
             stop=self._stop,
         )
-        self._uploads.upload(number, part, tree)
+        if found is not None and have_same_content(part, found):
+            self._uploads.note_group(number, part)
+            part = replace(part, written_bytes=0, kept_bytes=part.written_bytes)
+        else:
+            self._uploads.upload(number, part, tree)
         shutil.rmtree(tree)
         return part
-
-
-def _list_read_files(share: WorkerShare) -> set[str]:
-    """List the files of the source that a share reads tensors from."""
-    chunks = (chunk for copy in share.plan.copies for chunk in copy.reads)
-    return {chunk.where.file for chunk in chunks if not isinstance(chunk.where, ConstantFill)}
 
 
 class _CombinedProgress:

@@ -160,6 +160,9 @@ class _ArraySums:
                 self.nbytes += tensor.nbytes
         source.close()
 
+    def note_group(self, number: int, part: WorkerPart) -> None:
+        """Do nothing: no earlier run has left anything."""
+
     def write(self, path: str, content: bytes) -> None:
         """Do nothing: no file is kept."""
 

@@ -152,6 +152,8 @@ class HubUploads:
         said = json.dumps([constants.ENDPOINT, repository.address.repository, self._header], sort_keys=True)
         name = hashlib.sha256(said.encode()).hexdigest()[:32]
         self._notes = Path(constants.HF_HOME) / "shardctl" / "uploads" / name
+        self._sent: dict[str, Sequence[int | str]] = {}
+        """What the repository says of each file that was sent."""
         if not resume:
             self.discard()
 
@@ -166,18 +168,23 @@ class HubUploads:
             return None
         for path, info in sent.items():
             self._repository.recall(path, tuple(info))
+        self._sent |= sent
         return part
 
     def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
         """Send the files of a group, and note it."""
-        sent = self._repository.send({path: tree / path for path in part.files})
-        note = self._note(number)
+        self._sent |= self._repository.send({path: tree / path for path in part.files})
+        self.note_group(number, part)
+        return part
+
+    def note_group(self, number: int, part: WorkerPart) -> None:
+        """Note that the files of a group have been sent."""
+        note, sent = self._note(number), {path: self._sent[path] for path in part.files if path in self._sent}
         with translate_os_errors(note, "writing"):
             note.parent.mkdir(parents=True, exist_ok=True)
             fresh = note.with_suffix(".new")
             fresh.write_bytes(encode_part(part, self._header, sent))
             fresh.replace(note)
-        return part
 
     def write(self, path: str, content: bytes) -> None:
         """Hold a small file of the result for the commit."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.record_crcs import build_crc_tracker, refuse_damage
-from shardctl.errors import ChangedError, SourceError
+from shardctl.errors import ChangedError, SourceError, format_first_few
 from shardctl.execute.block_sharing import prepare_sharing
 from shardctl.execute.engine import CopyOutcome, execute_plan
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.part import WorkerPart
 from shardctl.record import hash_file_spans
+from shardctl.shares import list_read_files
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.local import LocalTarget
 from shardctl.verify.agreement import require_agreement
 from shardctl.workers import ExecutionOptions, raise_if_stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardctl.conversion.conversion_plan import PlannedConversion
@@ -27,27 +28,53 @@ if TYPE_CHECKING:
     from shardctl.manifest import OpaqueObject
     from shardctl.record import HashedSpans
     from shardctl.shares import WorkerShare
-    from shardctl.storage import WriteTarget
+    from shardctl.storage import Source, WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
     from shardctl.workers import ProgressWatcher, StopRequest
 
+Result = TypeVar("Result")
+
 Versions = dict[str, list[int | str]]
 """Size and version of each source file that matters."""
+
+MAX_TOUCHED_RUNS: Final = 3
+"""Runs in a row under each of which somebody touched the source, before that is an error."""
 
 _COPY_BYTES: Final = 1 << 20
 
 
 def list_source_versions(work: PlannedConversion) -> Versions:
     """List the state of the source that a conversion is bound to."""
-    return {
-        path: [stat.size, stat.version]
-        for path, stat in work.checkpoint.source.files().items()
-        if _is_needed(path, work)
-    }
+    source = work.checkpoint.source
+    files, folder = source.files(), source.folder
+    carried = {side.file for side in work.carried}
+    needed = [path for path in files if path in work.have.files or path in carried]
+    if folder is not None and any(not (folder / path).is_file() for path in needed):
+        needed = list(files)  # arrays of a library's own format: only that knows in which files they are
+    return {path: [files[path].size, files[path].version] for path in needed}
 
 
-def _is_needed(path: str, work: PlannedConversion) -> bool:
-    return path in work.have.files or any(side.file == path for side in work.carried)
+def list_change_times(source: Source, versions: Versions) -> dict[str, int]:
+    """List the status change time in nanoseconds of each file whose version does not follow from its content."""
+    files = source.files()
+    return {path: files[path].changed for path in versions if files[path].changed}
+
+
+class TouchedError(ChangedError):
+    """Somebody touched the source while it was read: whether its bytes changed, a run that resumes finds out."""
+
+
+def repeat_while_touched(convert: Callable[[], Result], progress: ProgressWatcher) -> Result:
+    """Return the result of `convert`, which resumes what was written under the eyes of somebody who touched the source.
+
+    Raises TouchedError if that never ends.
+    """
+    for _ in range(MAX_TOUCHED_RUNS - 1):
+        try:
+            return convert()
+        except TouchedError as error:
+            progress.warn((f"{error.message}; what was read of it is compared with what it holds now",))
+    return convert()
 
 
 def move_share(
@@ -79,8 +106,10 @@ def move_share(
     reflink = work.reshard_options.reflink
     target = LocalTarget(tree, sharing=reflink)
     sharer = prepare_sharing(work.checkpoint.source, work.have, target) if reflink else None
-    with _require_unchanged(work, versions, discard):
-        outcome = _copy_share(work, share, sides, target, sharer, BandJournal(*journal), tracker, progress, stop)
+    changed = list_change_times(work.checkpoint.source, versions)
+    with _require_unchanged(work, versions, changed, discard):
+        notes = BandJournal(*journal, changed)
+        outcome = _copy_share(work, share, sides, target, sharer, notes, tracker, progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in sides}
     with translate_os_errors(tree, "reading back"):
@@ -98,12 +127,19 @@ def move_share(
         sha256=sha256s,
         crcs=tuple(tracker.shares()),
         proved=tuple(work.checkpoint.source.proofs().verified),
+        touched={path: (str(versions[path][1]), changed[path]) for path in _list_files(share, sides, changed)},
         read_bytes=share.read_bytes,
         written_bytes=outcome.written_bytes,
         shared_bytes=outcome.shared_bytes,
         kept_bytes=outcome.kept_bytes,
         projected_memory_bytes=work.budget.projected,
     )
+
+
+def _list_files(share: WorkerShare, sides: Iterable[OpaqueObject], files: Collection[str]) -> Collection[str]:
+    """List those of `files` that a share is made of; all of them if it reads anything that is computed from files."""
+    read = {side.file for side in sides if side.content is None} | list_read_files(share.plan)
+    return read if read <= set(files) else files
 
 
 def _copy_share(
@@ -159,10 +195,13 @@ def _copy_side_files(
 
 
 @contextmanager
-def _require_unchanged(work: PlannedConversion, versions: Versions, discard: Callable[[], None]) -> Iterator[None]:
+def _require_unchanged(
+    work: PlannedConversion, versions: Versions, changed: Mapping[str, int], discard: Callable[[], None]
+) -> Iterator[None]:
     """Raise ChangedError if the source is another one than before, whatever the reader made of that.
 
-    What was staged of it is thrown away: the source may be put back as it was, with its old modification time.
+    What was staged of it is thrown away: the source may be put back as it was, with its old modification time. If
+    nothing but status change times differ, it is kept, and TouchedError is raised.
     """
     try:
         yield
@@ -170,14 +209,19 @@ def _require_unchanged(work: PlannedConversion, versions: Versions, discard: Cal
         discard()
         raise
     except SourceError as error:
-        _check_unchanged(work, versions, discard, error)
+        _check_unchanged(work, versions, changed, discard, error)
         raise
-    _check_unchanged(work, versions, discard)
+    _check_unchanged(work, versions, changed, discard)
 
 
 def _check_unchanged(
-    work: PlannedConversion, versions: Versions, discard: Callable[[], None], cause: SourceError | None = None
+    work: PlannedConversion,
+    versions: Versions,
+    changed: Mapping[str, int],
+    discard: Callable[[], None],
+    cause: SourceError | None = None,
 ) -> None:
+    touched = []
     for path, before in versions.items():
         now = work.checkpoint.source.restat(path)
         if now is None or [now.size, now.version] != before:
@@ -186,6 +230,14 @@ def _check_unchanged(
                 f"{path} {'disappeared' if now is None else 'changed'} while it was read",
                 hint="run again when nothing writes to the source",
             ) from cause
+        if path in changed and now.changed != changed[path]:
+            touched.append(path)
+    if touched:
+        raise TouchedError(
+            f"{format_first_few(touched)} got another status change time while it was read (an edit in place, chmod, a "
+            "hard link)",
+            hint="run again when nothing touches the source",
+        ) from cause
 
 
 def _hash_other_bytes(

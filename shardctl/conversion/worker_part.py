@@ -10,13 +10,13 @@ from shardctl.conversion.assembling import hash_result_name
 from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
-from shardctl.conversion.share_transfer import list_source_versions, move_share
+from shardctl.conversion.share_transfer import list_source_versions, move_share, repeat_while_touched
 from shardctl.conversion.source_sample import sample_source
 from shardctl.errors import OccupiedDestinationError, UsageError
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
-from shardctl.execute.part import WorkerPart, encode_part
+from shardctl.execute.part import WorkerPart, encode_part, is_touched
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.options import DestinationOptions
@@ -86,19 +86,23 @@ def contribute(
     require_no_proof(options)
     progress = progress or NullWatcher()
     refuse_shared_hub(destination)
-    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
-        try:
-            return _contribute_part(work, destination, worker, options, progress, run)
-        except OccupiedDestinationError:
-            stop = StopRequest()
-            with stop_on_signals(stop):
-                record = find_finished_result(work, destination, options, progress, stop, worker=worker)
-            if record is None:
-                raise
-            everybody = [WorkerId(number, worker.count) for number in range(worker.count)]
-            nothing = WorkerPart({}, {}, {}, {}, {}, {})
-            done = _build_contribution(work, destination, worker, nothing, everybody, before=True)
-            return replace(done, finished=True)
+
+    def contribute_once() -> ContributeResult:
+        with open_conversion(path, destination, reshard_options, source_options, plan) as work:
+            try:
+                return _contribute_part(work, destination, worker, options, progress, run)
+            except OccupiedDestinationError:
+                stop = StopRequest()
+                with stop_on_signals(stop):
+                    record = find_finished_result(work, destination, options, progress, stop, worker=worker)
+                if record is None:
+                    raise
+                everybody = [WorkerId(number, worker.count) for number in range(worker.count)]
+                nothing = WorkerPart({}, {}, {}, {}, {}, {})
+                done = _build_contribution(work, destination, worker, nothing, everybody, before=True)
+                return replace(done, finished=True)
+
+    return repeat_while_touched(contribute_once, progress)
 
 
 def _contribute_part(
@@ -190,6 +194,8 @@ class _WorkerRun:
 
     def run(self, versions: Versions, *, resume: bool, progress: ProgressWatcher) -> ContributeResult:
         found = self.crew.part(self.worker, self.header) if resume else None
+        if found and is_touched(found[0], self.work.checkpoint.source.files()):
+            found = None  # its journal is still there, so it is compared, band by band
         part = found[0] if found else self._made(versions, resume=resume, progress=progress)
         workers = (WorkerId(number, self.worker.count) for number in range(self.worker.count))
         done = {worker for worker in workers if self.crew.part_exists(worker)}

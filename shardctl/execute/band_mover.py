@@ -135,6 +135,14 @@ class BandMover:
         """Return how many bytes share the blocks of the source since this was last asked."""
         return self._sharer.take_shared() if self._sharer is not None else 0
 
+    def sum_source(self, task: BandTask, source: ByteReader) -> DigestSums:
+        """Read a band, and return its digest sums; writes nothing."""
+        tensor = task.copy.source
+        data = self._data[: tensor.dtype.nbytes(task.box.shape)]
+        found = self._band.read(source, task.reads, task.box, data)
+        assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
+        return compute_band_sums(data, tensor.dtype, task.box, tensor)
+
     def intact(self, task: BandTask, expected: DigestSums) -> bool:
         """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
         by_box: dict[Box, list[DigestSums]] = {}

@@ -222,12 +222,12 @@ class _CopyRun:
                 self._record_run(task, copies, sums, hands.written)
                 return
             self._progress.work_on(first_byte(task.copy.source)[0])
-            entry = self._journal.find(task.key) if self._journal else None
-            believed = entry is not None and self._provenance.believes(task.reads, task.box)
-            if entry and believed and hands.intact(task, entry.written):
+            kept = self._find_kept(task, hands)
+            if kept is not None:
+                entry, again = kept
                 if tracker is not None:
                     tracker.add_pieces(entry.crcs)
-                self._record(task, entry, hands.output_bytes(task), kept=True)
+                self._record(task, entry, hands.output_bytes(task), kept=True, again=again)
             else:
                 moved = hands.move(task, reader or self._source)
                 self._count_shared(hands.take_shared())
@@ -237,12 +237,31 @@ class _CopyRun:
 
         return handle
 
+    def _find_kept(self, task: BandTask, hands: BandMover) -> tuple[JournalEntry, bool] | None:
+        """Return what an earlier run noted of a band that is as it would be now, and whether to note it again.
+
+        It is noted again if a file that it was read from was touched since, and still has the same elements.
+        """
+        entry = self._journal.find(task.key) if self._journal else None
+        if self._journal is None or entry is None:
+            return None
+        if not self._provenance.believes(task.reads, task.box) or not hands.intact(task, entry.written):
+            return None
+        files = {chunk.where.file for chunk in task.reads.within(task.box) if isinstance(chunk.where, Region)}
+        touched = self._journal.predates_touch(task.key, files)
+        return None if touched and hands.sum_source(task, self._source) != entry.read else (entry, touched)
+
     def _count_shared(self, nbytes: int) -> None:
         with self._lock:
             self.outcome.shared_bytes += nbytes
 
-    def _record(self, task: BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False) -> None:
-        """Add a band's digests and bytes; sync and journal when enough has gathered."""
+    def _record(
+        self, task: BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False, again: bool = False
+    ) -> None:
+        """Add a band's digests and bytes; sync and journal when enough has gathered.
+
+        A band that was kept is in the journal, unless it is to be noted `again`.
+        """
         name = task.copy.source.name
         with self._lock:
             self._elements[name] += task.box.size
@@ -254,7 +273,8 @@ class _CopyRun:
                 _accumulate_sums(self.outcome.output_sums, name, entry.written)
             if task.counted and entry.overflowed:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
-            done, batch = self._count_written([] if kept else [(task.key, entry)], written)
+            rows = [(task.key, entry)] if again or not kept else []
+            done, batch = self._count_written(rows, written, kept=kept)
         self._report(done, batch, written.total(), kept=kept)
 
     def _record_run(
@@ -270,18 +290,22 @@ class _CopyRun:
             done, batch = self._count_written(rows, written)
         self._report(done, batch, written.total())
 
-    def _count_written(self, rows: list[tuple[Key, JournalEntry]], written: Counter[str]) -> tuple[list[str], _Batch]:
-        """Count bytes that are there, without `rows` from an earlier run; returns complete files and what to sync."""
+    def _count_written(
+        self, rows: list[tuple[Key, JournalEntry]], written: Counter[str], *, kept: bool = False
+    ) -> tuple[list[str], _Batch]:
+        """Count bytes that are there, and `rows` for the journal; returns complete files and what to sync."""
         done: list[str] = []
         for path, size in written.items():
             self._missing[path] -= size
             if not self._missing[path]:
                 done.append(path)
-        if not rows:
+        if kept:
             self.outcome.kept_bytes += written.total()
+        else:
+            self.outcome.written_bytes += written.total()
+            self._unsynced.update(written)
+        if not rows:
             return done, ([], [])
-        self.outcome.written_bytes += written.total()
-        self._unsynced.update(written)
         self._unjournalled += rows
         self._unsynced_bytes += written.total()
         return done, self._take() if self._unsynced_bytes >= SYNC_BYTES else ([], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import zlib
 from array import array
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from shardctl.digest import DigestSums
+from shardctl.errors import SourceError
+from shardctl.storage.bounded_text import TextLimits, check_json
 from shardctl.storage.crc_tracker import CrcPiece
 from shardctl.storage.durable import sync_descriptor, translate_os_errors
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 Key = tuple[int, int]
@@ -29,6 +33,9 @@ _LONGEST: Final = 4096
 
 _MARGIN: Final = 16
 """Bytes of a line for its own check."""
+
+_HEADER_TEXT: Final = TextLimits(size=64 << 20, memory=256 << 20, depth=8)
+"""The first line, which lists the files of the source; 64 MB are half a million of them."""
 
 
 class JournalEntry(NamedTuple):
@@ -44,17 +51,30 @@ class JournalEntry(NamedTuple):
     """What of the source's files was read for it, where they state CRC-32s."""
 
 
+@value_class
+class _FileTouch:
+    """A status change time of a file of the source, which holds for the lines that follow."""
+
+    file: str
+    changed: int
+    """Nanoseconds."""
+
+
 class BandJournal:
     """An append-only file bound to one plan and one state of the source.
 
     A line is written only after the bytes it speaks of were synced. Each ends with its CRC-32, because what it says of
     the source cannot be checked against the staged bytes; a torn or damaged line is ignored. In memory a line of an
     earlier run is only a place in the file, so that terabytes of bands cost megabytes.
+
+    Lines also note when a file of the source was last touched (its ctime). Such a note is not part of what the journal
+    is bound to: bands whose lines come before it are compared with the source once more, and noted again behind it.
     """
 
-    SCHEMA: ClassVar = "shardctl.journal/2"
+    SCHEMA: ClassVar = "shardctl.journal/3"
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], changed: Mapping[str, int] | None = None) -> None:
+        """`changed` are the status change times of the source's files, by path, where their versions do not suffice."""
         self._path = path
         self._lock = threading.Lock()
         self._broken = False
@@ -62,12 +82,21 @@ class BandJournal:
         self._keys = self._places = np.empty(0, np.int64)
         self.proved: frozenset[str] = frozenset()
         """Files of the source that an earlier run saw the whole of, as their place promises them."""
+        self._noted: dict[str, tuple[int, int]] = {}
+        """By file of the source: where in the journal its last status change time is noted, and that time."""
         with translate_os_errors(path, "opening"):
             if self.header(path) == self._header:
                 self._load()
+            if not len(self):
+                self._noted = {}
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (0 if len(self) else os.O_TRUNC)
             self._descriptor = os.open(path, flags, 0o600)
-        self._write("\n" if len(self) else json.dumps(self._header) + "\n")  # a newline ends a torn line
+        touched = {file: time for file, time in (changed or {}).items() if self._noted.get(file, (0, 0))[1] != time}
+        self._since = {file: place for file, (place, _) in self._noted.items()} | dict.fromkeys(touched, sys.maxsize)
+        """By file of the source: from where on the lines speak of the file as it is now."""
+        self._last_touch = max(self._since.values(), default=0)
+        begin = "\n" if len(self) else json.dumps(self._header) + "\n"  # a newline ends a torn line
+        self._write(begin + "".join(_with_check(json.dumps({"changed": each})) for each in touched.items()))
 
     def __len__(self) -> int:
         """Return how many lines of an earlier run with the same header there are."""
@@ -81,9 +110,11 @@ class BandJournal:
     def header(path: Path) -> dict[str, Any] | None:
         """Return the header of an earlier run's journal, or None if there is none that can be read."""
         try:
-            with path.open(encoding="utf-8") as lines:
-                found = json.loads(lines.readline())
-        except (OSError, ValueError):
+            with path.open("rb") as lines:
+                line = lines.readline(_HEADER_TEXT.size)
+            check_json(line, path.name, _HEADER_TEXT)
+            found = json.loads(line)
+        except (OSError, SourceError, ValueError):
             return None
         return found if isinstance(found, dict) and found.get("schema") == BandJournal.SCHEMA else None
 
@@ -97,15 +128,32 @@ class BandJournal:
         block = found.pop("block", None)
         return block if isinstance(block, int) and block > 0 and found == {"schema": cls.SCHEMA, **header} else None
 
+    @staticmethod
+    def list_touched(path: Path, changed: Mapping[str, int]) -> list[str]:
+        """List the files of the source that were touched since a journal was begun or gone on with.
+
+        `changed` are their status change times now.
+        """
+        noted = {}
+        with translate_os_errors(path, "reading"), path.open("rb") as lines:
+            while line := lines.readline(_LONGEST):
+                found = _parse_line(line)
+                if isinstance(found, _FileTouch):
+                    noted[found.file] = found.changed
+        return [file for file, time in changed.items() if noted.get(file) != time]
+
     def _load(self) -> None:
         keys, places = array("q"), array("q")
         place, proved = 0, set[str]()
         with self._path.open("rb") as lines:
-            for line in lines:
-                if (path := _parse_proof(line)) is not None:
-                    proved.add(path)
-                elif row := _parse_line(line):
-                    keys.append(_pack_key(row[0]))
+            while line := lines.readline(_LONGEST):  # the pieces of a longer one are no lines
+                found = _parse_line(line)
+                if isinstance(found, str):
+                    proved.add(found)
+                elif isinstance(found, _FileTouch):
+                    self._noted[found.file] = (place, found.changed)
+                elif found is not None:
+                    keys.append(_pack_key(found[0]))
                     places.append(place)
                 place += len(line)
         order = np.argsort(np.array(keys), kind="stable")
@@ -114,14 +162,27 @@ class BandJournal:
 
     def find(self, key: Key) -> JournalEntry | None:
         """Return what an earlier run with the same header finished of a band; the last line about it counts."""
-        packed = _pack_key(key)
-        position = int(np.searchsorted(self._keys, packed, "right")) - 1
-        if position < 0 or self._keys[position] != packed:
+        place = self._find_place(key)
+        if place is None:
             return None
         with translate_os_errors(self._path, "reading"):
-            lines = os.pread(self._descriptor, _LONGEST, int(self._places[position]))
+            lines = os.pread(self._descriptor, _LONGEST, place)
         row = _parse_line(lines.partition(b"\n")[0])
-        return row[1] if row else None
+        return row[1] if isinstance(row, tuple) else None
+
+    def predates_touch(self, key: Key, files: Iterable[str]) -> bool:
+        """Return whether a file of these was touched after an earlier run had finished a band that was read from it.
+
+        Only its digest then tells whether the file still has the same bytes. A file that is computed from others is
+        taken to be touched with any of them.
+        """
+        place = self._find_place(key)
+        return place is None or any(place < self._since.get(file, self._last_touch) for file in files)
+
+    def _find_place(self, key: Key) -> int | None:
+        packed = _pack_key(key)
+        position = int(np.searchsorted(self._keys, packed, "right")) - 1
+        return int(self._places[position]) if position >= 0 and self._keys[position] == packed else None
 
     def append(self, rows: Sequence[tuple[Key, JournalEntry]]) -> None:
         """Record bands whose bytes have been synced."""
@@ -164,22 +225,22 @@ def _with_check(text: str) -> str:
     return f"{text} {_compute_crc(text.encode())}\n"
 
 
-def _parse_proof(line: bytes) -> str | None:
-    """Parse the file that a line says was proved; None for any other line."""
-    text, _, check = line.rstrip(b"\n").rpartition(b" ")
-    if not text.startswith(b'"') or check.decode(errors="replace") != _compute_crc(text):
-        return None
-    return str(json.loads(text))
-
-
-def _parse_line(line: bytes) -> tuple[Key, JournalEntry] | None:
-    """Parse a line's content; None if it is not whole."""
+def _parse_line(line: bytes) -> str | _FileTouch | tuple[Key, JournalEntry] | None:
+    """Parse a line: a file that was proved, one that was touched, or a band; None if it is torn or damaged."""
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
     if check.decode(errors="replace") != _compute_crc(text):
         return None
-    tensor, band, read, written, overflowed, crcs = json.loads(text)
-    pieces = tuple(CrcPiece(*piece) for piece in crcs)
-    return (tensor, band), JournalEntry(DigestSums.parse(read), DigestSums.parse(written), overflowed, pieces)
+    try:
+        found = json.loads(text)
+        if isinstance(found, str):
+            return found
+        if isinstance(found, dict):
+            return _FileTouch(*found["changed"])
+        tensor, band, read, written, overflowed, crcs = found
+        pieces = tuple(CrcPiece(*piece) for piece in crcs)
+        return (tensor, band), JournalEntry(DigestSums.parse(read), DigestSums.parse(written), overflowed, pieces)
+    except (ValueError, TypeError, KeyError, RecursionError):  # the check is right, so another program wrote it
+        return None
 
 
 def _compute_crc(text: bytes) -> str:

@@ -17,7 +17,9 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SCHEMA: Final = "shardctl.part/4"
+    from shardctl.storage import FileStat
+
+SCHEMA: Final = "shardctl.part/5"
 
 
 @value_class
@@ -42,6 +44,8 @@ class WorkerPart:
     """What was read in part of the ranges whose CRC-32 the source's files state."""
     proved: tuple[str, ...] = ()
     """Files of the source whose promised hashes had been compared when this part was done."""
+    touched: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Version and status change time of the source's files that it was made of, where that time says more."""
     read_bytes: int = 0
     written_bytes: int = 0
     shared_bytes: int = 0
@@ -62,6 +66,7 @@ def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str,
         "files": dict(part.files),
         "sha256": dict(part.sha256),
         "proved": list(part.proved),
+        "touched": dict(part.touched),
         "read_bytes": part.read_bytes,
         "written_bytes": part.written_bytes,
         "shared_bytes": part.shared_bytes,
@@ -114,6 +119,7 @@ def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapp
         sha256=head["sha256"],
         crcs=tuple(crcs),
         proved=tuple(head["proved"]),
+        touched={path: (str(version), int(changed)) for path, (version, changed) in head["touched"].items()},
         read_bytes=head["read_bytes"],
         written_bytes=head["written_bytes"],
         shared_bytes=head["shared_bytes"],
@@ -142,11 +148,34 @@ def merge_parts(parts: Sequence[WorkerPart]) -> WorkerPart:
         sha256={path: found for part in parts for path, found in part.sha256.items()},
         crcs=tuple(share for part in parts for share in part.crcs),
         proved=tuple(sorted({path for part in parts for path in part.proved})),
+        touched={path: each for part in parts for path, each in part.touched.items()},
         read_bytes=sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts),
         shared_bytes=sum(part.shared_bytes for part in parts),
         kept_bytes=sum(part.kept_bytes for part in parts),
         projected_memory_bytes=max((part.projected_memory_bytes for part in parts), default=0),
+    )
+
+
+def is_touched(part: WorkerPart, files: Mapping[str, FileStat]) -> bool:
+    """Return whether a file that a part was made of has been touched since: its bytes may be others.
+
+    `files` are those of the source now. Another machine's copy of a file has another inode, and a time of its own.
+    """
+    now = {path: files[path] for path in part.touched if path in files}
+    return any(
+        stat.changed != part.touched[path][1] for path, stat in now.items() if stat.version == part.touched[path][0]
+    )
+
+
+def have_same_content(part: WorkerPart, other: WorkerPart) -> bool:
+    """Return whether two parts were read and written with the same elements and other bytes."""
+    return (part.files, part.source_sums, part.output_sums, part.hashes, part.sha256) == (
+        other.files,
+        other.source_sums,
+        other.output_sums,
+        other.hashes,
+        other.sha256,
     )
 
 

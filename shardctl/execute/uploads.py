@@ -133,8 +133,13 @@ class BucketUploads:
         self._require_place()
         etags = {path: self._bucket.upload(self._at(path), tree / path, size).etag for path, size in part.files.items()}
         self._etags |= etags
-        self._bucket.write(self._note(number), encode_part(part, self._plan, etags))
+        self.note_group(number, part)
         return part
+
+    def note_group(self, number: int, part: WorkerPart) -> None:
+        """Note that the objects of a group are there."""
+        etags = {path: self._etags[path] for path in part.files}
+        self._bucket.write(self._note(number), encode_part(part, self._plan, etags))
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file of the result."""

@@ -28,6 +28,12 @@ class FileStat:
     """Bytes."""
     version: str
     """Changes whenever the file does: inode and modification time locally, an ETag or commit remotely."""
+    changed: int = field(default=0, compare=False)
+    """Status change time (ctime) in nanoseconds; 0 where `version` follows from the content.
+
+    An edit in place may put the modification time back, but never this. It is not part of the version, because `chmod`,
+    a hard link and a backup set it, too, and because two machines never agree about it.
+    """
 
 
 @value_class

@@ -311,4 +311,4 @@ def _raise_unlistable(error: OSError) -> None:
 
 def _stat_file(path: Path) -> FileStat:
     found = path.stat()
-    return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")
+    return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}", found.st_ctime_ns)

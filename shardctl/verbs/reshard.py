@@ -10,7 +10,12 @@ from shardctl.conversion.assembling import assemble_result, hash_result_name
 from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
-from shardctl.conversion.share_transfer import list_source_versions, move_share
+from shardctl.conversion.share_transfer import (
+    list_change_times,
+    list_source_versions,
+    move_share,
+    repeat_while_touched,
+)
 from shardctl.errors import OccupiedDestinationError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
@@ -86,27 +91,41 @@ def reshard(
     untouched, and the same call finishes the job. If the destination already holds exactly this result, nothing is
     written; only the source is read, to know that it is as it was.
     """
-    progress, options = progress or NullWatcher(), destination_options or DestinationOptions()
-    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
-        proof = _ResultProof(work, source_options or SourceOptions(), progress) if options.prove else None
-        try:
-            if is_bucket(destination):
-                return _convert_into_bucket(work, destination, options, progress)
-            if is_hub_address(destination):
-                return _convert_into_hub(work, destination, options, progress)
-            if options.create or options.private:
-                raise UsageError("--create and --private are for a destination on the Hub", hint="leave them out")
-            with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
-                return _run_conversion(work, staging, proof, options, progress)
-        except OccupiedDestinationError:
-            stop = StopRequest()
-            with stop_on_signals(stop):
-                record = find_finished_result(work, destination, options, progress, stop)
-            if record is None:
-                raise
-            if proof is not None:
-                proof.run(Path(destination))
-            return _build_result(work, destination, record, None, (), proof)
+    watcher, options = progress or NullWatcher(), destination_options or DestinationOptions()
+
+    def convert() -> ReshardResult:
+        with open_conversion(path, destination, reshard_options, source_options, plan) as work:
+            proof = _ResultProof(work, source_options or SourceOptions(), watcher) if options.prove else None
+            return _convert(work, destination, proof, options, watcher)
+
+    return repeat_while_touched(convert, watcher)
+
+
+def _convert(
+    work: PlannedConversion,
+    destination: str | Path,
+    proof: _ResultProof | None,
+    options: DestinationOptions,
+    progress: ProgressWatcher,
+) -> ReshardResult:
+    try:
+        if is_bucket(destination):
+            return _convert_into_bucket(work, destination, options, progress)
+        if is_hub_address(destination):
+            return _convert_into_hub(work, destination, options, progress)
+        if options.create or options.private:
+            raise UsageError("--create and --private are for a destination on the Hub", hint="leave them out")
+        with StagingArea(Path(destination), overwrite=options.overwrite) as staging:
+            return _run_conversion(work, staging, proof, options, progress)
+    except OccupiedDestinationError:
+        stop = StopRequest()
+        with stop_on_signals(stop):
+            record = find_finished_result(work, destination, options, progress, stop)
+        if record is None:
+            raise
+        if proof is not None:
+            proof.run(Path(destination))
+        return _build_result(work, destination, record, None, (), proof)
 
 
 def _convert_into_bucket(
@@ -142,7 +161,8 @@ def _run_conversion(
     versions = list_source_versions(work)
     header: dict[str, object] = {"plan": identity, "source": versions, "sha256": sha256}
     block = None if options.no_resume else BandJournal.block(staging.journal, header)
-    if block is not None and staging.published:
+    changed = list_change_times(work.checkpoint.source, versions)
+    if block is not None and staging.published and not BandJournal.list_touched(staging.journal, changed):
         record = parse_record((staging.destination / RECORD).read_bytes())
         if proof is not None:
             proof.run(staging.destination)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.conversion.preparing import open_conversion
+from shardctl.conversion.share_transfer import list_source_versions
 from shardctl.errors import Interrupted, ShardctlError, SourceError, UsageError
 from shardctl.options import DestinationOptions
 from shardctl.record import RECORD, parse_record
@@ -137,15 +138,13 @@ def split_numbers(path: Path) -> tuple[tuple[str, int], ...]:
 def _is_converted(
     source: Path, place: Path, reshard_options: ReshardOptions | None, source_options: SourceOptions | None
 ) -> bool:
-    """Return whether a record says that the same was made of files that have not been written since."""
+    """Return whether a record says that the same was made of files that nobody has written or touched since."""
     record = place / RECORD
     if not record.is_file():
         return False
     with open_conversion(source, place, reshard_options, source_options, None) as work:
         if parse_record(record.read_bytes()).plan != work.identity():
             return False
-        folder = work.checkpoint.source.folder
-        if folder is None:
-            return False
-        made = record.stat().st_mtime_ns
-        return all((folder / path).stat().st_mtime_ns <= made for path in work.have.files)
+        opened = work.checkpoint.source
+        made, files = record.stat().st_mtime_ns, opened.files()
+        return opened.folder is not None and all(files[path].changed <= made for path in list_source_versions(work))

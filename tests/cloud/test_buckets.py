@@ -173,6 +173,38 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
+@pytest.mark.parametrize("edited", [True, False], ids=["edited in place", "chmod"])
+def test_groups_whose_source_was_touched_are_compared_before_they_are_kept(
+    s3, bucket, source, tmp_path, monkeypatch, edited
+):
+    """An edit in place keeps the size, the modification time and the inode of a file."""
+    reshard_options = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("shardctl.conversion.bucket_output.measure_free_space", lambda _: 50_000)
+        patched.setattr(BucketUploads, "publish", lambda *_: killed())
+        with pytest.raises(RuntimeError):
+            reshard(source, f"s3://{bucket}/out", reshard_options)
+        weights, before = source / "model.safetensors", (source / "model.safetensors").stat()
+        if edited:
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            with weights.open("r+b") as file:
+                file.write(data)
+            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        else:
+            weights.chmod(0o600)
+        patched.undo()
+        patched.setattr("shardctl.conversion.bucket_output.measure_free_space", lambda _: 50_000)
+        written = order(patched)
+        done = reshard(source, f"s3://{bucket}/out", reshard_options)
+    reshard(source, tmp_path / "out", reshard_options)
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+    shards = {path for path in done.record.files if path.endswith(".safetensors")}
+    sent = shards & set(written)
+    assert len(sent) == edited
+    assert len(shards) > 2
+
+
 @pytest.mark.parametrize("order", [1, -1], ids=["less room then", "more room then"])
 def test_an_earlier_run_may_have_had_another_room_for_groups(s3, bucket, source, tmp_path, monkeypatch, order):
     wanted = reshard(source, tmp_path / "out", TP2)

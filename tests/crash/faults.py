@@ -113,6 +113,10 @@ def happen(what, path):
         with path.open("r+b") as file:
             file.seek(-1, 2)
             file.write(b"\x5a")
+    elif what == "edit":
+        edit_in_place(path)
+    elif what == "chmod":
+        path.chmod(0o600)
     elif what == "replace":
         other = path.with_name("other")
         other.write_bytes(bytes(reversed(path.read_bytes())))
@@ -123,6 +127,17 @@ def happen(what, path):
         _rename(path, path.with_name("out"))
     else:
         raise AssertionError(what)
+
+
+def edit_in_place(path):
+    """Change one byte in the middle of a file; its size, modification time and inode stay as they are."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(before.st_size // 2)
+        file.write(bytes([byte ^ 0x10]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 _rename, _unlink = os.rename, os.unlink

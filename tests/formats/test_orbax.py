@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from shardctl.conversion.preparing import open_conversion
+from shardctl.conversion.share_transfer import list_source_versions
 from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
@@ -47,6 +49,15 @@ class TestReading:
         assert ours.keys() == theirs.keys()
         assert all(bool((ours[key] == theirs[key]).all()) and ours[key].dtype == theirs[key].dtype for key in ours)
         assert made.record.digest == digest(SOURCE).digest
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_conversion_is_bound_to_the_files_that_the_arrays_are_stored_in(self, way, tmp_path):
+        """An interrupted one starts anew if such a file changes, whatever the metadata says."""
+        place = Path(shutil.copytree(ORBAX / way, tmp_path / way))
+        with open_conversion(place, tmp_path / "hf", ReshardOptions(to="hf"), NAMED, None) as work:
+            bound = list_source_versions(work)
+        stored = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
+        assert bound.keys() >= stored
 
     def test_what_maxtext_converts_is_the_model_bit_for_bit(self, tmp_path):
         given = FIXTURES / "torchtitan" / "qwen3" / "source"

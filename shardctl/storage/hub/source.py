@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, format_first_few
@@ -56,6 +57,10 @@ class HubSource:
             raise SourceError(f"{inside} is missing in {address.repository} at {listing.commit}")
         self._disk = LocalSource(listing.cache) if any(file.cached for file in listing.files.values()) else None
         self._found = {path: self._disk.restat(file.cached) for path, file in self._cached()} if self._disk else {}
+        for path, stat in self._files.items():
+            cached = self._found.get(self._prefix + path)
+            if cached is not None:  # a commit never changes, but anybody may edit what lies in the cache
+                self._files[path] = replace(stat, changed=cached.changed)
         remote = {path: file for path, file in listing.files.items() if not file.cached}
         self._promised = frozenset(path.removeprefix(self._prefix) for path in remote)
         self._hashes = FileHashes({path: _build_expected_hash(file) for path, file in remote.items()}, self._reread)
@@ -158,8 +163,9 @@ class HubSource:
         full = self._prefix + path
         if self._disk is not None and full in self._found:
             now = self._disk.restat(self._listing.files[full].cached)
-            if now != self._found[full]:
+            if now is None or now != self._found[full]:
                 return now
+            return replace(self._files[path], changed=now.changed)
         return self._files.get(path)
 
     def beside(self, name: str) -> bytes | None:
