@@ -86,7 +86,7 @@ class DestinationError(ShardctlError):
 
 
 class OccupiedDestinationError(DestinationError):
-    """A finished checkpoint is at the destination, and nobody said that it may be replaced."""
+    """The destination has a record: nobody said that its checkpoint may be replaced, or the record cannot be read."""
 
 
 class MemoryBudgetError(UsageError):

@@ -11,15 +11,19 @@ from shardctl.errors import DestinationError
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.publication import PublicationNote
 from shardctl.execute.staging import StagingArea
-from shardctl.record import RECORD
+from shardctl.record import RECORD, CheckpointRecord, encode_record
 from shardctl.storage import linux
 
-FILES = {"a": 1, "sub/b": 2, RECORD: 3}
+SIZES = {"a": 1, "sub/b": 2}
+MADE = encode_record(CheckpointRecord("0.1", "plan", "hf", "digest", "digest", {}, None, (), "", {}, SIZES))
+FILES = {**SIZES, RECORD: len(MADE)}
+TREE = "0123456789abcdef"
 
 
 def fill(staging, content=b"x"):
-    for path, size in FILES.items():
+    for path, size in SIZES.items():
         staging.write(path, content * size)
+    staging.write(RECORD, MADE)
 
 
 def names(tree):
@@ -33,7 +37,7 @@ def out(tmp_path):
 
 def publish(out, content=b"x", **options):
     with StagingArea(out, **options) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         fill(staging, content)
         assert staging.publish(FILES) == ()
 
@@ -46,7 +50,7 @@ def test_a_published_tree_is_all_that_remains(tmp_path, out):
 @pytest.mark.parametrize("harm", [lambda f: f.unlink(), lambda f: f.write_bytes(b"other"), lambda f: os.truncate(f, 0)])
 def test_a_tree_that_somebody_changed_is_not_published(out, harm):
     with StagingArea(out) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         fill(staging)
         harm(staging.data / "sub" / "b")
         with pytest.raises(DestinationError, match="sub/b was changed"):
@@ -56,7 +60,7 @@ def test_a_tree_that_somebody_changed_is_not_published(out, harm):
 
 def test_what_does_not_belong_to_the_tree_is_not_published(out):
     with StagingArea(out) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         fill(staging)
         (staging.data / ".DS_Store").write_bytes(b"")
         staging.publish(FILES)
@@ -72,13 +76,13 @@ def test_leftovers_that_cannot_be_removed_are_an_error_and_not_published(out, mo
 
         monkeypatch.setattr(shutil, "rmtree", refuse)
         with pytest.raises(DestinationError, match="Directory not empty"):
-            staging.begin("tree", keep=False)
+            staging.begin(TREE, keep=False)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_and_goes_with_the_next_run(out, monkeypatch):
     publish(out, b"1")
     with StagingArea(out, overwrite=True) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         fill(staging, b"2")
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(OSError(13, "Permission denied")))
@@ -95,7 +99,7 @@ def test_a_file_system_whose_inodes_do_not_last_costs_work_only(out, monkeypatch
     """Then nobody can tell whether the two trees were exchanged, and neither is trusted."""
     publish(out, b"1")
     with StagingArea(out, overwrite=True) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         BandJournal(staging.journal, {}).close()
         fill(staging, b"2")
         monkeypatch.setattr(linux, "exchange_names", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -133,7 +137,7 @@ class Usage(NamedTuple):
 
 def test_space_is_asked_for_before_anything_is_written(out, monkeypatch):
     with StagingArea(out) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**6, 0, 5000))
         staging.require_space(5000)
         with pytest.raises(DestinationError, match="needs 9,999 bytes, but its file system has 5,000 free") as raised:
@@ -158,6 +162,6 @@ def test_looking_writes_nothing(tmp_path, out):
 
 def test_a_run_that_ends_before_its_journal_leaves_nothing(tmp_path, out):
     with StagingArea(out) as staging:
-        staging.begin("tree", keep=False)
+        staging.begin(TREE, keep=False)
         fill(staging)
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from shardctl.conversion.pending_record import PendingRecord, add_sums_files, build_sums_files, complete_record
+from shardctl.execute.staging import TREE_DIGITS
 from shardctl.record import RECORD, CheckpointRecord, encode_record
 from shardctl.workers import StopRequest, raise_if_stopped
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def hash_result_name(*result: object) -> str:
     """Return a name that two results share only if their bytes are the same."""
-    return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:TREE_DIGITS]
 
 
 def assemble_result(

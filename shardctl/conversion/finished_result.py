@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from shardctl.errors import DestinationError, SourceError
 from shardctl.manifest import first_byte
 from shardctl.record import RECORD, SUMS, CheckpointRecord, hash_source_spans, parse_record
-from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
+from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
 from shardctl.verify.content import measure_content
@@ -88,7 +88,7 @@ def _read_matching_record(work: PlannedConversion, destination: str | Path, *, s
             files = place.files()
             if RECORD not in files:
                 return None
-            record = parse_record(read_bytes(place, RECORD, 0, files[RECORD].size))
+            record = parse_record(read_text(place, RECORD, RECORD_TEXT))
             same = (record.plan, record.version, SUMS in record.files) == (work.identity(), __version__, sha256)
             findings = (*check_files(record, files), *check_hashes(record, place)) if same else ()
             return record if same and not any(each.severity == "error" for each in findings) else None

@@ -28,7 +28,7 @@ from shardctl.execute.budget import divide_host_memory
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.part import encode_part, parse_part
 from shardctl.record import RECORD, parse_record
-from shardctl.storage import read_bytes
+from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.hub import open_hub
 from shardctl.storage.hub.address import HubAddress
@@ -128,8 +128,7 @@ def require_free_branch(repository: HubRepository, *, overwrite: bool) -> Collec
 def _read_recorded_files(repository: HubRepository) -> set[str]:
     source = open_hub(repository.address.at(repository.commit))
     try:
-        content = read_bytes(source, RECORD, 0, source.files()[RECORD].size)
-        return {*parse_record(content).files, RECORD}
+        return {*parse_record(read_text(source, RECORD, RECORD_TEXT)).files, RECORD}
     except SourceError as error:
         raise DestinationError(
             f"{RECORD} of {repository.name} cannot be read: {error.message}", hint=error.hint

@@ -19,6 +19,7 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.hub import is_hub_address
 from shardctl.storage.local import LocalSource
+from shardctl.storage.path_overlap import is_same_or_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ def open_conversion(
     """Open a source for the length of a `with` block and plan its conversion, as a plan file or the options say.
 
     Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
-    writing it would touch the source.
+    writing it would touch the source or anything else that is read.
     """
     check_destination(destination)
     wanted = reshard_options or (plan.reshard_options if plan else ReshardOptions())
@@ -50,6 +51,7 @@ def open_conversion(
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
     excluded = compile_pattern("--exclude", wanted.exclude) if wanted.exclude is not None else None
     options = source_options or (plan.source_options if plan else None)
+    _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
     with open_checkpoint(path, options, count=count if whole else None, excluded=excluded) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
@@ -69,6 +71,26 @@ def open_conversion(
 
             work = reserve_publishing_memory(work)
         yield work
+
+
+def _require_inputs_elsewhere(
+    destination: str | Path, reshard_options: ReshardOptions, source_options: SourceOptions
+) -> None:
+    """Raise DestinationError if `destination` holds an adapter, a base or a config that is read: it may be replaced."""
+    if is_hub_address(destination) or is_bucket(destination):
+        return
+    read = {
+        "--merge": reshard_options.merge,
+        "--config": (source_options.config,),
+        "--rules": (source_options.rules,),
+        "--complete-from": (source_options.complete_from,),
+    }
+    for flag, places in read.items():
+        for place in places:
+            if place is not None and is_same_or_inside(Path(place), Path(destination)):
+                raise DestinationError(
+                    f"{destination} holds what {flag} reads: {place}", hint="write to another directory"
+                )
 
 
 def _check_apart(given: Source, destination: str | Path) -> None:

@@ -24,16 +24,23 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from shardctl.errors import AccessError, DestinationError, OccupiedDestinationError, SourceError, format_first_few
+from shardctl.errors import AccessError, DestinationError, OccupiedDestinationError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
+from shardctl.execute.destination_state import (
+    INSIDE,
+    examine_destination,
+    list_foreign_files,
+    read_destination_record,
+)
 from shardctl.execute.lock import DestinationLock
 from shardctl.execute.publication import PublicationNote, undo_partial_move
-from shardctl.record import RECORD, parse_record
+from shardctl.record import RECORD
 from shardctl.storage import linux
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.storage.durable import make_directories, sync_directory, translate_os_errors, write_file
@@ -42,14 +49,14 @@ from shardctl.storage.free_space import find_existing_parent, measure_free_space
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_INSIDE: Final = ".shardctl"
-"""Where a destination that has no beside, such as a mount point, is staged."""
+TREE_DIGITS: Final = 16
+"""Hexadecimal digits in the name of a staged tree."""
 _LONGEST: Final = 255
 """Bytes of a name (`NAME_MAX` of Linux's file systems)."""
-_NOT_OURS: Final = frozenset({_INSIDE, "lost+found"})
-"""Names in a directory that is empty all the same."""
-
-Found = Literal["nothing", "empty", "ours"]
+_OLD: Final = "old"
+"""The name of the checkpoint that is replaced, while no step exchanges the two."""
+_TREE: Final = re.compile(rf"[0-9a-f]{{{TREE_DIGITS}}}|{_OLD}")
+"""The names of directories that runs make in a staging area; any other may hold files of somebody else."""
 
 
 class StagingArea:
@@ -64,13 +71,13 @@ class StagingArea:
         self._overwrite = overwrite
         self._patience = patience
         beside = self.destination.parent / _name_beside(self.destination.name)
-        self.root = self.destination / _INSIDE if self._inside else beside
+        self.root = self.destination / INSIDE if self._inside else beside
         self.data = self.root / "data"
         """The tree that becomes the destination, once `begin` has said which."""
         self.journal = self.root / "journal.jsonl"
         self.published = False
         """Whether an earlier run was killed after its result had taken its final name."""
-        self._old = self.root / "old"
+        self._old = self.root / _OLD
         self._note = self.root / "publishing.json"
         self._lock = DestinationLock(self.root / "lock", f"writing {self.destination}")
         with translate_os_errors(destination, "looking at"):
@@ -171,7 +178,7 @@ class StagingArea:
             sync_directory(self.data)
             if self._inside:
                 self._move_in(sorted(files))
-            elif _examine_destination(self.destination) == "ours":
+            elif examine_destination(self.destination) == "ours":
                 self._require_replaceable()
                 self._exchange()
             else:
@@ -210,14 +217,15 @@ class StagingArea:
                 shutil.rmtree(tree)
 
     def _require_replaceable(self) -> None:
-        if _examine_destination(self.destination, moving=self._note.exists()) != "ours" or self.published:
+        if examine_destination(self.destination, moving=self._note.exists()) != "ours" or self.published:
             return
+        listed = read_destination_record(self.destination).files
         if not self._overwrite:
             raise OccupiedDestinationError(
                 f"{self.destination} already holds a finished checkpoint",
                 hint="add --overwrite to replace it once the new one is complete, or choose another destination",
             )
-        foreign = _list_foreign_files(self.destination)
+        foreign = list_foreign_files(self.destination, listed)
         if foreign:
             raise DestinationError(
                 f"{self.destination} cannot be replaced: it also holds {format_first_few(foreign)}, which {RECORD} "
@@ -238,6 +246,13 @@ class StagingArea:
         if self.root.is_symlink() or not _is_our_directory(self.root):
             raise DestinationError(
                 f"{self.root} was not made by this user", hint="remove it, or choose another destination"
+            )
+        foreign = [entry.name for entry in self._trees() if _TREE.fullmatch(entry.name) is None]
+        if foreign:
+            raise DestinationError(
+                f"{self.root} holds directories that shardctl did not make, and which would be removed: "
+                f"{format_first_few(sorted(foreign))}",
+                hint="move away what you want to keep, or choose another destination",
             )
 
     def _require_complete(self, files: Mapping[str, int]) -> None:
@@ -318,6 +333,12 @@ def _resolve_link(destination: Path) -> Path:
     return path
 
 
+def find_staging_roots(destination: Path) -> tuple[Path, Path]:
+    """Find where a destination may be staged: beside it, or within it."""
+    real = Path(os.path.realpath(destination))
+    return real.parent / _name_beside(real.name), real / INSIDE
+
+
 def _name_beside(name: str) -> str:
     """Return what the staging area beside a destination is called; long names have no room for more."""
     beside = f".{name}.shardctl"
@@ -326,47 +347,13 @@ def _name_beside(name: str) -> str:
     return beside
 
 
-def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
-    """Return what is at the destination; `moving` says that files half moved in are our own.
-
-    Raises DestinationError if it is something that must not be replaced.
-    """
-    try:
-        content = {entry.name for entry in destination.iterdir()} - _NOT_OURS
-    except FileNotFoundError:
-        return "nothing"
-    except NotADirectoryError as error:
-        file = next(path for path in (destination, *destination.parents) if path.exists())
-        raise DestinationError(f"{file} exists and is not a directory") from error
-    except PermissionError as error:
-        raise AccessError(f"{destination} cannot be listed: {error.strerror}") from error
-    if RECORD in content:
-        return "ours"
-    if content and not moving:
-        raise DestinationError(
-            f"{destination} is not empty and was not written by shardctl: it holds {format_first_few(sorted(content))}",
-            hint="choose another destination, or remove it yourself",
-        )
-    return "empty"
-
-
-def _list_foreign_files(destination: Path) -> list[str]:
-    """List the files in a finished directory that its record does not list; none where that cannot be read."""
-    try:
-        listed = parse_record((destination / RECORD).read_bytes()).files
-    except SourceError:
-        return []
-    there = (path for path in destination.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted({path.relative_to(destination).as_posix() for path in there} - listed.keys() - {RECORD})
-
-
 def _must_stage_inside(destination: Path) -> bool:
     """Return whether a directory must be staged within itself: a mount point, or one whose parent we may not write."""
     if not destination.is_dir():
         return False
     return (
         os.path.ismount(destination)
-        or (destination / _INSIDE).is_dir()
+        or (destination / INSIDE).is_dir()
         or not os.access(destination.parent, os.W_OK | os.X_OK)
     )
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions
 from shardctl.errors import Interrupted, ShardctlError, SourceError, UsageError
+from shardctl.execute.destination_state import read_destination_record
 from shardctl.options import DestinationOptions
-from shardctl.record import RECORD, parse_record
+from shardctl.record import RECORD
 from shardctl.storage.addresses import check_written_file
 from shardctl.value import value_class
 from shardctl.verbs.reshard import reshard
@@ -143,7 +144,7 @@ def _is_converted(
     if not record.is_file():
         return False
     with open_conversion(source, place, reshard_options, source_options, None) as work:
-        if parse_record(record.read_bytes()).plan != work.identity():
+        if read_destination_record(place).plan != work.identity():
             return False
         opened = work.checkpoint.source
         made, files = record.stat().st_mtime_ns, opened.files()
