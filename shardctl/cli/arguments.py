@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from shardctl.cli.signature import OmittedOptions
+from shardctl.cli.signature import DESTINATION, OmittedOptions
 from shardctl.errors import UsageError
 from shardctl.options import SourceOptions
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file, parse_place
 
 _PLACES = "A path, owner/name[@revision] on the Hub, or an s3://, gs:// or az:// address."
@@ -25,7 +25,7 @@ def declare_place(metavar: str, text: str) -> typer.models.ArgumentInfo:
 
 def declare_report(text: str, metavar: str = "FILE") -> CommandOption:
     """Declare an option for a file that a view of the result is written to."""
-    return CommandOption(HelpPanel.REPORTS, text, metavar=metavar, parser=parse_output_file)
+    return CommandOption(HelpPanel.REPORTS, text, metavar=metavar, parser=parse_output_file, access=PathAccess.WRITTEN)
 
 
 _PAGES = (".html", ".htm")
@@ -43,11 +43,15 @@ def parse_page_file(text: str) -> Path:
 Page = Annotated[
     Path | None,
     CommandOption(
-        HelpPanel.REPORTS, "Write a self-contained HTML report as well.", metavar="FILE.html", parser=parse_page_file
+        HelpPanel.REPORTS,
+        "Write a self-contained HTML report as well.",
+        metavar="FILE.html",
+        parser=parse_page_file,
+        access=PathAccess.WRITTEN,
     ),
 ]
 Source = Annotated[str, declare_place("SRC", _PLACES)]
-Destination = Annotated[str | None, declare_place("DST", _WHERE)]
+Destination = Annotated[str | None, declare_place(DESTINATION, _WHERE)]
 Json = Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print one JSON document instead of text.")]
 StoredSource = Annotated[SourceOptions, OmittedOptions({"rules_from", "kv_heads"})]
 """How a source is understood by a verb that takes no mesh."""

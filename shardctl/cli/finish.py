@@ -4,6 +4,7 @@ import time
 from typing import Annotated
 
 from shardctl.cli import arguments, streams
+from shardctl.cli.signature import DESTINATION
 
 COMMON = ("--json",)
 """What the help of one screen shows."""
@@ -16,7 +17,7 @@ Examples:
 
 
 def finish(
-    dst: Annotated[str, arguments.declare_place("DST", "The destination that the workers write to.")],
+    dst: Annotated[str, arguments.declare_place(DESTINATION, "The destination that the workers write to.")],
     *,
     json: arguments.Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
 from shardctl.errors import UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
-from shardctl.options.declaration import CommandOption, HelpPanel, flat_options
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess, flat_options
 
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
@@ -46,7 +46,10 @@ def reshard(
     plan: Annotated[
         Path | None,
         CommandOption(
-            HelpPanel.GENERAL, "Follow a plan that shardctl plan --out wrote; SRC may be left out.", metavar="FILE"
+            HelpPanel.GENERAL,
+            "Follow a plan that shardctl plan --out wrote; SRC may be left out.",
+            metavar="FILE",
+            access=PathAccess.READ,
         ),
     ] = None,
     dry_run: Annotated[

@@ -8,22 +8,28 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args, get_origin
 
 import typer
+from typer.models import ArgumentInfo
 
 from shardctl.options.declaration import (
     CommandOption,
     DeclaredOption,
     HelpPanel,
+    NamedPath,
     OptionGroup,
+    PathAccess,
     declared_options,
     flat_options,
     make_options,
     read_option,
 )
+from shardctl.options.places import parse_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
+DESTINATION: Final = "DST"
+"""What the help calls the argument that is a place to write to."""
 EVERY: Final = "every"
 """The owner of the options that all verbs have."""
 
@@ -77,8 +83,13 @@ def spread_options(
         _spread_group(parameter.name, group, owners, found)
 
     _spread_group(EVERY, _OptionFields(every, frozenset()), owners, found)
+    paths = list_named_paths(function, every)
 
     def command(**given: object) -> int | None:
+        if any(each.access is PathAccess.WRITTEN and given.get(each.parameter) is not None for each in paths):
+            from shardctl.cli.output_files import check_outputs  # few runs write such a file
+
+            check_outputs(paths, given)
         take(_collect_options(every, {name: value for name, value in given.items() if owners.get(name) == EVERY}))
         values = {name: value for name, value in given.items() if name not in owners and value is not None}
         for each, group in groups.items():
@@ -90,8 +101,32 @@ def spread_options(
     ordered = sorted(found.values(), key=lambda one: (one[1].kind, panels.index(one[0])))
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__annotations__ = {}
+    command.named_paths = paths  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature([parameter for _, parameter in ordered])  # type: ignore[attr-defined]
     return command
+
+
+def list_named_paths(function: Callable[..., object], every: type[object]) -> tuple[NamedPath, ...]:
+    """List the parameters of the command of a function that name files or directories, each once."""
+    found: dict[str, NamedPath] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        option, group = read_option(parameter.annotation), _read_group(parameter.annotation)
+        argument = next((each for each in get_args(parameter.annotation) if isinstance(each, ArgumentInfo)), None)
+        if isinstance(option, CommandOption):
+            _add_named_path(found, DeclaredOption(parameter.name, None, None, option), option)
+        elif argument is not None and argument.parser is parse_place:
+            access = PathAccess.REPLACED if argument.metavar == DESTINATION else PathAccess.READ
+            found[parameter.name] = NamedPath(parameter.name, argument.metavar or parameter.name, access)
+        for declared, each in group.options() if group is not None else ():
+            _add_named_path(found, declared, each)
+    for declared, each in flat_options(every):
+        _add_named_path(found, declared, each)
+    return tuple(found.values())
+
+
+def _add_named_path(found: dict[str, NamedPath], declared: DeclaredOption, option: CommandOption) -> None:
+    if option.access is not None:
+        found[declared.name] = NamedPath(declared.name, declared.flag, option.access)
 
 
 def _spread_group(

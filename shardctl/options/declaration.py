@@ -38,6 +38,25 @@ class HelpPanel(StrEnum):
     SOURCE = "Source"
 
 
+class PathAccess(StrEnum):
+    """What a run does with the file or directory that an option or an argument names."""
+
+    READ = "read"
+    WRITTEN = "written"
+    """A file of its own: a plan, a report or a log, which must not replace anything that the run reads."""
+    REPLACED = "replaced"
+    """A destination, which becomes a checkpoint."""
+
+
+class NamedPath(NamedTuple):
+    """A parameter of a command whose value is a path or an address."""
+
+    parameter: str
+    label: str
+    """Its flag, or what the help calls the argument."""
+    access: PathAccess
+
+
 @value_class
 class CommandOption:
     """What the command line says of an option besides its type and default, which the field has."""
@@ -65,6 +84,8 @@ class CommandOption:
     """The key in plan files; by default the name of the field."""
     shapes_result: bool = True
     """Whether a plan file decides it; options that do not change the result may be given beside a plan."""
+    access: PathAccess | None = None
+    """Set for every option whose value is a path or an address."""
 
 
 class ValueFlags(Protocol):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from shardctl.errors import UsageError
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_gpu_names, list_optimizer_names
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
@@ -70,6 +70,7 @@ class PlanOptions:
             "Write the plan to a file, for reshard --plan FILE.",
             metavar="FILE",
             parser=parse_output_file,
+            access=PathAccess.WRITTEN,
         ),
     ] = None
     """There is no plan to follow of a model that is not stored."""
@@ -254,6 +255,7 @@ class PlanOptions:
             "repeated.",
             metavar="PATH",
             accepts=list[Path],
+            access=PathAccess.READ,
         ),
     ] = ()
     """Models that the same ranks hold on the same mesh, and which are not trained."""
@@ -425,6 +427,7 @@ class PlanOptions:
             flag="--calibrate",
             metavar="LOG",
             parser=Path,
+            access=PathAccess.READ,
         ),
     ] = None
     """A log of measured peaks, which the estimate of training is fitted to, or what it was fitted to already."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from shardctl.mesh import Mesh
-from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup
+from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup, PathAccess
 from shardctl.options.known_words import list_layout_names, list_part_names, list_recipe_names
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
@@ -142,6 +142,7 @@ class ReshardOptions:
             "Merge this adapter of PEFT (LoRA, DoRA) into the weights; may be repeated.",
             metavar="DIR",
             accepts=list[Path],
+            access=PathAccess.READ,
         ),
     ] = ()
     """Adapters that are merged one after the other, as PEFT's `merge_and_unload` does."""

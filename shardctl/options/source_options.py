@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_format_names
 from shardctl.value import settings_class
 
@@ -14,12 +14,19 @@ class SourceOptions:
 
     config: Annotated[
         Path | None,
-        CommandOption(HelpPanel.SOURCE, "The model's config.json, or its directory.", metavar="PATH"),
+        CommandOption(
+            HelpPanel.SOURCE, "The model's config.json, or its directory.", metavar="PATH", access=PathAccess.READ
+        ),
     ] = None
     """Needed where the checkpoint has none."""
     rules: Annotated[
         Path | None,
-        CommandOption(HelpPanel.SOURCE, "A rule file, which says how tensors are named and cut.", metavar="FILE"),
+        CommandOption(
+            HelpPanel.SOURCE,
+            "A rule file, which says how tensors are named and cut.",
+            metavar="FILE",
+            access=PathAccess.READ,
+        ),
     ] = None
     rules_from: Annotated[
         Literal["transformers", "names", "none"] | None,
@@ -84,6 +91,7 @@ class SourceOptions:
             HelpPanel.SOURCE,
             "Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head, files.",
             metavar="BASE",
+            access=PathAccess.READ,
         ),
     ] = None
     """A path or an address; what contradicts the source is refused."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file
 from shardctl.value import settings_class
 
@@ -31,6 +31,7 @@ class TalkOptions:
             "Append to this file, with the time, all that is said, progress and exit code included.",
             metavar="FILE",
             parser=parse_output_file,
+            access=PathAccess.WRITTEN,
             shapes_result=False,
         ),
     ] = None

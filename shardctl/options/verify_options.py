@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, TypeGuard, get_args
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_load_devices
 from shardctl.options.sizes import parse_size
 from shardctl.value import settings_class
@@ -50,6 +50,7 @@ class VerifyOptions:
             "Compare every element with this checkpoint, which may have any layout.",
             metavar="SRC",
             accepts=str | None,
+            access=PathAccess.READ,
         ),
     ] = None
     """Every copy of an element is compared, in whatever layouts the two are."""
@@ -60,6 +61,7 @@ class VerifyOptions:
             "An adapter that was merged into the source; may be repeated.",
             metavar="DIR",
             accepts=list[Path],
+            access=PathAccess.READ,
         ),
     ] = ()
     """Adapters of PEFT, in the order in which `reshard --merge` had them."""
@@ -155,7 +157,12 @@ class VerifyOptions:
     ] = None
     engine_python: Annotated[
         Path | None,
-        CommandOption(HelpPanel.TRIALS, "Python that has the engine. Default: this one.", metavar="PATH"),
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Python that has the engine. Default: this one.",
+            metavar="PATH",
+            access=PathAccess.READ,
+        ),
     ] = None
     engine_timeout: Annotated[
         int, CommandOption(HelpPanel.TRIALS, "Seconds that the engine may take.", metavar="SECONDS", least=1)

@@ -7,6 +7,7 @@ import pytest
 from hub_models import content, model, write
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
+from shardctl.cli.program import run
 from shardctl.errors import ChangedError, SourceError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
@@ -51,6 +52,16 @@ def test_nothing_is_fetched_twice(hub, files, tmp_path):
     assert {request.route for request in hub.requests} == {"info", "tree"}, "which commit it is must be asked"
     reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "right")
+
+
+def test_a_log_does_not_replace_a_file_of_the_cache_that_is_the_source(hub, capfd):
+    download(hub)
+    blobs = sorted(Path(constants.HF_HUB_CACHE).glob("*/blobs/*"))
+    before = [path.read_bytes() for path in blobs]
+    for path in (blobs[0], next(Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/config.json"))):
+        assert run(["inspect", NAME, "--log", str(path)]) == 6
+        assert f"--log {path} is a file of SRC {NAME}" in capfd.readouterr().err
+    assert [path.read_bytes() for path in blobs] == before
 
 
 def test_what_is_missing_in_the_cache_is_fetched(hub, files, tmp_path):

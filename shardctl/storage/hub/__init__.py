@@ -9,6 +9,7 @@ from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from shardctl.storage.hub.source import HubSource
 
@@ -46,6 +47,24 @@ def check_settings(environment: Mapping[str, str]) -> None:
                 f"{name} is {text[:80]!r}, which is not a number of seconds",
                 hint=f"unset it, or give a whole number from 1 to {_LONGEST}",
             )
+
+
+def find_cache_folder(text: str) -> Path | None:
+    """Find the folder of this machine's cache that may hold the model of an address; None for another address.
+
+    Raises UsageError for a setting of the library that cannot be.
+    """
+    if "://" in text and not is_hub_address(text):
+        return None
+    check_settings(os.environ)
+    from shardctl.storage.hub.address import HubAddress
+
+    try:
+        from shardctl.storage.hub.listing import locate_cache_folder
+
+        return locate_cache_folder(HubAddress.parse(text))
+    except (ImportError, UsageError):  # the run itself says so
+        return None
 
 
 def open_hub(text: str) -> HubSource:

@@ -119,7 +119,7 @@ def _list_from_hub(address: HubAddress, stop: StopRequest) -> HubListing:
     return HubListing(
         commit,
         _select_visible_files(_ask_with_retries(lambda: files(commit), address, stop)),
-        _locate_cache_folder(address),
+        locate_cache_folder(address),
     )
 
 
@@ -195,7 +195,7 @@ def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
     return {path: files[path] for path in sorted(files) if HIDDEN.isdisjoint(path.split("/")[:-1])}
 
 
-def _locate_cache_folder(address: HubAddress) -> Path:
+def locate_cache_folder(address: HubAddress) -> Path:
     """Locate where the cache keeps a model (huggingface_hub, docs, "Understand caching")."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -222,7 +222,7 @@ def _add_cached_files(listing: HubListing) -> HubListing:
 
 
 def _list_from_cache(address: HubAddress) -> HubListing:
-    folder = _locate_cache_folder(address)
+    folder = locate_cache_folder(address)
     commit = address.commit
     if commit is None:
         reference = folder / "refs" / address.revision
