@@ -151,7 +151,8 @@ def _read_checkpoint(
             if model is not None:
                 filtered, misfit = record is not None and record.filtered, True
                 filtered = filtered or source_options.complete_from is not None
-                manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
+                source, readable = _reduce_ranks(source, stored, config)
+                manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=filtered)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if model is None:
@@ -176,6 +177,16 @@ def _read_checkpoint(
         allow_unverified=source_options.allow_unverified,
         ruled=rules is not None or source_options.rules_from == "transformers",
     )
+
+
+def _reduce_ranks(source: Source, stored: Manifest, config: Mapping[str, Any] | None) -> tuple[Source, Manifest]:
+    """Return the source and the manifest in which what every rank has a copy of is their sum or mean."""
+    dialect = stored.dialect
+    if dialect is None or config is None or get_schema(dialect.schema).reduction is None:
+        return source, stored
+    from shardctl.checkpoint.rank_reduction import reduce_rank_arrays  # which needs NumPy
+
+    return reduce_rank_arrays(source, stored, config)
 
 
 def _open_adapter(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
@@ -40,6 +40,9 @@ class Schema:
     """Names of arrays of such layers, which are left behind where the model has no place for them."""
     strangers: str = ""
     """Who else may have saved files that look alike, and what to do then."""
+    reduction: Callable[[Mapping[str, Any], str], Literal["", "sum", "mean"]] | None = None
+    """How the arrays that ranks have under one name become one, by the model's config and that name without what stands
+    before it for a rank; empty for those that ranks divide, or share as they are."""
 
     def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
         """Yield the arrays of all ranks, each with its rank.

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
 from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
+from shardctl.libraries.deepspeed.gpt_neox_ranks import (
+    build_dialect,
+    collect_rank_tensors,
+    is_buffer,
+    is_gpt_neox,
+    rename_layer,
+)
 from shardctl.libraries.deepspeed.layers import read_layers
 from shardctl.libraries.deepspeed.modules import read_models, read_modules
 from shardctl.libraries.deepspeed.partitions import MissingRankError, read_partitions
@@ -55,7 +62,7 @@ class DeepSpeedReader:
         read_modules(self.source, files, self.models, found, self.experts)
         read_layers(self.source, files, self.models, found)
         master = self._uses_master()
-        weights = self._weights(use_master=master)
+        weights = self._collect_gpt_neox(use_master=master) if self.is_gpt_neox else self._weights(use_master=master)
         training = self._training(use_master=master)
         used = {file for t in (*weights.values(), *training.states.values()) for file in t.files}
         own = {*files.paths(), *(path for path in self.source.files() if path in _LATEST)}
@@ -67,7 +74,28 @@ class DeepSpeedReader:
             objects=(*side, *(OpaqueObject(key, "drop", file=path) for key, path in dict.fromkeys(found.others))),
             warnings=(*found.warnings, *left),
             training=training,
+            dialect=build_dialect(weights, self.cuts.ranks) if self.is_gpt_neox else None,
         )
+
+    def _collect_gpt_neox(self, *, use_master: bool) -> dict[str, Tensor]:
+        """Collect what each tensor-parallel rank has of a model of GPT-NeoX."""
+        found, ranks = self.found, self.cuts.ranks
+        names = dict.fromkeys((*found.module.held, *found.parameters))
+        if any(map(is_buffer, names)):
+            found.others.append(("rotary_emb.inv_freq", self.files.folder.rstrip("/")))
+
+        def choose_pieces(name: str) -> TensorPieces:
+            return found.master if use_master and name in found.master.held else found.module
+
+        kept = [name for name in names if name not in found.ties and not is_buffer(name)]
+        weights = collect_rank_tensors(kept, choose_pieces, ranks)
+        if ranks > 1 and found.states:
+            found.warnings.append(
+                f"the optimizer's states of {ranks} tensor-parallel ranks are left behind: each rank has norms and "
+                "biases of its own, which become one tensor, but their states do not"
+            )
+            found.states = {}
+        return weights
 
     def _read_partitions(self) -> None:
         try:
@@ -86,6 +114,11 @@ class DeepSpeedReader:
         for state in self.models.values():
             for group in state.groups or ():
                 self.found.parameters |= dict.fromkeys(group)
+
+    @property
+    def is_gpt_neox(self) -> bool:
+        """Whether GPT-NeoX trained it, whose ranks' parts its schema puts together."""
+        return is_gpt_neox((*self.found.module.held, *self.found.parameters))
 
     # Which copy
 
@@ -168,11 +201,12 @@ class DeepSpeedReader:
 
     def _training(self, *, use_master: bool) -> TrainingState:
         found = self.found
+        rename = rename_layer if self.is_gpt_neox else str
         states = {}
         for name in found.parameters:
             for state, pieces in found.states.items():
                 if name in pieces.held:
-                    called = format_state_name(state, name)
+                    called = format_state_name(state, rename(name))
                     states[called] = self._tensor(pieces, name, called)
         versions = [state.version for state in self.models.values() if state.version]
         return TrainingState(
@@ -180,7 +214,7 @@ class DeepSpeedReader:
             ranks=found.world * len(self.models),
             step=next((s.steps for s in self.models.values() if s.steps is not None), None),
             states=states,
-            groups=tuple(ParameterGroup(tuple(names), values) for names, values in found.groups.values()),
+            groups=tuple(ParameterGroup(tuple(map(rename, names)), values) for names, values in found.groups.values()),
             clipping=found.clipping,
             notes=self._notes(use_master=use_master),
         )

@@ -42,7 +42,8 @@ class ModelState:
     """The tensors of the module's state dict, by name; at stage 3 the parameters are empty ones."""
     others: list[str] = field(default_factory=list)
     """What of the file is left behind."""
-    buffers: frozenset[str] = frozenset()
+    buffers: frozenset[str] | None = None
+    """Names of tensors that are no parameters; None if the file has no such list."""
     groups: list[dict[str, tuple[int, ...]]] | None = None
     """Per group (at stage 3: sub-group) of the optimizer the shapes of its parameters, in the order in which they were
     made flat; None if the file has no such list."""
@@ -82,7 +83,8 @@ def read_model_state(source: Source, path: str) -> ModelState:
     found = ModelState(path, {}, saved=replace(saved, tree=None))  # what is needed of the tree is taken out of it here
     found.module, found.others = collect_tensors(saved, tree[_MODULE])
     found.others += [str(key)[:200] for key, value in tree.items() if key not in _KNOWN and value is not None]
-    found.buffers = frozenset(name for name in as_list(tree.get("buffer_names")) if isinstance(name, str))
+    if tree.get("buffer_names") is not None:
+        found.buffers = frozenset(name for name in as_list(tree["buffer_names"]) if isinstance(name, str))
     if tree.get("param_shapes") is not None:
         found.groups = [parse_shapes(group, path) for group in as_list(tree["param_shapes"])]
     found.frozen_shapes = parse_shapes(tree.get("frozen_param_shapes"), path)

@@ -117,6 +117,12 @@ class TensorPieces:
         """Return the shape that each model-parallel rank has of a tensor."""
         return {rank: local.shape for rank, local in self.held[name].items()}
 
+    def rank_tensor(self, name: str, rank: int, called: str) -> Tensor:
+        """Return what one model-parallel rank has of a tensor, as a tensor of its own under the name `called`."""
+        local = self.held[name][rank]
+        local.check(name)
+        return Tensor(called, local.dtype, local.shape, tuple(local.chunks))
+
     def tensor(self, name: str, called: str, cut: TensorCut | None = None, ties: tuple[str, ...] = ()) -> Tensor:
         """Return the whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
         by_rank = self.held[name]

@@ -47,6 +47,9 @@ class ParallelCuts:
         """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
         self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
         self._maps = AffineMaps(self._info)
+        listed = [state.buffers for state in models.values() if state.buffers is not None]
+        self._buffers = frozenset().union(*listed) if listed else None
+        """None if the files do not list them."""
         self._said_of: dict[str, NamePatterns] = {}
         """By key, the patterns of names that the rules have there."""
         self._known: dict[object, TensorCut | None] = {}
@@ -66,7 +69,7 @@ class ParallelCuts:
                     f"{name!r} is {list(shape)} on one pipeline stage and {list(by_rank[rank % self.ranks])}"
                 )
         alike = len(set(by_rank.values())) == 1
-        cut = all(by_rank.values()) and (trained or self._maps.describe(name))
+        cut = all(by_rank.values()) and (trained or self._maps.describe(name) or self._is_parameter(name))
         if self.ranks == 1 or (alike and not cut):
             return None
         if len(by_rank) != self.ranks:
@@ -78,6 +81,13 @@ class ParallelCuts:
                 self._without_padding(name, parts[0]), {rank: parts[1][rank % self.ranks] for rank in shapes}
             )
         return self._known[key]
+
+    def _is_parameter(self, name: str) -> bool:
+        """Return whether ranks may have parts of a tensor that the optimizer does not have: equal shapes prove nothing.
+
+        Where buffers are not listed, the patterns that say how parameters are cut might be applied to one.
+        """
+        return name not in self._buffers if self._buffers is not None else not self._info
 
     def _parts(self, name: str, shapes: Shapes) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]] | None:
         """Return the whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""

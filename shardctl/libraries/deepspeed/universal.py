@@ -48,7 +48,7 @@ def read_universal(
     for state in models.values():
         for group in state.groups or ():
             shapes |= group
-        own |= {*state.buffers, *state.frozen_shapes, *(state.module if state.groups is not None else ())}
+        own |= {*(state.buffers or ()), *state.frozen_shapes, *(state.module if state.groups is not None else ())}
     order = {name: place for place, name in enumerate(shapes)}
     for name in sorted(files.universal, key=lambda name: (order.get(name, len(order)), name)):
         if name in own and name not in shapes:

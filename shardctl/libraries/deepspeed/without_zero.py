@@ -86,7 +86,7 @@ def _list_parameters(state: ModelState) -> list[str]:
     seen = set()
     names = []
     for name, array in state.module.items():
-        if name not in state.buffers and (array not in seen or not array.size):
+        if name not in (state.buffers or ()) and (array not in seen or not array.size):
             seen.add(array)
             names.append(name)
     return names
