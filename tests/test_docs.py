@@ -66,7 +66,9 @@ def make_zero_run(place):
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     torch.manual_seed(0)
-    scattered(place / "zero-llama", transformers.LlamaForCausalLM(config).state_dict(), 3)
+    model = transformers.LlamaForCausalLM(config)
+    scattered(place / "zero-llama", model.state_dict(), 3)
+    torch.save(model.state_dict(), place / "zero-state.pt")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(place / "zero-config")
 
@@ -79,6 +81,43 @@ def test_every_command_of_the_readme_table_runs(tmp_path):
     found = re.findall(r"^\| .* \| `(shardctl .*)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(found) > 10
     for command in found:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def make_lightning_run(place):
+    """What Lightning saves of a module whose attribute `model` is the Llama of `zero-config`."""
+    torch = pytest.importorskip("torch")
+    tensors = torch.load(place / "zero-state.pt")
+    (place / "lightning").mkdir()
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"loss.weight": torch.ones(2)}
+    saved = {"epoch": 0, "global_step": 1, "pytorch-lightning_version": "2.5.0", "state_dict": named}
+    torch.save(saved, place / "lightning" / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The runs that the pages of tasks begin with."""
+    place = tmp_path_factory.mktemp("tasks")
+    for name, fixture in TABLE.items():
+        (place / name).symlink_to(ROOT / "fixtures" / fixture)
+    make_zero_run(place)
+    make_lightning_run(place)
+    return place
+
+
+PAGES = sorted((ROOT / "docs/tasks").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_every_command_of_a_task_runs(page, runs, tmp_path):
+    for each in runs.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in "".join(blocks(page, "bash")).splitlines():
         done = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
             check=False,
