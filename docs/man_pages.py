@@ -63,7 +63,7 @@ def format_page(name: str, function: Any, examples: str) -> str:
     synopsis = " ".join(f"\\fI{escape(metavar)}\\fR" for metavar, _ in arguments)
     panels: dict[str, str] = {}
     for kind, info in parameters:
-        if isinstance(info, typer.models.OptionInfo):
+        if isinstance(info, typer.models.OptionInfo) and not info.hidden:
             panel = str(info.rich_help_panel or "Options")
             panels[panel] = panels.get(panel, "") + format_option(kind, info)
     about = escape(" ".join((inspect.getdoc(function) or "").split()))

@@ -10,9 +10,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
+from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.joined_source import BASE, JoinedSource
 from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.libraries.files.file_names import DCP_METADATA, WEIGHT_SUFFIXES
+from shardctl.libraries.files.side_files import list_side_files
 from shardctl.manifest import CheckpointFile, Region
 from shardctl.models.binding import list_missing_warnings
 from shardctl.models.halves import find_text_half
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.manifest import Tensor
+    from shardctl.storage import Source
 
 COMPLETED: Final = "complete_from"
 """The option of a record that says from which checkpoint its own was completed, and with what."""
@@ -80,10 +84,39 @@ def complete_checkpoint(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) ->
         untabled=cache(partial(models.build_untabled_model, config, manifest)) if model is None else None,
         derived=None,
         remade_config=True,
-        completed=f"{_call_place(base)}: {said}",
+        completed=f"{_call_place(base.source)}: {said}",
     )
     _require_tensors(done)
     return done
+
+
+def holds_files_only(base: Source) -> bool:
+    """Return whether a source has no weights at all, such as a folder with a tokenizer."""
+    return not any(path.endswith((*WEIGHT_SUFFIXES, ".ckpt", DCP_METADATA)) for path in base.files())
+
+
+def add_auxiliary_files(checkpoint: OpenedCheckpoint, base: Source) -> OpenedCheckpoint:
+    """Return `checkpoint` with the configs and tokenizer files that it lacks and a source without weights has.
+
+    Raises SourceError if the source has none that the checkpoint lacks.
+    """
+    held = {each.name for each in checkpoint.manifest.objects} | ({CONFIG} if checkpoint.config is not None else set())
+    found, _ = list_side_files(base, set())
+    taken = [each for each in found if each.policy == "carry" and each.name not in held and "/" not in each.name]
+    if not taken:
+        raise SourceError(f"{base.name} has no file that {checkpoint.source.name} lacks", hint="leave it out")
+    text = f"files {format_first_few(each.name for each in taken)}"
+    manifest = replace(
+        checkpoint.manifest,
+        objects=(*checkpoint.manifest.objects, *(replace(each, file=f"{BASE}{each.file}") for each in taken)),
+        warnings=(*checkpoint.manifest.warnings, f"taken from {base.name}: {text}"),
+    )
+    return replace(
+        checkpoint,
+        source=JoinedSource(checkpoint.source, base),
+        manifest=manifest,
+        completed=f"{_call_place(base)}: {text}",
+    )
 
 
 def _match_names(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Mapping[str, str]:
@@ -206,7 +239,7 @@ def _relocate_file(file: CheckpointFile) -> CheckpointFile:
     return replace(file, path=f"{BASE}{file.path}")
 
 
-def _call_place(base: OpenedCheckpoint) -> str:
+def _call_place(base: Source) -> str:
     """Return what a record calls a checkpoint: its address, or the name of its directory."""
-    location = base.source.location
+    location = base.location
     return location if "://" in location else location.rstrip("/").rpartition("/")[2]

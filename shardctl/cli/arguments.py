@@ -7,7 +7,7 @@ import typer
 
 from shardctl.cli.signature import DESTINATION, OmittedOptions
 from shardctl.errors import UsageError
-from shardctl.options import SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file, parse_place
 
@@ -53,5 +53,7 @@ Page = Annotated[
 Source = Annotated[str, declare_place("SRC", _PLACES)]
 Destination = Annotated[str | None, declare_place(DESTINATION, _WHERE)]
 Json = Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print one JSON document instead of text.")]
+PlannedConversionOptions = Annotated[ReshardOptions, OmittedOptions({"consumer"})]
+"""What `plan` converts a checkpoint to: its own --for says what the devices are for."""
 StoredSource = Annotated[SourceOptions, OmittedOptions({"rules_from", "kv_heads"})]
 """How a source is understood by a verb that takes no mesh."""

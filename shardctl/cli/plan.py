@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options import PlanOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
 COMMON = (
@@ -27,7 +27,7 @@ def plan(
         Literal["summary", "stage", "rank", "tensor", "time"],
         CommandOption(HelpPanel.GENERAL, "How much detail to show; time has the moments of a training step."),
     ] = "rank",
-    conversion: ReshardOptions,
+    conversion: arguments.PlannedConversionOptions,
     options: PlanOptions,
     report: arguments.Page = None,
     json: arguments.Json = False,

@@ -164,6 +164,7 @@ def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
         autocompletion=option.words,
         rich_help_panel=option.panel,
         help=option.help,
+        hidden=option.hidden,
     )
     return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion.consumer_target import apply_consumer, check_result, locate_run
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.conversion.tensor_choice import compile_pattern
 from shardctl.errors import DestinationError, UsageError
@@ -42,7 +44,7 @@ def open_conversion(
     writing it would touch the source or anything else that is read.
     """
     check_destination(destination)
-    wanted = reshard_options or (plan.reshard_options if plan else ReshardOptions())
+    wanted = apply_consumer(reshard_options or (plan.reshard_options if plan else ReshardOptions()))
 
     def count(entries: int) -> None:
         """Refuse before headers are parsed what could not be planned; every entry is a chunk, perhaps a replica."""
@@ -52,14 +54,18 @@ def open_conversion(
     excluded = compile_pattern("--exclude", wanted.exclude) if wanted.exclude is not None else None
     options = source_options or (plan.source_options if plan else None)
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
+    if wanted.consumer is not None:
+        path, options = locate_run(path, options or SourceOptions())
     with open_checkpoint(path, options, count=count if whole else None, excluded=excluded) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
         work = (
             plan.drafted(checkpoint, reshard_options or plan.reshard_options)
             if plan
-            else plan_conversion(checkpoint, reshard_options or ReshardOptions())
+            else plan_conversion(checkpoint, wanted)
         )
+        if wanted.consumer is not None:
+            work = replace(work, consumer=check_result(work, destination))
         if work.reshard_options.reflink and (is_bucket(destination) or is_hub_address(destination)):
             raise UsageError(f"--reflink is for a local directory, and {destination} is none", hint="leave it out")
         if is_bucket(destination):

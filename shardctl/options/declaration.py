@@ -82,6 +82,8 @@ class CommandOption:
     """Lists words that it takes, for shells that complete them, where the type is no fixed choice."""
     key: str = ""
     """The key in plan files; by default the name of the field."""
+    hidden: bool = False
+    """Whether help leaves it out: an earlier name that still works."""
     shapes_result: bool = True
     """Whether a plan file decides it; options that do not change the result may be given beside a plan."""
     access: PathAccess | None = None

@@ -1,5 +1,12 @@
 """Lists the words that options take which are no fixed choice, for shells that complete them; each list loads late."""
 
+from typing import Final, Literal
+
+USES: Final = ("serve", "train")
+"""What devices may be for, when no server in particular is named."""
+ESTIMATED_SERVERS: Final[tuple[Literal["vllm", "sglang"], ...]] = ("vllm", "sglang")
+"""Servers whose way to count memory is known."""
+
 
 def list_layout_names() -> list[str]:
     """List what `--to` takes."""
@@ -44,3 +51,23 @@ def list_load_devices() -> list[str]:
 def list_part_names() -> list[str]:
     """List what `--only` takes; a pattern of names is taken, too."""
     return ["text", "vision", "adapter", "mtp", "experts"]
+
+
+def list_consumer_names() -> list[str]:
+    """List what `--for` takes of `reshard` and `verify`; a version may be left out."""
+    from shardctl.libraries.consumers.profile import list_consumers
+
+    return [*dict.fromkeys(each.partition("@")[0] for each in list_consumers()), *list_consumers()]
+
+
+def parse_consumer(text: str) -> str:
+    """Refuse a consumer, or a version of one, that no profile describes."""
+    from shardctl.libraries.consumers.profile import find_profile
+
+    find_profile(text)
+    return text
+
+
+def list_uses() -> list[str]:
+    """List what `--for` takes of `plan`."""
+    return [*USES, *(each for each in list_consumer_names() if each.partition("@")[0] in ESTIMATED_SERVERS)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from shardctl.errors import UsageError
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
-from shardctl.options.known_words import list_gpu_names, list_optimizer_names
+from shardctl.options.known_words import ESTIMATED_SERVERS, USES, list_gpu_names, list_optimizer_names, list_uses
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
 from shardctl.value import settings_class
@@ -33,6 +33,23 @@ def find_device(text: str) -> "DeviceSpec":
 
     size = None if find_named_device(text) else _SIZE.match(text)
     return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)
+
+
+def parse_use(text: str) -> str:
+    """Refuse what is neither a use of devices nor a consumer that serves."""
+    if text not in USES:
+        from shardctl.libraries.consumers.profile import find_profile
+
+        try:
+            profile = find_profile(text)
+        except UsageError as error:
+            raise UsageError(f"unknown --for {text!r}", hint=f"use serve or train; {error.hint}") from error
+        if profile.consumer not in ESTIMATED_SERVERS:
+            raise UsageError(
+                f"{profile.consumer} is not a server whose memory use is estimated",
+                hint="use --for serve, or --for vllm",
+            )
+    return text
 
 
 def parse_part(text: str) -> float:
@@ -75,13 +92,18 @@ class PlanOptions:
     ] = None
     """There is no plan to follow of a model that is not stored."""
     use: Annotated[
-        Literal["serve", "train"] | None,
+        str | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "What to estimate. Default: train if --fsdp or a training option is given, else serve.",
+            "What to estimate: serve, train, or a server such as vllm, vllm@0.32 or sglang, with memory as it counts. "
+            "Default: train if --fsdp or a training option is given, else serve.",
             flag="--for",
+            metavar="USE|SERVER",
+            parser=parse_use,
+            words=list_uses,
         ),
     ] = None
+    """`serve`, `train`, or the server that will hold the model."""
     seq_len: Annotated[
         int | None,
         CommandOption(
@@ -146,10 +168,11 @@ class PlanOptions:
         Literal["vllm", "sglang"] | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Engine whose way to count --utilization and to page caches is estimated. Default: vllm with "
-            "--utilization, else none.",
+            "The same as --for vllm or --for sglang, which replaces it.",
+            hidden=True,
         ),
     ] = None
+    """The former option of `--for SERVER`."""
     towers: Annotated[
         Literal["cut", "whole"] | None,
         CommandOption(
@@ -163,7 +186,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.SERVING,
             "Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang: mem_fraction_static). "
-            "Default: 0.92 with --server vllm, else all of it.",
+            "Default: 0.92 with --for vllm, else all of it.",
             metavar="PART",
             parser=parse_part,
             accepts=str,
@@ -449,3 +472,9 @@ class PlanOptions:
     def quantised_type(self) -> Literal["fp8", "int8", "int4"] | None:
         """The type that weights would have if someone quantised them, which plan estimates and reshard does not do."""
         return self.dtype if self.dtype in ("fp8", "int8", "int4") else None
+
+    @property
+    def engine(self) -> Literal["vllm", "sglang"] | None:
+        """The server whose way to count memory is followed, if one is named."""
+        named = self.use.partition("@")[0] if self.use is not None else ""
+        return next((server for server in ESTIMATED_SERVERS if server == named), self.server)

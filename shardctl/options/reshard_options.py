@@ -5,7 +5,13 @@ from typing import Annotated, Final, Literal
 
 from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup, PathAccess
-from shardctl.options.known_words import list_layout_names, list_part_names, list_recipe_names
+from shardctl.options.known_words import (
+    list_consumer_names,
+    list_layout_names,
+    list_part_names,
+    list_recipe_names,
+    parse_consumer,
+)
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
 from shardctl.value import settings_class
@@ -52,6 +58,21 @@ class ReshardOptions:
             metavar="N,N,...",
         ),
     ] = None
+    consumer: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Write what this program loads, check that it will load, and print the command that starts it: vllm, "
+            "vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.",
+            flag="--for",
+            metavar="CONSUMER",
+            parser=parse_consumer,
+            words=list_consumer_names,
+        ),
+    ] = None
+    """A consumer and, if given, its version; the mesh is then the one that it runs on."""
+    consumer_mesh: Mesh | None = None
+    """The mesh that the consumer runs on, where the files are not cut for it; `--for` sets this, not an option."""
     to: Annotated[
         str | None,
         CommandOption(

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, TypeGuard, get_args
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
-from shardctl.options.known_words import list_load_devices
+from shardctl.options.known_words import list_consumer_names, list_load_devices, parse_consumer
 from shardctl.options.sizes import parse_size
 from shardctl.value import settings_class
 
@@ -65,11 +65,24 @@ class VerifyOptions:
         ),
     ] = ()
     """Adapters of PEFT, in the order in which `reshard --merge` had them."""
+    consumer: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Say from headers whether this program loads the directory: vllm, vllm@0.32, sglang, transformers, "
+            "transformers@4.57, tgi or llama.cpp. Exits with 3 if it does not, or if that is not known.",
+            flag="--for",
+            metavar="CONSUMER",
+            parser=parse_consumer,
+            words=list_consumer_names,
+        ),
+    ] = None
     mesh: Annotated[
         Mesh | None,
         CommandOption(
             HelpPanel.GENERAL,
-            "Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it.",
+            "Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it; with --for, the mesh that the "
+            "program runs on.",
             metavar="AXES",
             parser=Mesh.parse,
         ),

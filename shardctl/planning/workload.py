@@ -39,7 +39,7 @@ USUAL_CONTEXT: Final = 8192
 def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
     """Return what the devices are for: as said, else training where something is asked that only training has."""
     if options.use is not None:
-        return options.use
+        return "train" if options.use == "train" else "serve"
     return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
 
 
@@ -143,12 +143,14 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, mesh: Mesh, toke
 
 def _build_budget(options: PlanOptions) -> EngineBudget | None:
     """Build what the engine may use; raises UsageError where nobody knows how much that is."""
-    if options.server is None and options.utilization is None:
+    if options.engine is None and options.utilization is None:
         return None
     if options.device is None:
+        if options.utilization is None and options.server is None:
+            return None  # --for names the server, and nothing says how large its devices are
         flag = "--server" if options.utilization is None else "--utilization"
         raise UsageError(f"{flag} needs a device of which it is a part", hint="name it, such as --gpu h100-80g")
-    engine = options.server or "vllm"
+    engine = options.engine or "vllm"
     if options.utilization is None and engine == "sglang":
         raise UsageError(
             "SGLang chooses mem_fraction_static by device and model if nobody says it",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardctl.record import CheckpointRecord
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
+    from shardctl.verify.consumer import ConsumerVerdict
 
 
 _FILES_SHOWN: Final = 5
@@ -30,7 +31,16 @@ def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
         render_line(done.destination, "bold"),
         render_table(list_conversion_facts(done, seconds), indent=2),
         *_render_digests(done.record),
+        *_render_consumer(done.consumer),
     )
+
+
+def _render_consumer(verdict: ConsumerVerdict | None) -> Iterator[RenderableType]:
+    """Render whether the consumer of `--for` should load the result, and how it is started."""
+    if verdict is not None:
+        yield from (render_line(f"note: {note}") for note in verdict.notes)
+        yield render_line(verdict.describe(), "bold green" if verdict.loads else "bold yellow")
+        yield render_line(verdict.command)
 
 
 def render_contribution(done: ContributeResult, seconds: float) -> RenderableType:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.inspect import InspectResult
     from shardctl.verbs.reshard import ReshardResult
+    from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.level import LevelResult, VerifyResult
 
@@ -142,8 +143,25 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "source_hashes": _build_hashes_document(done.proofs),
         "rules": record.options.get("rules", ""),
         "proof": _build_forward_document(done.proof.forward) if done.proof and done.proof.forward else None,
+        "consumer": build_consumer_document(done.consumer),
         "notes": list(done.notes),
         "warnings": list(done.warnings),
+    }
+
+
+def build_consumer_document(verdict: ConsumerVerdict | None) -> Document | None:
+    """Build what was found about a consumer; None where none was named."""
+    if verdict is None:
+        return None
+    return {
+        "consumer": verdict.profile.consumer,
+        "version": verdict.profile.version,
+        "loads": verdict.loads,
+        "verdict": verdict.describe(),
+        "reasons": list(verdict.reasons),
+        "unknown": list(verdict.unknown),
+        "notes": list(verdict.notes),
+        "command": verdict.command,
     }
 
 
@@ -221,6 +239,7 @@ def build_verify_document(result: VerifyResult) -> Document:
         "ok": result.ok,
         "digest": result.digest,
         "unchecked": list(result.unchecked),
+        "consumer": build_consumer_document(result.consumer),
         "levels": [_build_level_document(level) for level in result.levels],
     }
 

@@ -40,6 +40,12 @@ def render_verification(verified: VerifyResult) -> RenderableType:
     parts += [render_line(f"not checked: {text}") for text in verified.unchecked]
     if verified.digest:
         parts.append(render_line(f"digest {verified.digest}"))
+    if verified.consumer is not None:
+        parts += [render_line(f"note: {note}") for note in verified.consumer.notes]
+        parts += [render_line(f"{number}. {reason}") for number, reason in enumerate(verified.consumer.reasons[1:], 2)]
+        parts.append(render_line(verified.consumer.describe(), "bold green" if verified.consumer.loads else "bold red"))
+        if verified.consumer.loads:
+            parts.append(render_line(verified.consumer.command))
     parts.append(render_line(format_verify_verdict(verified), "bold green" if verified.ok else "bold red"))
     return Group(*parts)
 
@@ -56,6 +62,8 @@ def format_verify_verdict(verified: VerifyResult) -> str:
         return f"ok, but skipped: {', '.join(skipped)}{odd}" if skipped else f"ok{odd}"
     if verified.trouble is not None:
         return f"NOT VERIFIED: {', '.join(level.name for level in verified.unfinished)} could not be finished{odd}"
+    if verified.consumer is not None and not verified.consumer.loads and not errors and not verified.unmet:
+        return f"FAILED: {verified.consumer.profile.label} would not load it, or that is not known{odd}"
     unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
     wrong = [format_plural(errors, "finding")] if errors or not unmet else []
     return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"

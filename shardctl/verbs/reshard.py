@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardctl.copyplan import CopyPlan
     from shardctl.execute.part import WorkerPart
     from shardctl.options import ReshardOptions
+    from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.level import LevelResult
 
 
@@ -66,6 +67,8 @@ class ReshardResult:
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
     dropped: tuple[str, ...] = ()
     """Other files of the source, and objects in its files, that were left behind."""
+    consumer: ConsumerVerdict | None = None
+    """Whether the consumer that `--for` names should load the result, and the command that starts it."""
     copy_plan: CopyPlan | None = field(default=None, repr=False)
     """What was copied, tensor by tensor."""
 
@@ -234,5 +237,6 @@ def _build_result(
         done_before=parts is None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
         dropped=work.checkpoint.manifest.dropped,
+        consumer=work.consumer,
         copy_plan=work.plan,
     )

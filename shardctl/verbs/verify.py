@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
+from shardctl.checkpoint.consumer_check import check_stored
 from shardctl.checkpoint.content_level import check_replicas, run_content_level
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.identity_level import list_warnings, run_identity_level
@@ -21,8 +22,10 @@ from shardctl.conversion.conversion_plan import choose_stages
 from shardctl.digest import compute_checkpoint_digest
 from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.libraries.consumers.profile import find_profile
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.loading.engine_level import require_engine, run_engine_level
+from shardctl.mesh import Mesh
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.verify_options import is_running
 from shardctl.pieces import PlacedCheckpoint
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
+    from shardctl.verify.consumer import ConsumerVerdict
 
 _OF_RANKS: Final = frozenset({alignment.CHECK, rank_parts.CHECK})
 """Checks of the structure that say nothing against reading the elements."""
@@ -86,7 +90,9 @@ def verify(
     )
     levels, digest = run.of()
     required = LEVELS[require or verify_options.highest_level()]
-    return VerifyResult(str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked))
+    return VerifyResult(
+        str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked), run.consumer
+    )
 
 
 @state_class
@@ -101,6 +107,8 @@ class _VerifyRun:
     effort: ExecutionOptions
     unchecked: list[str] = field(default_factory=list)
     """What the levels that were asked for leave open."""
+    consumer: ConsumerVerdict | None = None
+    """Whether the consumer that `--for` names should load it."""
 
     @property
     def strict(self) -> bool:
@@ -128,6 +136,9 @@ class _VerifyRun:
                 first.seconds = time.monotonic() - began
                 if any(each.severity == "error" and each.check not in _OF_RANKS for each in found):
                     return self._cut_short(first, "the structure is wrong"), ""
+                if self.verify_options.consumer is not None:
+                    profile, mesh = find_profile(self.verify_options.consumer), self.verify_options.mesh or Mesh.of()
+                    self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
                 other = None
                 if self.verify_options.against is not None:
                     other = stack.enter_context(open_checkpoint(self.verify_options.against, options))
@@ -275,6 +286,8 @@ def _set_given_mesh(checkpoint: OpenedCheckpoint, verify_options: VerifyOptions)
         if verify_options.stages is not None:
             raise UsageError("--stages needs --mesh", hint="leave it out, or name the mesh")
         return checkpoint
+    if verify_options.consumer is not None and not list_ranks(checkpoint.stored):
+        return checkpoint  # the mesh is the one that the consumer runs on
     if not list_ranks(checkpoint.stored):
         raise UsageError(
             f"--mesh applies to rank files, and {checkpoint.source.name} has none", hint="leave --mesh out"

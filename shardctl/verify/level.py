@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.errors import ShardctlError
+    from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.download_hashes import DownloadHashes
     from shardctl.verify.engines.result import EngineResult
     from shardctl.verify.finding import CheckFinding
@@ -128,6 +129,8 @@ class VerifyResult:
     """Levels that must not be skipped."""
     unchecked: tuple[str, ...] = ()
     """What was not looked at, in words: a checkpoint may be wrong there and `ok`."""
+    consumer: ConsumerVerdict | None = None
+    """Whether the consumer that `--for` names should load it."""
     error: str = ""
     """Why the checkpoint could not be verified at all, in a report; then nothing is known of it."""
 
@@ -151,9 +154,10 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, everything was finished, and nothing that is required was skipped."""
+        """Whether nothing is wrong, every required level was run and finished, and the consumer should load it."""
         wrong = any(level.status in {"failed", "unfinished"} for level in self.levels)
-        return not self.error and not wrong and not self.unmet
+        loads = self.consumer is None or self.consumer.loads
+        return not self.error and not wrong and not self.unmet and loads
 
     @property
     def exit_code(self) -> int:

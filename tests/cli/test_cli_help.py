@@ -141,7 +141,6 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--max-seqs",
         "--towers",
         "--dcp",
-        "--server",
         "--utilization",
     }
     training = options("plan") - options("reshard") - own

@@ -1,0 +1,67 @@
+"""Describes an opened checkpoint, or what a conversion makes of one, as a consumer such as vLLM will see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardctl.checkpoint.config_files import CONFIG
+from shardctl.libraries.vllm.arrays import NAME as VLLM
+from shardctl.libraries.vllm.arrays import PROFILE
+from shardctl.libraries.vllm.rank import SGLANG
+from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
+from shardctl.verify.rank_files import list_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+    from shardctl.dtype import DType
+    from shardctl.libraries.consumers.profile import ConsumerProfile
+    from shardctl.mesh import Mesh
+    from shardctl.verify.consumer import ConsumerVerdict
+
+_PLAIN_FORMATS = frozenset({"safetensors", "torch"})
+"""Formats whose arrays are those of the model, under its own names."""
+
+
+def describe_model(
+    checkpoint: OpenedCheckpoint,
+    arrays: Mapping[str, DType],
+    files: Collection[str],
+    config: Mapping[str, Any] | None,
+) -> StoredModel:
+    """Describe a directory with these arrays and files, whose names and class are those of an opened checkpoint."""
+    model = checkpoint.model
+    if model is None:
+        return StoredModel(config, arrays, files, None)
+    joined = {name: fusion.name for fusion in model.fusions.values() if fusion.stored for name in fusion.tensors}
+    own = [tensor for tensor in model.own() if not tensor.spare]
+    expected = dict.fromkeys(joined.get(tensor.name, tensor.name) for tensor in own)
+    optional = {name for tensor in model.tensors.values() for name in (tensor.name, *tensor.ties)}
+    return StoredModel(config, arrays, files, tuple(expected), frozenset(optional))
+
+
+def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: Mesh, path: str) -> ConsumerVerdict:
+    """Check a stored checkpoint for a consumer, by its headers, its config and the names of its files.
+
+    `mesh` is the one that the consumer runs on; of files of ranks, which are cut for one, it is theirs.
+    Raises UsageError for a mesh that the consumer has no options for.
+    """
+    require_axes(profile, mesh)
+    files, dialect = checkpoint.source.files(), checkpoint.stored.dialect
+    config = checkpoint.config if CONFIG in files else None
+    if dialect is not None and dialect.schema == VLLM and profile.sharded:
+        stored = describe_model(checkpoint, {}, files, config)
+        verdict = check_consumer(profile, stored, dialect.mesh or mesh, path, per_rank=True)
+        written = dialect.facts.get(PROFILE)
+        wanted = profile.consumer if profile.consumer == SGLANG else profile.label.rpartition(" ")[2]
+        if written != wanted:
+            verdict = replace(verdict, reasons=(f"its files of ranks are those of profile {written}", *verdict.reasons))
+        return verdict
+    arrays = {name: tensor.dtype for name, tensor in checkpoint.stored.tensors.items()}
+    verdict = check_consumer(profile, describe_model(checkpoint, arrays, files, config), mesh, path, per_rank=False)
+    if checkpoint.stored.format not in _PLAIN_FORMATS or list_ranks(checkpoint.stored):
+        reason = f"it does not read {checkpoint.stored.format} files; reshard --for {profile.consumer} converts them"
+        return replace(verdict, reasons=(reason,), unknown=())
+    return verdict

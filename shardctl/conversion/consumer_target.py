@@ -1,0 +1,122 @@
+"""Turns `--for CONSUMER` into the options of a conversion, and checks what will be written before it is written.
+
+For example, `--for vllm --tp 2` writes plain Hugging Face files in the Hub's names, and the mesh enters the checks and
+the command that is printed; with `--to vllm` the files are those of vLLM's ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardctl.checkpoint.config_files import CONFIG
+from shardctl.checkpoint.consumer_check import describe_model
+from shardctl.checkpoint.run_directory import find_run_files
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UnsupportedError, UsageError
+from shardctl.libraries.consumers.profile import find_profile
+from shardctl.libraries.files.file_names import SAFETENSORS
+from shardctl.libraries.safetensors.header import METADATA
+from shardctl.mesh import Mesh
+from shardctl.verify.consumer import check_consumer, require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.dtype import DType
+    from shardctl.manifest import Manifest
+    from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.verify.consumer import ConsumerVerdict, StoredModel
+
+_PER_RANK_LAYOUT: Final = "vllm"
+"""The layout whose files are those of a server's ranks."""
+_LENGTH_BYTES: Final = 8
+"""Bytes of the length before the header of a safetensors file."""
+_RANK_PROFILES: Final = {"vllm": "", "sglang": "sglang"}
+"""What `--vllm-profile` calls each server that loads such files; of vLLM it is the version."""
+
+
+def apply_consumer(options: ReshardOptions) -> ReshardOptions:
+    """Return the options with what `--for` decides: the layout, the names, and the profile of files of ranks.
+
+    Raises UsageError for options that say something else.
+    """
+    if options.consumer is None or options.consumer_mesh is not None:
+        return options
+    profile = find_profile(options.consumer)
+    if options.vllm_profile is not None:
+        raise UsageError(
+            "--for and --vllm-profile are both given",
+            hint=f"leave --vllm-profile out: --for {options.consumer} says it",
+        )
+    mesh = options.mesh or Mesh.of()
+    require_axes(profile, mesh)
+    if options.to == _PER_RANK_LAYOUT:
+        if not profile.sharded:
+            raise UsageError(f"{profile.label} does not load --to {options.to}", hint="leave --to out")
+        name = _RANK_PROFILES[profile.consumer] or profile.label.rpartition(" ")[2]
+        return replace(options, vllm_profile=name, consumer_mesh=mesh)
+    if options.to not in {None, "hf"}:
+        raise UsageError(f"{profile.label} does not load --to {options.to}", hint="leave --to out, which means hf")
+    if options.stages is not None:
+        raise UsageError(f"{profile.label} divides layers itself", hint="leave --stages out")
+    return replace(options, to="hf", mesh=None, consumer_mesh=mesh)
+
+
+def locate_run(path: str | Path, options: SourceOptions) -> tuple[str | Path, SourceOptions]:
+    """Find the weights of a local run, with the config and the tokenizer that the run keeps elsewhere.
+
+    What the options name stays as they name it, and what is not a local path is returned as it is.
+    """
+    if not os.path.exists(path):  # noqa: PTH110 - an address is not a path
+        return path, options
+    found = find_run_files(Path(path))
+    if options.config is None and found.config is not None:
+        options = replace(options, config=found.config)
+    if options.complete_from is None and found.tokenizer is not None:
+        options = replace(options, complete_from=str(found.tokenizer))
+    return found.weights, options
+
+
+def check_result(work: PlannedConversion, destination: str | Path) -> ConsumerVerdict | None:
+    """Check the files that a conversion will write for its consumer; None if it has none.
+
+    Raises UnsupportedError if they would not load.
+    """
+    options = work.reshard_options
+    if options.consumer is None:
+        return None
+    profile, mesh = find_profile(options.consumer), options.consumer_mesh or Mesh.of()
+    per_rank = work.layout == _PER_RANK_LAYOUT
+    path = str(destination).removeprefix("hf://")  # consumers call a repository owner/name
+    verdict = check_consumer(profile, _describe_written(work), mesh, path, per_rank=per_rank)
+    if verdict.reasons:
+        raise UnsupportedError(
+            f"the result would not load in {profile.label}: {verdict.reasons[0]}",
+            hint="; ".join(verdict.reasons[1:])
+            or f"see what {profile.label} loads with verify --for {options.consumer}",
+        )
+    return verdict
+
+
+def _describe_written(work: PlannedConversion) -> StoredModel:
+    """Describe the directory that a conversion will write, from the headers that it has made."""
+    sides = {side.name: side.content for side in work.carried}
+    made = sides.get(CONFIG)
+    config = json.loads(made) if made is not None else work.checkpoint.config if CONFIG in sides else None
+    files = {*work.plan.want.files, *sides}
+    return describe_model(work.checkpoint, _list_written_arrays(work.plan.want), files, config)
+
+
+def _list_written_arrays(want: Manifest) -> Mapping[str, DType]:
+    """List the arrays of the safetensors files at the top of the result, with their types, from the new headers."""
+    found: dict[str, DType] = {}
+    for path, file in want.files.items():
+        if "/" not in path and path.endswith(SAFETENSORS):
+            header = json.loads(file.literals[0][1][_LENGTH_BYTES:])
+            found |= {name: BY_NAME[entry["dtype"]] for name, entry in header.items() if name != METADATA}
+    return found

@@ -1,0 +1,138 @@
+"""`--for CONSUMER`: one command from a run to a program that loads it, and what would not load is refused before."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from cli_checkpoints import llama, told
+from safetensors.numpy import load_file, save_file
+
+from shardctl.libraries.consumers.profile import find_profile, list_consumers
+
+
+@pytest.mark.parametrize("name", list_consumers())
+def test_every_profile_is_complete_and_names_what_was_read(name):
+    profile = find_profile(name)
+    assert profile.read
+    assert len(profile.architectures) > 200 or profile.model_types
+    assert "{path}" in profile.command
+    assert profile.label == f"{profile.consumer} {name.partition('@')[2]}"
+
+
+def test_a_name_alone_means_the_newest_profile():
+    assert find_profile("transformers").version.startswith("5.")
+    assert find_profile("transformers@4.57.6").version.startswith("4.57")
+
+
+@pytest.mark.parametrize("verb", [("verify",), ("reshard", "--dry-run")])
+def test_an_unknown_consumer_or_version_is_a_usage_error_that_lists_the_known_ones(say, source, tmp_path, verb):
+    places = (source, tmp_path / "out") if verb[0] == "reshard" else (source,)
+    for name in ("ollama", "vllm@0.1"):
+        said = say(verb[0], *places, *verb[1:], "--for", name)
+        assert said.code == 2
+        assert "vllm@0.32" in said.err
+
+
+def test_reshard_for_vllm_writes_whole_files_and_prints_the_command_of_the_mesh(say, source, tmp_path):
+    said = say("reshard", source, tmp_path / "out", "--for", "vllm", "--tp", 2, "--json")
+    assert said.code == 0
+    found = json.loads(said.out.splitlines()[-1])
+    assert found["layout"] == "hf"
+    assert found["consumer"]["loads"] is True
+    assert found["consumer"]["command"] == f"vllm serve {tmp_path / 'out'} --tensor-parallel-size 2"
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    again = say("verify", tmp_path / "out", "--for", "vllm@0.32", "--mesh", "tp=2")
+    assert again.code == 0
+    assert "should load in vllm 0.32 (headers only)" in again.out
+
+
+def test_for_vllm_to_vllm_writes_the_files_of_its_ranks(say, source, tmp_path):
+    said = say("reshard", source, tmp_path / "out", "--for", "vllm@0.32", "--to", "vllm", "--tp", 2)
+    assert said.code == 0
+    assert "--tensor-parallel-size 2 --load-format sharded_state" in said.out
+    assert (tmp_path / "out" / "model-rank-1-part-0.safetensors").exists()
+    assert say("verify", tmp_path / "out", "--for", "vllm").code == 0
+    assert say("verify", tmp_path / "out", "--for", "sglang").code == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("vllm", "--to", "dcp"),
+        ("transformers", "--to", "vllm"),
+        ("tgi", "--pp", 2),
+        ("transformers", "--tp", 2),
+        ("vllm", "--to", "vllm", "--vllm-profile", "0.25"),
+    ],
+)
+def test_options_that_contradict_the_consumer_are_a_usage_error(say, source, tmp_path, options):
+    assert say("reshard", source, tmp_path / "out", "--for", *options).code == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}, "it has no class NobodysForCausalLM"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "exl2"),
+    ],
+)
+def test_what_would_not_load_is_refused_before_anything_is_written(say, tmp_path, changes, reason):
+    model = llama(tmp_path / "in")
+    (model / "config.json").write_text(json.dumps(told(**changes)))
+    said = say("reshard", model, tmp_path / "out", "--for", "vllm")
+    assert said.code == 4
+    assert reason in said.err
+    assert not (tmp_path / "out").exists()
+    assert say("verify", model, "--for", "vllm").code in {3, 4}
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused(say, source, tmp_path):
+    said = say("reshard", source, tmp_path / "out", "--for", "vllm", "--tp", 3)
+    assert said.code == 4
+    assert "attention heads are not divisible by tp=3" in said.err
+    said = say("verify", source, "--for", "vllm", "--mesh", "tp=3")
+    assert said.code == 3
+    assert "will not load: " in said.out
+
+
+def test_the_weights_the_config_and_the_tokenizer_are_found_inside_a_run(say, tmp_path):
+    run = tmp_path / "run"
+    for step in (3, 12):
+        weights = llama(run / f"step_{step}" / "policy" / "weights")
+        shutil.move(weights / "config.json", run / f"step_{step}" / "policy" / "weights" / "c")
+        (run / f"step_{step}" / "policy" / "tokenizer").mkdir()
+        shutil.move(weights / "tokenizer.json", run / f"step_{step}" / "policy" / "tokenizer" / "tokenizer.json")
+        (run / f"step_{step}" / "policy" / "huggingface").mkdir()
+        shutil.move(weights / "c", run / f"step_{step}" / "policy" / "huggingface" / "config.json")
+    newest = run / "step_12" / "policy" / "weights" / "model.safetensors"
+    changed = {name: value + 1 for name, value in load_file(newest).items()}
+    save_file(changed, newest, {"format": "pt"})
+    said = say("reshard", run, tmp_path / "out", "--for", "transformers")
+    assert said.code == 0, said.err
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(np.array_equal(written[name], value) for name, value in changed.items())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert "tokenizer.json" in said.err
+
+
+def test_two_models_of_a_run_are_named_and_neither_is_taken(say, tmp_path):
+    for name in ("teacher", "student"):
+        llama(tmp_path / "run" / name)
+    said = say("reshard", tmp_path / "run", tmp_path / "out", "--for", "vllm")
+    assert said.code == 4
+    assert re.search(r"student.*teacher|teacher.*student", said.err)
+
+
+def test_plan_for_a_server_counts_memory_as_it_does(say, source):
+    said = [
+        json.loads(say("plan", source, *words, "--gpu", "h100", "--json").out)
+        for words in (("--for", "vllm@0.32"), ("--server", "vllm"), ("--for", "serve"))
+    ]
+    for each in said:
+        del each["conversion"]  # which has the free space
+    assert said[0] == said[1] != said[2]
+    assert say("plan", source, "--for", "llama.cpp").code == 2
+    assert say("plan", source, "--for", "vllm").code == 0
