@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
 import typer
 
 from shardctl.errors import UsageError
+from shardctl.options.declaration import PathAccess
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
 from shardctl.value import value_class
 
@@ -28,12 +29,14 @@ _OTHER_VARIABLES: Final = frozenset({"DEBUG", "WORKERS", "GPU_TESTS", "VLLM_PYTH
 """What variables with the prefix mean that are no settings."""
 _NOT_OF_PROJECTS: Final = frozenset(
     {
-        *("--overwrite", "--allow-unverified", "--allow-expansion", "--engine-python"),
+        *("--overwrite", "--create", "--engine-python", "--engine", "--plan", "--quiet"),
         *("--log", "--junit", "--summary", "--report", "--out"),
     }
 )
-"""Options that permit something, run a program or write a file: a project may be downloaded, and must not decide that
-for its user."""
+"""Options that permit something, run a program, send a key, write a file, choose what is read, or hide what was set:
+a project may be downloaded, and must not decide that for its user."""
+_PERMISSION: Final = "--allow-"
+"""How options begin that permit something, too."""
 _TRUE: Final = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _PAIR: Final = 2
 
@@ -84,6 +87,12 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
     """Read the settings of this environment, project and user; raises UsageError for one that no verb has."""
     options = {verb: _list_flags(function) for verb, function in verbs.items()}
     known = {flag for flags in options.values() for flag in flags}
+    read_flags = {
+        each.label
+        for function in verbs.values()
+        for each in getattr(function, "named_paths", ())
+        if each.access is PathAccess.READ
+    }
     found, warnings = [], list[str]()
     for name, text in sorted(environment.items()):
         if name.startswith(PREFIX) and text and name.removeprefix(PREFIX) not in _OTHER_VARIABLES:
@@ -104,6 +113,8 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
             own = list(_read_table(content, "", origin, options, known))
             for setting in own if table else ():
                 _refuse_permission(setting)
+                if setting.option in read_flags:
+                    _require_inside(setting, path.parent)
             found += sorted(own, key=lambda setting: not setting.verb)
     return ReadSettings(tuple(found), files, tuple(warnings))
 
@@ -167,11 +178,23 @@ def _suggest_variable(name: str, options: Mapping[str, frozenset[str]]) -> str:
 
 def _refuse_permission(setting: OptionSetting) -> None:
     """Raise UsageError for what a project must not say."""
-    if setting.option in _NOT_OF_PROJECTS:
+    if setting.option in _NOT_OF_PROJECTS or setting.option.startswith(_PERMISSION):
         raise UsageError(
             f"{setting.origin} sets {setting.option}, which a project cannot permit",
             hint="give it on the command line, in a variable, or in the user's config.toml",
         )
+
+
+def _require_inside(setting: OptionSetting, project: Path) -> None:
+    """Raise UsageError for a place that a project names and that is not a part of it: an address, a path elsewhere."""
+    for value in setting.value if isinstance(setting.value, tuple) else (setting.value,):
+        place = Path(str(value))
+        if not os.path.lexists(place) or not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(project)):
+            raise UsageError(
+                f"{setting.origin} sets {setting.option} to {str(value)!r}, which is not a file or a directory of the "
+                "project",
+                hint="give it on the command line, in a variable, or in the user's config.toml",
+            )
 
 
 def list_defaults(chosen: Mapping[str, OptionSetting], function: Callable[..., Any]) -> dict[str, Any]:

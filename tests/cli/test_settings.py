@@ -77,6 +77,12 @@ def test_every_kind_of_option_can_be_set(say, source, project, monkeypatch):
         ("search = 'perhaps'", "--search perhaps from", "write 1 or 0"),
         ("overwrite = true", "sets --overwrite, which a project cannot permit", "on the command line"),
         ("log = 'x'", "sets --log, which a project cannot permit", "on the command line"),
+        ("engine = 'http://127.0.0.1:9'", "sets --engine, which a project cannot permit", "on the command line"),
+        ("verify = {engine = 'vllm'}", "sets --engine, which a project cannot permit", "on the command line"),
+        ("reshard = {plan = 'plan.json'}", "sets --plan, which a project cannot permit", "on the command line"),
+        ("create = true", "sets --create, which a project cannot permit", "on the command line"),
+        ("quiet = true", "sets --quiet, which a project cannot permit", "on the command line"),
+        ("allow-expansion = true", "sets --allow-expansion, which a project cannot permit", "on the command line"),
         ("tp = 'two'", "--tp: 'two' is not a whole number", ""),
     ],
 )
@@ -87,6 +93,35 @@ def test_what_is_wrong_is_said_with_its_place(say, source, project, written, mes
     assert message in found.err
     assert hint in found.err
     assert str(project) in found.err
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *(f"against = {value!r}" for value in ("s3://bucket/x", "hf://owner/name", "owner/name", "https://host/x")),
+        *(f"config = {value!r}" for value in ("/etc/passwd", "../../secret.json", "link/secret.json", "link")),
+        *("complete-from = 'owner/name'", "rules = '../../secret.json'", "merge = ['own', '../../other']"),
+        *("beside = ['/tmp']", "calibrate = '/etc/hostname'", 'config = "a\\u0000b"', "config = 'none.json'"),
+    ],
+)
+def test_a_project_names_no_place_outside_of_it(say, source, project, tmp_path, written):
+    (tmp_path / "secret.json").write_text("{}")
+    (project.parent / "inside" / "own").mkdir()
+    (project.parent / "inside" / "link").symlink_to(tmp_path)
+    project.write_text(f"[tool.shardctl]\n{written}\n")
+    for verb in ("inspect", "plan", "verify"):
+        found = say(verb, source)
+        assert found.code == 2
+        assert "which is not a file or a directory of the project" in found.err
+
+
+def test_a_project_names_its_own_files(say, source, project):
+    config = project.parent / "inside" / "own.json"
+    config.write_text((source / "config.json").read_text())
+    project.write_text(f"[tool.shardctl]\nconfig = 'own.json'\n[tool.shardctl.verify]\nagainst = {str(config)!r}\n")
+    found = say("inspect", source)
+    assert (found.code, f"setting: --config own.json from {project}" in found.err) == (0, True)
+    assert "--against" in say("settings").out
 
 
 def test_no_toml_is_an_error_that_names_the_file(say, source, project):

@@ -35,15 +35,23 @@ class Engine:
     """Answers on loopback as vLLM's server does (`entrypoints/rl/online/api_router.py`)."""
 
     def __init__(self):
-        self.sums, self.status, self.key, self.body = {}, 200, "", None
+        self.sums, self.status, self.key, self.body, self.location = {}, 200, "", None, ""
+        self.seen = []
+        """The path and the key of every request."""
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                engine.seen.append((self.path, self.headers.get("authorization")))
+
             def do_POST(self):
+                self.do_GET()
                 asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 assert (self.path, asked) == ("/weight_checker", {"action": "checksum"})
                 allowed = not engine.key or self.headers.get("authorization") == f"Bearer {engine.key}"
                 self.send_response(engine.status if allowed else 401)
+                if engine.location:
+                    self.send_header("Location", engine.location)
                 self.end_headers()
                 said = json.dumps({"checksums": engine.sums}) if engine.body is None else engine.body
                 self.wfile.write(said.encode())
@@ -219,6 +227,30 @@ def test_a_key_and_no_engine(engine, monkeypatch):
     with pytest.raises(TransientError, match="does not answer"):
         verify(FIXTURES / "llama", VerifyOptions(engine="http://127.0.0.1:9"))
     assert run(["verify", str(FIXTURES / "llama"), "--engine", "sglang"]) == 2
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_is_sent_to_the_address_that_was_given_only(engine, monkeypatch, capsys, status):
+    other = Engine()
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    try:
+        for location in (f"{other.address}/weight_checker", f"{engine.address}/elsewhere", "file:///etc/passwd"):
+            engine.status, engine.location = status, location
+            assert run(["verify", str(FIXTURES / "llama"), "--engine", engine.address]) == 2
+            assert "which is not asked" in capsys.readouterr().err
+        assert (other.seen, engine.seen) == ([], [("/weight_checker", "Bearer secret")] * 3)
+    finally:
+        other.server.shutdown()
+        other.server.server_close()
+
+
+def test_a_key_that_no_header_can_hold_is_not_repeated(engine, monkeypatch, capsys):
+    """Such as that of a file with line ends of Windows, of which http.client says all."""
+    engine.sums = read_sums("llama", 1)
+    for key, code in (("secret\r", 0), ("sec\rret", 2), ("sec\u00e9ret", 2)):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        assert run(["verify", str(FIXTURES / "llama"), "--engine", engine.address, "-v"]) == code
+        assert "sec" not in capsys.readouterr().err.replace("seconds", "")
 
 
 def test_the_program_prints_keys_and_sums(capsys):

@@ -121,6 +121,8 @@ class HubServer:
         """The address of another server, where an answer may lead."""
         self.objects = {}
         """What LFS was sent, by SHA-256; commits refer to it."""
+        self.verifies = ""
+        """The address at which uploads of LFS are verified, if they are."""
         self.uses = None
         """How often a signed address is good, if not for ever."""
         self._signed = {}
@@ -339,7 +341,8 @@ class _Hub(_Handler):
             for each in json.loads(body)["objects"]:
                 href = f"{self.hub.store}/upload/{each['oid']}?Signature=1"
                 there = each["oid"] in self.hub.objects
-                objects.append(each | ({} if there else {"actions": {"upload": {"href": href}}}))
+                verify = {"verify": {"href": self.hub.verifies}} if self.hub.verifies else {}
+                objects.append(each | ({} if there else {"actions": {"upload": {"href": href}} | verify}))
             self.json({"transfer": "basic", "objects": objects})
 
     def _commit(self, name, branch, body):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from hub_models import content, model, write
-from hub_server import status
+from hub_server import HubServer, status
 from huggingface_hub import _commit_api, constants
 
 from shardctl.errors import (
@@ -61,6 +61,24 @@ def test_one_commit_has_what_a_directory_would_have(hub, source, tmp_path):
     assert made.record.digest == digest(source).digest == digest(PLACE).digest
     assert verify(PLACE, VerifyOptions(level="full", against=str(source))).ok
     assert not list((tmp_path / "home").rglob("group-*"))
+
+
+@pytest.mark.parametrize("way", ["verify", "redirect"])
+def test_the_token_goes_to_no_other_host_when_a_result_is_written(hub, source, way):
+    """What verifies an upload is at any address that the Hub names, and the library sends the token there."""
+    other = HubServer()
+    elsewhere = f"{other.url}/api/models/{NAME}/commit/main"
+    try:
+        if way == "verify":
+            hub.verifies = elsewhere
+        else:
+            hub.fail("commit", status(307, Location=elsewhere))
+        with pytest.raises((DestinationError, AccessError)):
+            reshard(source, PLACE, TP2, destination_options=CREATE)
+        assert {request.token for request in other.requests} == {""}
+        assert "hf_good" in {request.token for request in hub.requests}
+    finally:
+        other.close()
 
 
 def test_without_the_option_nothing_is_made(hub, source):

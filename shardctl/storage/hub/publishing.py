@@ -173,12 +173,14 @@ class HubRepository:
             are_progress_bars_disabled,
             disable_progress_bars,
             enable_progress_bars,
+            keep_token_at,
         )
 
         shown = not are_progress_bars_disabled()
         disable_progress_bars()  # shardctl shows its own
         try:
-            yield
+            with keep_token_at(_find_endpoint()):
+                yield
         except ShardctlError:
             raise
         except (HfHubHTTPError, TransportError, OSError, ValueError, RuntimeError) as error:
@@ -212,6 +214,12 @@ class HubRepository:
         if isinstance(cause, TransportError):
             return TransientError(f"{self.name} cannot be {what}: {cause}", hint=_AGAIN)
         return DestinationError(f"{self.name} cannot be {what}: {cause}")
+
+
+def _find_endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
 def _open_library() -> Any:  # noqa: ANN401 - its own type says less than it takes

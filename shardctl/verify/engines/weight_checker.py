@@ -31,6 +31,7 @@ _LARGEST: Final = 1 << 30
 _KEY_VARIABLE: Final = "VLLM_API_KEY"
 _NOT_THERE: Final = (404, 405)
 _REFUSED: Final = (401, 403)
+_REDIRECTS: Final = range(300, 400)
 _OTHER_FORM: Final = (400, 422)
 """What FastAPI answers if a request has another form than its route."""
 _BUSY: Final = (429, 502, 503, 504)
@@ -49,23 +50,36 @@ class HeldWeights:
     replicas: int
 
 
+class _RefusedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, because urllib would send the key along: it is for the origin that the user named."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Decline, so that the redirect is an HTTPError."""
+
+
 def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
     """Ask the engine at `address`; raises UsageError for an address that is none, UnsupportedError without the route.
 
-    Raises AccessError if the engine refuses, TransientError if it does not answer within so many seconds or is not
-    ready, UnsupportedError if its route wants something else, SourceError for an answer of another form.
+    The key is sent to that address only: a redirect is a UsageError, too. Raises AccessError if the engine refuses,
+    TransientError if it does not answer within so many seconds or is not ready, UnsupportedError if its route wants
+    something else, SourceError for an answer of another form.
     """
     url = f"{address.rstrip('/')}/weight_checker"
-    headers = {"Content-Type": "application/json"}
-    if os.environ.get(_KEY_VARIABLE):
-        headers["Authorization"] = f"Bearer {os.environ[_KEY_VARIABLE]}"
+    headers = {"Content-Type": "application/json", **_build_authorization()}
+    opener = urllib.request.build_opener(_RefusedRedirects)
     try:
         request = urllib.request.Request(url, b'{"action": "checksum"}', headers)  # noqa: S310 - http or https
-        with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
+        with opener.open(request, timeout=seconds) as answer:
             content = answer.read(_LARGEST + 1)
             lost = answer.length if len(content) <= _LARGEST else 0
     except urllib.error.HTTPError as error:
         with error:
+            if error.code in _REDIRECTS:
+                raise UsageError(
+                    f"{url} redirects to {error.headers.get('location', 'nowhere')!a:.200}, which is not asked: "
+                    "the key is for the address that was given",
+                    hint="if the engine is there, give that address: --engine http://HOST:PORT",
+                ) from error
             raise _explain_status(url, error.code, _read_reason(error)) from error
     except ValueError as error:
         raise UsageError(
@@ -81,6 +95,19 @@ def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
     if lost:
         raise TransientError(f"{url} ends {lost:,} bytes before its answer does", hint="has the engine stopped?")
     return _parse_answer(content, address)
+
+
+def _build_authorization() -> dict[str, str]:
+    """Build the header with the engine's key; empty if there is none.
+
+    Raises UsageError for a key that no header can hold, without repeating it, as http.client does.
+    """
+    key = os.environ.get(_KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(
+            f"{_KEY_VARIABLE} holds characters that no key can have", hint="write the engine's --api-key into it again"
+        )
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _read_reason(error: urllib.error.HTTPError) -> str:
