@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.amounts import format_plural
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
+from shardctl.checkpoint.merge_comparison import explain_merge_differences
 from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
@@ -91,6 +92,8 @@ def run_identity_level(
     theirs_read = CrcReader(other.source.read_at, tracker)
     in_file_order(pairs, checkpoint, other)
     differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity")
+    differences, explained = explain_merge_differences(checkpoint, other, differences)
+    level.add(explained)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         message += f" ({d.distance})" if d.distance is not None else ""

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 MERGED: Final = "merge"
 """The option of a record that names the adapters that were merged into what its checkpoint holds."""
 
+MERGE_ARITHMETIC: Final = "merge_arithmetic"
+"""The option of a record that names the version of the arithmetic of that merge."""
+ARITHMETIC_VERSION: Final = 2
+"""The version of `models.adaptation`; raise it with every change there that can change a bit of a merge.
+
+Version 1, which records do not name, depended on the processor.
+"""
+
 
 def merge_adapters(checkpoint: OpenedCheckpoint, paths: Sequence[Path], threads: int) -> OpenedCheckpoint:
     """Return `checkpoint` with adapters merged into it one after the other, which is done when weights are read.

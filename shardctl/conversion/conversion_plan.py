@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.expert_stacks import unstack_experts
-from shardctl.checkpoint.merging import MERGED, describe_adapters, merge_adapters
+from shardctl.checkpoint.merging import ARITHMETIC_VERSION, MERGE_ARITHMETIC, MERGED, describe_adapters, merge_adapters
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
@@ -65,7 +65,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped"),
-    *(DEQUANTISED, MERGED, QUANTISED, ONLY, COMPLETED),
+    *(DEQUANTISED, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -458,6 +458,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "exclude": reshard_options.exclude,
         "optimizer_states": reshard_options.optimizer_states,
         MERGED: describe_adapters(reshard_options.merge) or None,
+        MERGE_ARITHMETIC: str(ARITHMETIC_VERSION) if reshard_options.merge else None,
         QUANTISED: reshard_options.quantize,
         "quantize_ignore": ", ".join(reshard_options.quantize_ignore) or None,
         **_collect_special_options(reshard_options),

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
     from shardctl.verify.config_comparison import ConfigChange
-    from shardctl.verify.content import TensorDifference, ValueDistance
+    from shardctl.verify.content import TensorDifference
+    from shardctl.verify.value_distance import ValueDistance
 
 _Pair = tuple["Tensor", "Tensor"]
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]

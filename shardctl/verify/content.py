@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import field
 from itertools import starmap
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +13,12 @@ from shardctl.bands import BandBuffer, ChunkIndex, allocate_aligned, find_fastes
 from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
-from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.manifest import ConstantFill, first_byte
 from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
 from shardctl.turns import compute_band_sums, unfold_tensors
 from shardctl.value import state_class, value_class
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
+from shardctl.verify.value_distance import DistanceSums, measure_distance
 from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
@@ -28,29 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.bands import ByteReader
-    from shardctl.dtype import DType
     from shardctl.manifest import Chunk, Tensor
+    from shardctl.verify.value_distance import ValueDistance
     from shardctl.workers import ExecutionOptions
-
-
-@value_class
-class ValueDistance:
-    """How far apart two tensors are where they differ; only finite values count."""
-
-    largest: float
-    """The largest absolute difference of two elements."""
-    mean: float
-    """The mean absolute difference of the elements that differ."""
-    relative: float
-    """The sum of these differences by the sum of the absolute values of the second tensor there."""
-    nonfinite: int = 0
-    """Differing elements that are NaN or infinite in one of the two."""
-
-    def __str__(self) -> str:
-        if not (self.largest or self.mean):
-            return f"{self.nonfinite:,} of them not finite in one of the two" if self.nonfinite else "equal as numbers"
-        text = f"apart by {self.largest:.3g} at most and {self.mean:.3g} in the mean, {self.relative:.2%} of their size"
-        return text + (f", and {self.nonfinite:,} not finite" if self.nonfinite else "")
 
 
 @value_class
@@ -80,45 +59,21 @@ class _ContentTask:
     """The tensor's place in a list."""
 
 
-@value_class
-class _DistanceSums:
-    """What is added up of elements that differ."""
-
-    largest: float = 0.0
-    apart: float = 0.0
-    size: float = 0.0
-    finite: int = 0
-    nonfinite: int = 0
-
-    def plus(self, other: _DistanceSums) -> _DistanceSums:
-        return _DistanceSums(
-            max(self.largest, other.largest),
-            self.apart + other.apart,
-            self.size + other.size,
-            self.finite + other.finite,
-            self.nonfinite + other.nonfinite,
-        )
-
-    def divide(self) -> ValueDistance:
-        relative = self.apart / self.size if self.size else inf if self.apart else 0.0
-        return ValueDistance(self.largest, self.apart / max(self.finite, 1), relative, self.nonfinite)
-
-
 @state_class
 class _DifferenceTally:
     """What several threads found of one tensor."""
 
     counts: dict[str, int] = field(default_factory=dict)
     firsts: dict[str, tuple[tuple[int, ...], str, str]] = field(default_factory=dict)
-    sums: dict[str, _DistanceSums] = field(default_factory=dict)
+    sums: dict[str, DistanceSums] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(
-        self, tensor: str, count: int, first: tuple[int, ...], files: tuple[str, str], sums: _DistanceSums | None
+        self, tensor: str, count: int, first: tuple[int, ...], files: tuple[str, str], sums: DistanceSums | None
     ) -> None:
         with self.lock:
             if sums is not None:
-                self.sums[tensor] = self.sums.get(tensor, _DistanceSums()).plus(sums)
+                self.sums[tensor] = self.sums.get(tensor, DistanceSums()).plus(sums)
             self.counts[tensor] = self.counts.get(tensor, 0) + count
             self.firsts[tensor] = min(self.firsts.get(tensor, (first, *files)), (first, *files))
 
@@ -290,31 +245,8 @@ def _note_difference(
     files = _find_file(task.ours, unit), _find_file(task.theirs, unit)
     if task.tensor.turns > 1:
         first = (*first[:-2], first[-2] * task.tensor.turns + first[-1])
-    tally.add(task.tensor.name, int(different.sum()), first, files, _measure_distance(left, right, dtype))
-
-
-def _measure_distance(left: NDArray[np.uint8], right: NDArray[np.uint8], dtype: DType) -> _DistanceSums | None:
-    """Measure how far the elements of a band that differ are apart; None for other than plain floats."""
-    if dtype.name not in CASTABLE:
-        return None
-    width = dtype.bits // 8
-    words = left.view(f"<u{width}") != right.view(f"<u{width}")
-    ours, theirs = (_read_numbers(each.view(f"<u{width}")[words].view(np.uint8), dtype) for each in (left, right))
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    apart, size = np.abs(ours[finite] - theirs[finite]), np.abs(theirs[finite])
-    count = int(finite.sum())
-    return _DistanceSums(
-        float(apart.max(initial=0.0)), float(apart.sum()), float(size.sum()), count, int(words.sum()) - count
-    )
-
-
-def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:
-    if dtype.name == "F64":
-        return data.view(np.float64)
-    wide = np.empty(data.size * 32 // dtype.bits, np.uint8)
-    cast_elements(data, dtype, BY_NAME["F32"], wide)
-    with np.errstate(invalid="ignore"):  # a NaN that signals is none of ours
-        return wide.view(np.float32).astype(np.float64)
+    sums = measure_distance(left, right, dtype, task.theirs.chunks[0].dtype)
+    tally.add(task.tensor.name, int(different.sum()), first, files, sums)
 
 
 def _find_file(chunks: ChunkIndex, unit: Box) -> str:

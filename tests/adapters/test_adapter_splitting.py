@@ -42,6 +42,13 @@ def lay_out(case, path, *, tensors=None, at="."):
     return path
 
 
+def assert_same_merge(tmp_path, case):
+    """What is merged has the bits of what PEFT's own file is merged into."""
+    reshard(load_base(case), tmp_path / "wanted", ReshardOptions(merge=(FIXTURES / case / "adapter",)))
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "merged"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def assert_is_the_adapter(found, case):
     """The same config and the bits of the file that PEFT wrote."""
     expected = FIXTURES / case / "adapter"
@@ -63,9 +70,7 @@ def test_what_is_split_off_a_whole_state_dict_is_what_peft_saves(tmp_path, case)
     assert verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
     assert inspect(tmp_path / "out").adapter == inspect(FIXTURES / case / "adapter").adapter
     reshard(load_base(case), tmp_path / "merged", ReshardOptions(merge=(tmp_path / "out",)))
-    merged = load_file(FIXTURES / case / "merged/model.safetensors")
-    found = load_file(tmp_path / "merged/model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+    assert_same_merge(tmp_path, case)
 
 
 def test_an_element_that_changed_is_found_afterwards(tmp_path):
@@ -209,9 +214,7 @@ def test_the_note_of_verl_is_enough_for_a_config(tmp_path):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     reshard(load_base("lora"), tmp_path / "merged", ReshardOptions(merge=(tmp_path / "out",)))
-    merged = load_file(FIXTURES / "lora/merged/model.safetensors")
-    found = load_file(tmp_path / "merged/model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
+    assert_same_merge(tmp_path, "lora")
 
 
 @pytest.mark.parametrize(

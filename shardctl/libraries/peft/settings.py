@@ -7,6 +7,7 @@ Sources: PEFT 0.18 to 0.21 (tuners/lora/config.py; tuners/lora/model.py, `_creat
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -35,6 +36,8 @@ _REFUSED: Final = {
 """Settings of which a value that is not empty means that the merge is another one, or none."""
 _CHANGING: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base, too, when the adapter is made and each time it is loaded."""
+_MAX_SCALING: Final = (2 - 2.0**-23) * 2.0**127
+"""The largest number of F32, in which PEFT multiplies."""
 
 
 @value_class
@@ -67,9 +70,16 @@ class AdapterSettings:
         return next((rank for expression, rank in self.ranks if expression.matches(module)), self.rank)
 
     def compute_scaling(self, module: str, rank: int) -> float:
-        """Compute what the product of a module's matrices is multiplied with."""
+        """Compute what the product of a module's matrices is multiplied with; raises SourceError beyond F32."""
         alpha = next((alpha for expression, alpha in self.alphas if expression.matches(module)), self.alpha)
-        return alpha / math.sqrt(rank) if self.stabilised else alpha / rank
+        scaling = alpha / math.sqrt(rank) if self.stabilised else alpha / rank
+        if abs(scaling) > _MAX_SCALING:
+            raise SourceError(
+                f"{ADAPTER_CONFIG} has an alpha of {alpha:g} (lora_alpha or alpha_pattern) for {module} of rank "
+                f"{rank}, which makes a scaling that F32 does not hold",
+                hint="the config may be damaged: alpha is usually the rank or twice the rank",
+            )
+        return scaling
 
 
 def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> AdapterSettings:
@@ -137,6 +147,6 @@ def _read_pattern(values: Mapping[str, Any], key: str) -> list[tuple[ModuleExpre
 
 
 def _read_number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise SourceError(f"{ADAPTER_CONFIG} has {what} = {value!r:.50} where a number is expected")
     return value

@@ -1,1 +1,1 @@
-"""Works out weights that adapters have changed, part by part and in bounded memory."""
+"""Computes weights that adapters have changed, tile by tile and in bounded memory."""

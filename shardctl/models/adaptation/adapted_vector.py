@@ -8,7 +8,7 @@ import numpy as np
 
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
-from shardctl.models.adaptation.numbers import read_numbers
+from shardctl.models.adaptation.numbers import build_overflow_error, read_numbers
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -31,16 +31,23 @@ class AdaptedVector:
     scaling: float = 1.0
 
     def read_values(self, reader: ByteReader, buffer: BandBuffer, offset: int, into: memoryview) -> int:
-        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite."""
+        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite, which is none.
+
+        Raises SourceError where an element is not finite that the adapter replaces, or that is finite in the base.
+        """
         item = self.dtype.unit_bytes
         out = np.frombuffer(into, np.uint8)
         first, last = offset // item, (offset + len(out)) // item
-        overflowed = 0
         for start in range(first, last, _RUN):
             span = start, min(start + _RUN, last)
-            values = read_numbers(reader, buffer, self.stored, (span,))
+            values = stored = read_numbers(reader, buffer, self.stored, (span,))
             if self.added is not None:
                 values = values + read_numbers(reader, buffer, self.added, (span,)) * np.float32(self.scaling)
             place = out[(span[0] - first) * item : (span[1] - first) * item]
-            overflowed += cast_elements(values.view(np.uint8).reshape(-1), _F32, self.dtype, place).overflowed
-        return overflowed
+            overflowed = cast_elements(values.view(np.uint8).reshape(-1), _F32, self.dtype, place).overflowed
+            wrong = ~np.isfinite(values)
+            if self.added is not None:
+                wrong &= np.isfinite(stored)
+            if overflowed or wrong.any():
+                raise build_overflow_error(self.name, overflowed + int(np.count_nonzero(wrong)), self.dtype)
+        return 0

@@ -2,7 +2,7 @@
 
 What PEFT computes (tuners/lora/layer.py, `get_delta_weight` and `merge`; variants.py, `DoraLinearVariant`), with the
 adapter in F32, as `PeftModel.from_pretrained` loads it: the product of the two matrices, times the scaling, is added in
-F32 to the weight, and the sum is rounded to the weight's type.
+F32 to the weight, and the sum is rounded to the weight's type. The product is rounded once, as `arithmetic` says.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
-from shardctl.models.adaptation.arithmetic import add_squares, compute_row_norms, multiply_low_rank
-from shardctl.models.adaptation.numbers import read_numbers, round_numbers
+from shardctl.errors import SourceError
+from shardctl.models.adaptation.arithmetic import add_squares, compute_row_norms, multiply_low_rank, round_norms
+from shardctl.models.adaptation.numbers import COMPUTABLE, build_overflow_error, read_numbers, round_numbers
 from shardctl.tiles import split_run
 from shardctl.value import value_class
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from shardctl.tiles import Span
 
 _TILE: Final = 1 << 18
-"""Elements of a tile at most, and of the parts of the adapter's matrices that it takes."""
+"""Elements of a tile at most, and of the parts of the adapter's matrices that are read at a time."""
 ADAPTING_BYTES: Final = 10 << 20
 """Memory that one thread needs to change tiles."""
 _F32: Final = BY_NAME["F32"]
@@ -47,12 +48,28 @@ class LowRankProduct:
     """Whether it is rounded to the type of the weight before it is added, as PEFT does for experts and embeddings."""
 
     def read(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]) -> NDArray[np.float32]:
-        """Work out a tile."""
-        left = read_numbers(reader, buffer, self.left, (spans[0], (0, self.rank)))
-        right = read_numbers(reader, buffer, self.right, ((0, self.rank), spans[1]))
-        product = multiply_low_rank(left, right)
-        product *= np.float32(self.scaling)
-        return product
+        """Compute a tile; raises SourceError for matrices with elements that are not finite."""
+        (start, stop), width = spans[1], max(_TILE // self.rank, 1)
+        left = _read_finite(reader, buffer, self.left, (spans[0], (0, self.rank)))
+        parts = []
+        for first in range(start, stop, width):
+            columns = first, min(first + width, stop)
+            right = _read_finite(reader, buffer, self.right, ((0, self.rank), columns))
+            parts.append(multiply_low_rank(left, right, self.scaling))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
+
+
+def _read_finite(
+    reader: ByteReader, buffer: BandBuffer, stored: ChunkIndex, spans: tuple[Span, Span]
+) -> NDArray[np.float32]:
+    """Read a part of a matrix; raises SourceError for elements that are not finite."""
+    values = read_numbers(reader, buffer, stored, spans)
+    if not np.isfinite(values).all():
+        raise SourceError(
+            f"the adapter's {stored.chunks[0].name} has elements that are NaN or infinite",
+            hint="its training diverged, or the file is damaged",
+        )
+    return values
 
 
 @dataclass(frozen=True)
@@ -77,23 +94,38 @@ class AdaptedWeight:
         return self.stored.chunks[0].dtype.nbytes(self.shape)
 
     def read_values(self, reader: ByteReader, buffer: BandBuffer, offset: int, into: memoryview) -> int:
-        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite."""
+        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite, which is none.
+
+        Raises SourceError where an element of the result is not finite and that of the base is.
+        """
         dtype = self.stored.chunks[0].dtype
         item, width = dtype.unit_bytes, self.shape[1]
         out = np.frombuffer(into, np.uint8)
-        overflowed = written = 0
-        for rows, columns in split_run(offset // item, (offset + len(out)) // item, width, self._choose_tile()):
-            values = self._change(reader, buffer, (rows, columns))
+        written = 0
+        for spans in split_run(offset // item, (offset + len(out)) // item, width, self._choose_tile()):
+            values = self._change(reader, buffer, spans)
             size = values.size * item
             bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-            overflowed += cast_elements(bits, _F32, dtype, out[written : written + size]).overflowed
+            overflowed = cast_elements(bits, _F32, dtype, out[written : written + size]).overflowed
+            if overflowed or not np.isfinite(values).all():
+                self._check_base(reader, buffer, spans, out[written : written + size])
             written += size
-        return overflowed
+        return 0
+
+    def _check_base(
+        self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span], out: NDArray[np.uint8]
+    ) -> None:
+        """Raise SourceError unless the base's elements are not finite, either, where those of a tile are not."""
+        dtype = self.stored.chunks[0].dtype
+        wrong = ~np.isfinite(out.view(COMPUTABLE[dtype.name]).astype(np.float32))
+        wrong &= np.isfinite(read_numbers(reader, buffer, self.stored, spans)).reshape(-1)
+        if wrong.any():
+            raise build_overflow_error(self.name, int(np.count_nonzero(wrong)), dtype)
 
     def _choose_tile(self) -> int:
-        """Choose how many elements a tile has, so that neither it nor the parts of the product exceed `_TILE`."""
-        columns = min(self.shape[1], max(_TILE // self.product.rank, 1))
-        return min(_TILE, columns * max(_TILE // max(columns, self.product.rank), 1))
+        """Choose how many elements a tile has, so that neither it nor its part of the first matrix exceeds `_TILE`."""
+        width = self.shape[1]
+        return min(_TILE, width * max(_TILE // max(width, self.product.rank), 1))
 
     def _change(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]) -> NDArray[np.float32]:
         if self.magnitude is None:
@@ -126,10 +158,10 @@ class AdaptedWeight:
         """Find the norms of all columns, for which the whole matrix is read once."""
         with self._lock:
             if not self._norms:
-                total = np.zeros(self.shape[1], np.float32)
+                total = np.zeros(self.shape[1])
                 rows = max(_TILE // max(self.shape[1], self.product.rank), 1)
                 for start in range(0, self.shape[0], rows):
                     span = start, min(start + rows, self.shape[0])
                     add_squares(total, self._add(reader, buffer, (span, (0, self.shape[1]))))
-                self._norms.append(np.sqrt(total))
+                self._norms.append(round_norms(total))
             return self._norms[0]

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from shardctl.box import Box
+from shardctl.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
+    from shardctl.dtype import DType
     from shardctl.tiles import Span
 
 COMPUTABLE: Final[Mapping[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -42,3 +44,11 @@ def round_numbers(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32
     """Round to what a narrower type holds."""
     with np.errstate(over="ignore"):
         return values.astype(COMPUTABLE[dtype]).astype(np.float32)
+
+
+def build_overflow_error(name: str, count: int, dtype: DType) -> SourceError:
+    """Build the error that says that what an adapter makes of a tensor is not finite."""
+    return SourceError(
+        f"the adapter makes {count:,} finite elements of {name} NaN or infinite in {dtype}",
+        hint="its scaling (lora_alpha), or its matrices, may be wrong; a base in BF16 or F32 holds larger numbers",
+    )
