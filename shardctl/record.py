@@ -38,6 +38,8 @@ GIVEN: Final = "given"
 """What it says if a rule file, or rules of transformers, say how."""
 LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 """The options of a record that say that tensors were left out."""
+BASE_ONLY: Final = "base_only"
+"""The option of a record that says that the source was a base model, without the head of the config's class."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'
@@ -149,6 +151,11 @@ class CheckpointRecord:
     def filtered(self) -> bool:
         """Whether tensors were left out, so that it lacks what its config promises."""
         return not LEFT_OUT.isdisjoint(self.options)
+
+    @property
+    def partial(self) -> bool:
+        """Whether it lacks tensors of its config's class, as its source did or because they were left out."""
+        return self.filtered or BASE_ONLY in self.options
 
 
 def format_sums_line(sha256: str, path: str) -> bytes:

@@ -32,6 +32,7 @@ from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_a
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
+from shardctl.models.wrapping import AmbiguousNamesError, remove_wrappers
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
@@ -146,6 +147,7 @@ def _read_checkpoint(
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
     config = _set_vocabulary(config, stored, source_options)
     stored, rules = _apply_rule_names(stored, source_options, record)
+    stored = remove_wrappers(stored)
     manifest, model, problem, misfit = stored, None, None, False
     if config is not None or rules is not None or source_options.rules_from == "transformers":
         try:
@@ -154,10 +156,10 @@ def _read_checkpoint(
                 config, stored, rules, kv_heads=source_options.kv_heads or "error", borrow=borrow
             )
             if model is not None:
-                filtered, misfit = record is not None and record.filtered, True
-                filtered = filtered or source_options.complete_from is not None
+                lacking, misfit = record is not None and record.partial, True
+                lacking = lacking or source_options.complete_from is not None
                 source, readable = _reduce_ranks(source, stored, config)
-                manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=filtered)
+                manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=lacking)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if model is None:
@@ -280,7 +282,9 @@ def _set_vocabulary(
 
 
 def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source_options: SourceOptions) -> None:
-    """Raise if arrays of another library's making would be taken for tensors of a model."""
+    """Raise if arrays of another library's making would be taken for tensors of a model, or two models for one."""
+    if isinstance(problem, AmbiguousNamesError) and not source_options.unbound:
+        raise problem
     if manifest.dialect is None or source_options.unbound:
         return
     if problem is not None:

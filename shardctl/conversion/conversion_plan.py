@@ -37,10 +37,11 @@ from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
+from shardctl.models.binding import list_head_names
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import DERIVED, GIVEN
+from shardctl.record import BASE_ONLY, DERIVED, GIVEN
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -253,6 +254,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
+        | _record_base_model(checkpoint)
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
         | _record_layout_changes(have, want, request.dtypes)
         | _record_rules(checkpoint, request.placed),
@@ -434,6 +436,14 @@ def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, 
     left_out = len(want.tensors) < len(have.tensors)
     retyped = any(tensor.dtype is not dtypes[name] for name, tensor in want.tensors.items())
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
+
+
+def _record_base_model(checkpoint: OpenedCheckpoint) -> dict[str, str]:
+    """Record that a base model was converted, whose config is that of a class with a head."""
+    if checkpoint.model is None or (checkpoint.record is not None and checkpoint.record.filtered):
+        return {}
+    heads = list_head_names(checkpoint.model)
+    return {BASE_ONLY: "true"} if heads and heads.isdisjoint(checkpoint.manifest.tensors) else {}
 
 
 def _record_rules(checkpoint: OpenedCheckpoint, placed: PlacedCheckpoint | None) -> dict[str, str]:

@@ -57,8 +57,8 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
             f"{model.architecture or 'the model'} has no {_choose_noun(unknown)} {format_first_few(unknown)}",
             hint=_hint_at_unknown(model, unknown),
         )
-    whole = plain.keys() | found.keys()
-    warnings = (*stored.warnings, *model.warnings, *(() if partial else list_missing_warnings(model, whole)))
+    missing = [] if partial else list_missing_warnings(model, plain.keys() | found.keys(), stored.tensors)
+    warnings = (*stored.warnings, *model.warnings, *missing)
     tensors: dict[str, Tensor] = {}
     for name, t in model.tensors.items():
         own = plain.get(name)
@@ -80,8 +80,10 @@ def _select_plain(model: Model, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 def find_canonical_name(model: Model, name: str) -> str | None:
     """Find the name by which the model knows what is stored as `name`, or None if it does not.
 
-    The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
-    spelling. For a tied weight this may be any of its names, and the array of a fusion has none but its own.
+    The name itself wins; then it with the base model's prefix, or with that in place of another class's, and then what
+    is meant if it is an older spelling. A class without a base model inside has such names without any prefix. One
+    prefix too many is unknown: transformers 4 finds nothing under such names. For a tied weight this may be any of its
+    names, and the array of a fusion has none but its own.
     """
     if name in model.tensors:
         return name
@@ -89,6 +91,20 @@ def find_canonical_name(model: Model, name: str) -> str | None:
         if reading in model.tensors or reading in model.aliases or reading in model.fusions:
             return reading
     return None
+
+
+def list_held_names(model: Model, meant: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """List the canonical names of the tensors that an array of some shape, known as `meant`, is or holds."""
+    fusion = model.fusions.get(meant)
+    if fusion is None or (meant in model.tensors and shape != fusion.shape):
+        return (model.aliases.get(meant, meant),)
+    return fusion.tensors
+
+
+def has_expected_shape(model: Model, meant: str, shape: tuple[int, ...]) -> bool:
+    """Return whether an array known as `meant` has the shape that the config gives it."""
+    fusion, tensor = model.fusions.get(meant), model.tensors.get(model.aliases.get(meant, meant))
+    return (fusion is not None and shape == fusion.shape) or (tensor is not None and _fits_tensor(tensor, shape))
 
 
 def find_weight_name(model: Model | None, name: str) -> str:
@@ -190,11 +206,17 @@ def _choose_noun(names: Sequence[str]) -> str:
 
 def _list_readings(model: Model, name: str) -> Iterator[str]:
     yield name
-    bare = [name, *(name.removeprefix(f"{p}.") for p in model.prefixes if name.startswith(f"{p}."))]
-    for reading in (*bare, *(_modernise_name(model.legacy, each) for each in bare)):
-        yield reading
+    inner = [name.removeprefix(f"{p}.") for p in model.prefixes if name.startswith(f"{p}.")]
+    for whole, parts in (
+        (name, inner),
+        (_modernise_name(model.legacy, name), [_modernise_name(model.legacy, each) for each in inner]),
+    ):
+        yield whole
         if model.prefix:
-            yield f"{model.prefix}.{reading}"
+            yield f"{model.prefix}.{whole}"
+            yield from (f"{model.prefix}.{part}" for part in parts)
+        else:
+            yield from parts
 
 
 def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
@@ -211,23 +233,39 @@ def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
     return dotted[1:-1]
 
 
-def list_missing_warnings(model: Model, found: Collection[str]) -> list[str]:
-    """List warnings about parts that may be missing; raises SourceError for a tensor that may not."""
+def list_missing_warnings(model: Model, found: Collection[str], stored: Collection[str] = ()) -> list[str]:
+    """List warnings about parts that may be missing; raises SourceError for a tensor that may not.
+
+    A base model, which the names in the files (`stored`) tell, may lack all tensors of the head.
+    """
     missing = [t for t in model.own() if t.name not in found]
     required = [t.name for t in missing if not t.spare]
     spare = [t.name for t in missing if t.spare]
     if spare and any(t.spare and t.name in found for t in model.own()):
         required += spare
+    heads = list_head_names(model)
+    if heads and set(required) == heads and not any(name.startswith(f"{model.prefix}.") for name in stored or found):
+        new = format_first_few(required)
+        return [f"the names are those of a base model: a loader makes {new} of {model.architecture} anew"]
     if required:
-        untied = len(required) == 1 and model.tensors[required[0]].row.tie
+        hint = "a shard may be missing, or config.json may belong to another model"
+        if len(required) == 1 and model.tensors[required[0]].row.tie:
+            hint = "a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true"
+        if heads and set(required) == heads:
+            hint += "; or architectures should name the base model's class"
         raise SourceError(
             f"the checkpoint lacks {len(required)} {_choose_noun(required)} of {model.architecture}: "
             f"{format_first_few(required)}",
-            hint="a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true"
-            if untied
-            else "a shard may be missing, or config.json may belong to another model",
+            hint=hint,
         )
     return [f"the checkpoint has no {format_first_few(spare)}; {model.architecture} starts without it"] if spare else []
+
+
+def list_head_names(model: Model) -> set[str]:
+    """List the tensors that the class must have and its base model does not; none for a base model's class."""
+    if not model.prefix:
+        return set()
+    return {t.name for t in model.own() if not t.spare and not t.name.startswith(f"{model.prefix}.")}
 
 
 def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
@@ -253,14 +291,17 @@ def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> 
 
 
 def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
-    if stored.shape == expected.shape:
-        return
-    same_rank = len(stored.shape) == len(expected.shape)
-    if same_rank and all(
-        a == b or dim in expected.free for dim, (a, b) in enumerate(zip(stored.shape, expected.shape, strict=True))
-    ):
-        return
-    raise _build_shape_error(stored, expected.shape)
+    if not _fits_tensor(expected, stored.shape):
+        raise _build_shape_error(stored, expected.shape)
+
+
+def _fits_tensor(expected: ModelTensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a shape is the tensor's, but for dims that the config does not determine."""
+    if shape == expected.shape:
+        return True
+    return len(shape) == len(expected.shape) and all(
+        a == b or dim in expected.free for dim, (a, b) in enumerate(zip(shape, expected.shape, strict=True))
+    )
 
 
 def _build_shape_error(stored: Tensor, expected: Sequence[int]) -> SourceError:

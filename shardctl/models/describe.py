@@ -10,7 +10,7 @@ from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_families, load_family
 from shardctl.models.multimodal import build_multimodal_model, describe_text_half
-from shardctl.models.quantisation import drop_quantisation_config, quantise_model
+from shardctl.models.quantisation import drop_quantisation_config, find_quantisation_config, quantise_model
 from shardctl.models.stacked_experts import split_family, stores_split_experts
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
@@ -101,6 +101,10 @@ def describe_model(
     if stores_split_experts(config, stored):
         family = split_family(family) or family
     model = build_model(family, architecture, ModelConfig(config), share_kv=share, cut_towers=cut_towers)
+    if stored is not None and find_quantisation_config(config) is not None:
+        from shardctl.models.wrapping import read_quantised_names  # most models are not quantised
+
+        stored = read_quantised_names(model, stored)
     quantised = quantise_model(model, config, stored)
     plain = drop_quantisation_config(config)
     if quantised is model and plain != config:  # the family's own table has the arrays of quantised weights
@@ -136,7 +140,10 @@ def choose_model(
         return None if config is None else describe_model(config, kv_heads=kv_heads, stored=stored)
     if config is not None and find_family(config) is not None:
         try:
-            return rules.over(describe_model(config, kv_heads=kv_heads, stored=stored), stored)
+            described = describe_model(config, kv_heads=kv_heads, stored=stored)
+            from shardctl.models.wrapping import read_whole_names  # few commands have rules
+
+            return rules.over(described, read_whole_names(described, stored))
         except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
             return rules.model(stored, ModelConfig(config).architecture())
     return rules.model(stored, ModelConfig(config).architecture() if config is not None else "")

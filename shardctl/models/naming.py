@@ -12,7 +12,7 @@ from shardctl.models.maxtext_names import bind_maxtext_names
 from shardctl.models.meta_names import bind_meta_names
 from shardctl.models.torchtitan_names import bind_trainer_names
 from shardctl.models.trained import bind_training
-from shardctl.models.wrapping import unwrap_names
+from shardctl.models.wrapping import knows_all_names, list_bare_prefixes, read_whole_names, remove_prefix
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -28,9 +28,27 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
 
     Raises:
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
-        UnsupportedError: a tensor is not known.
+        UnsupportedError: a tensor is not known, or two parts of the checkpoint are the model equally well.
     """
-    found = bind_trainer_names(model, unwrap_names(model, split_flat_parameters(model, stored)))
-    found = bind_autoep_names(model, bind_maxtext_names(model, bind_meta_names(model, found)))
+    found = _read_names(model, split_flat_parameters(model, stored))
     bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound
+
+
+def _read_names(model: Model, stored: Manifest) -> Manifest:
+    """Return `stored` under names of the model's class, current or older; what is not known stays as it is."""
+    found = read_whole_names(model, stored)
+    if found is not stored or knows_all_names(model, stored.tensors):
+        return found
+    for prefix, names in list_bare_prefixes(stored.tensors):
+        bare = remove_prefix(model, stored, prefix, names)
+        translated = _translate_names(model, bare)
+        if translated is not bare:
+            return translated
+    return stored
+
+
+def _translate_names(model: Model, stored: Manifest) -> Manifest:
+    """Return `stored` under names of transformers, if all names are another library's; else as it is."""
+    found = bind_meta_names(model, bind_trainer_names(model, stored))
+    return bind_autoep_names(model, bind_maxtext_names(model, found))

@@ -150,5 +150,6 @@ _NESTED: Final = build_tower_family(
 LLAMA4: Final = replace(
     _NESTED,
     rows=tuple(replace(row, name=row.name.replace("lm_head", ".language_model.lm_head")) for row in _NESTED.rows),
+    prefixes=(),
 )
-"""Its head is that of the model inside."""
+"""Its head is that of the model inside, and there is no base model around both."""
