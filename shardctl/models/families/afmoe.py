@@ -44,7 +44,7 @@ _AFMOE: Final = (
     Row(f"{LAYER}.pre_mlp_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_mlp_layernorm.weight", "hidden"),
     *DENSE,
-    Row(f"{LAYER}.mlp.expert_bias", "experts", when="moe"),
+    Row(f"{LAYER}.mlp.expert_bias", "experts", when="moe", dtype="F32"),
     Row(f"{LAYER}.mlp.router.gate.weight", "experts hidden", when="moe"),
     *build_shared_expert_rows("mlp.shared_experts"),
     *build_expert_rows(),

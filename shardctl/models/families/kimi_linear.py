@@ -42,7 +42,7 @@ KDA: Final = (
     Row(f"{_MIXER}.q_conv1d.weight", "keys 1 window"),
     Row(f"{_MIXER}.k_conv1d.weight", "keys 1 window"),
     Row(f"{_MIXER}.v_conv1d.weight", "values 1 window"),
-    Row(f"{_MIXER}.dt_bias", "values"),
+    Row(f"{_MIXER}.dt_bias", "values", dtype="F32"),
     Row(f"{_MIXER}.A_log", "1 1 value_heads 1", when="!full_gate"),
     Row(f"{_MIXER}.f_a_proj.weight", "decay_rank hidden"),
     Row(f"{_MIXER}.f_b_proj.weight", "values decay_rank"),
@@ -79,7 +79,7 @@ _GATE: Final = Row(f"{_MIXER}.g_proj.weight", "vs hidden", when="output_gate")
 _MOE: Final = (
     *(replace(row, dims=row.dims.replace("hidden", "routed")) for row in build_expert_rows(_MODULE, _NAMES)),
     Row(f"{LAYER}.{_MODULE}.gate.weight", "experts hidden", when="moe"),
-    Row(f"{LAYER}.{_MODULE}.gate.e_score_correction_bias", "experts", when="moe"),
+    Row(f"{LAYER}.{_MODULE}.gate.e_score_correction_bias", "experts", when="moe", dtype="F32"),
     *build_shared_expert_rows(f"{_MODULE}.shared_experts"),
     Row(f"{LAYER}.{_MODULE}.routed_expert_down_proj.weight", "routed hidden", when="moe latent"),
     Row(f"{LAYER}.{_MODULE}.routed_expert_norm.weight", "routed", when="moe latent latent_norm"),
