@@ -57,6 +57,8 @@ _FLOATS: Final[dict[str, DTypeLike]] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
 _TABLE_BITS: Final = 8
 _BLOCK: Final = 1 << 17

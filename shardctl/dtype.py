@@ -121,6 +121,8 @@ FLOATS: Final = {"fp32": BY_NAME["F32"], "fp16": BY_NAME["F16"], "bf16": BY_NAME
 """The dtypes that `--dtype` can cast to, by the name the command line uses."""
 CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The names of those that it changes; integers, booleans and scaled 8-bit floats mean something else."""
+SMALL_FLOATS: Final = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+"""The names of 8-bit floats, which are numbers by themselves where no scales lie beside them."""
 
 
 def _restore_dtype(name: str) -> DType:

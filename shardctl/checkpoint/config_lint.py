@@ -34,7 +34,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
 _HEAD: Final = re.compile(r"(^|\.)(lm_head|embed_out|output|unembed)\.weight$")
 _TIED: Final = "tie_word_embeddings"
-_NARROW: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
+_NARROW: Final = ("F8_", "I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6")
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _GENERATION: Final = "generation_config.json"
 _TOKENIZER: Final = "tokenizer.json"
@@ -175,7 +175,7 @@ def lint_tie(checkpoint: OpenedCheckpoint, digests: Mapping[str, str]) -> Iterat
 
 def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     settings = find_quantisation_config(checkpoint.config or {})
-    if settings is None:
+    if settings is None or checkpoint.stored_quantization is not None:
         return
     if not any(tensor.dtype.name.startswith(_NARROW) for tensor in checkpoint.manifest.tensors.values()):
         yield (

@@ -5,6 +5,7 @@ What follows, from the plan of a conversion to the comparison of its result, tak
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,7 @@ from shardctl.box import Box
 from shardctl.dtype import FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
-from shardctl.models.quantisation.settings import SIDECAR
+from shardctl.models.quantisation.settings import KEEP_HINT, SIDECAR, VALUES_PLACE
 from shardctl.models.quantisation.storage import QuantisedArray
 
 if TYPE_CHECKING:
@@ -29,14 +30,11 @@ QUANTISED: Final = "quantize"
 """The option of a record that says to which format weights of its checkpoint were quantised, after all else."""
 DEQUANTISED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
-QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json"})
-"""Files beside a config that say how weights are quantised: ModelOpt's, AutoAWQ's, AutoGPTQ's."""
-_PLACE: Final = "{} (dequantised)"
-"""What the place of a weight's values is called in messages."""
+QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json", "quanto_qmap.json"})
+"""Files beside a config that say how weights are quantized: ModelOpt's, AutoAWQ's, AutoGPTQ's, optimum-quanto's."""
 _MATRIX: Final = 2
 _SHAPE: Final = "weight_shape"
 """What compressed-tensors calls an array that says the shape of the weight."""
-_KEEP: Final = "leave --dtype out to keep the quantised weights as they are"
 
 
 def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
@@ -49,17 +47,21 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     from shardctl.checkpoint.computed_source import ComputedSource
     from shardctl.models.dequantisation.weight import DECODING_BYTES
 
+    if checkpoint.stored_quantization is not None:
+        from shardctl.checkpoint.decoding_stored import decode_stored_weights  # which few checkpoints need
+
+        return decode_stored_weights(checkpoint, dtype, threads)
     model, config = checkpoint.model, checkpoint.config
     if model is None and checkpoint.model_error is not None:
         raise checkpoint.model_error
     if model is None or config is None or model.plain is None:
-        raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=_KEEP)
+        raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=KEEP_HINT)
     encodings = _list_encodings(model)
     unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
     if unknown or not encodings:
         raise UnsupportedError(
             f"shardctl does not know how to decode {format_first_few(unknown) or 'these quantised weights'}",
-            hint=_KEEP,
+            hint=KEEP_HINT,
         )
     stored, plain = checkpoint.manifest.tensors, model.plain
     values: dict[str, Tensor] = {}
@@ -69,7 +71,7 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         if plain.tensors[name].optional and not any(encoding.name(array) in stored for array in encoding.arrays):
             continue
         parts = _build_weights(plain.tensors[name], encoding, stored, dtype)
-        weights |= {_PLACE.format(weight.name): weight for weight in parts}
+        weights |= {VALUES_PLACE.format(weight.name): weight for weight in parts}
         values[name] = _build_tensor(plain.tensors[name], encoding, parts, stored)
     tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
     needed = {encoding.name(array) for encoding in encodings.values() for array in _list_needed_arrays(encoding)}
@@ -96,6 +98,8 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
 
 def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
     """Return `source` with the values of its quantised weights, if those are what `result` has in their place."""
+    if source.stored_quantization is not None:
+        return _decode_stored_as(result, source, threads)
     if result.config is None or source.config is None or source.model is None or source.model.plain is None:
         return source
     said = result.record.options if result.record is not None else {}
@@ -106,6 +110,18 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
     if dtype is None and DEQUANTISED in said:  # a half has other names, and what was quantised again other types
         dtype = FLOATS.get(said.get("dtype", ""))
+    return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
+
+
+def _decode_stored_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
+    """Return `source` with the values of the weights that its stored names show, if `result` has no such weights."""
+    found = source.stored_quantization
+    if result.stored_quantization is not None or found is None or found.list_weights is None:
+        return source
+    said = result.record.options if result.record is not None else {}
+    wide = [tensor for tensor in result.manifest.tensors.values() if len(tensor.shape) >= _MATRIX]
+    types = Counter(tensor.dtype for tensor in wide if tensor.dtype in FLOATS.values())
+    dtype = FLOATS.get(said.get("dtype", "")) or next((each for each, _ in types.most_common(1)), None)
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
 
 
@@ -168,7 +184,7 @@ def _build_tensor(
     for number, weight in enumerate(parts):
         box = Box((*(number,) * lead, 0, 0), (*(1,) * lead, *tensor.shape[-2:]))
         strides = weight.strides[::-1] if encoding.transposed else weight.strides
-        where = Region(_PLACE.format(weight.name), 0, (*(weight.nbytes,) * lead, *strides))
+        where = Region(VALUES_PLACE.format(weight.name), 0, (*(weight.nbytes,) * lead, *strides))
         chunks.append(Chunk(box, weight.dtype, where, name))
     return Tensor(
         tensor.name,

@@ -11,7 +11,7 @@ from shardctl.checkpoint.merge_comparison import explain_merge_differences
 from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
-from shardctl.dtype import CASTABLE
+from shardctl.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.errors import format_first_few
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
@@ -120,7 +120,8 @@ def _check_pair(
         return CheckFinding(
             "error", "identity", f"{name} is {list(mine.shape)}; the source has {list(theirs.shape)}", name
         )
-    if mine.dtype != theirs.dtype and not (cast and {mine.dtype.name, theirs.dtype.name} <= CASTABLE):
+    castable = mine.dtype.name in CASTABLE and theirs.dtype.name in CASTABLE | SMALL_FLOATS
+    if mine.dtype != theirs.dtype and not (cast and castable):
         return CheckFinding("error", "identity", f"{name} is {mine.dtype}; the source has {theirs.dtype}", name)
     return None
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
+    from shardctl.models.quantisation.stored_weight import StoredQuantization
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
 
@@ -71,6 +72,10 @@ class OpenedCheckpoint:
     """Of an adapter: the config of its base, if anybody says which that is."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
+    stored_quantization: StoredQuantization | None = None
+    """How the weights are quantized, if stored names show it and no method that the config names explains them."""
+    rebind: Callable[[Source, Manifest, Mapping[str, Any] | None], OpenedCheckpoint] | None = None
+    """Binds other tensors under stored names to the model, with the options that this checkpoint was opened with."""
 
     @property
     def mesh(self) -> Mesh | None:
@@ -166,6 +171,8 @@ class OpenedCheckpoint:
         if self.model is not None or self.model_error is None or models.find_family(config) is None:
             return ()
         why = self.model_error.message
+        if self.stored_quantization is not None:
+            return (f"{why}, and stay so, under the names that they have",)
         if is_maxtext(self.stored.tensors):
             why += f"; {self.model_error.hint}"
         return (f"the names do not fit the class in {CONFIG}, and are written as they are: {why}",)

@@ -146,6 +146,17 @@ def _read_checkpoint(
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
     config = _set_vocabulary(config, stored, source_options)
+    return _bind_checkpoint(source_options, record, source, stored, config)
+
+
+def _bind_checkpoint(
+    source_options: SourceOptions,
+    record: CheckpointRecord | None,
+    source: Source,
+    stored: Manifest,
+    config: Mapping[str, Any] | None,
+) -> OpenedCheckpoint:
+    """Bind what a container holds to the model of a config."""
     stored, rules = _apply_rule_names(stored, source_options, record)
     stored = remove_wrappers(stored)
     manifest, model, problem, misfit = stored, None, None, False
@@ -162,7 +173,13 @@ def _read_checkpoint(
                 manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=lacking)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
+    quantization = None
     if model is None:
+        from shardctl.models.quantisation import stored_formats  # most models are known
+
+        quantization = stored_formats.find_stored_quantization(stored, config)
+        if quantization is not None:
+            problem = stored_formats.explain_stored_quantization(quantization)
         models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, source_options)
         manifest = models.order_ties(leave_joined_states(manifest))
@@ -183,6 +200,8 @@ def _read_checkpoint(
         derived=_prepare_derivation(config, untabled, source_options),
         allow_unverified=source_options.allow_unverified,
         ruled=rules is not None or source_options.rules_from == "transformers",
+        stored_quantization=quantization,
+        rebind=partial(_bind_checkpoint, source_options, record) if quantization is not None else None,
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+    from shardctl.dtype import DType
     from shardctl.manifest import Tensor
     from shardctl.models import Model
     from shardctl.models.rounding.recipes import RoundingRecipe
@@ -47,7 +48,11 @@ class ModuleSelection:
 
 
 def select_modules(
-    checkpoint: OpenedCheckpoint, model: Model, recipe: RoundingRecipe, ignore: Sequence[str]
+    checkpoint: OpenedCheckpoint,
+    model: Model,
+    recipe: RoundingRecipe,
+    ignore: Sequence[str],
+    dtypes: Mapping[str, DType],
 ) -> ModuleSelection:
     """Select the linear layers of the text model but heads, routers and what is usually ignored or `ignore` names.
 
@@ -55,7 +60,7 @@ def select_modules(
     left, or that has a layer which groups do not divide.
     """
     stored = checkpoint.manifest.tensors
-    matrices = {n: tensor for n, tensor in stored.items() if len(tensor.shape) >= _MATRIX and _is_float(tensor)}
+    matrices = {n: t for n, t in stored.items() if len(t.shape) >= _MATRIX and dtypes[n].name in CASTABLE}
     _check_entries(ignore, matrices)
     usual = (*_USUAL, *(_LATENTS if recipe.block[0] > 1 else ()))
     left = match_exact_names((*usual, *ignore))
@@ -92,10 +97,6 @@ def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
         f"the experts are not quantised, {size} of {stacks[0].dtype}: {format_first_few(patterns)} are whole "
         "layers of them, and no loader is known that takes codes of compressed-tensors for this model"
     )
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.dtype.name in CASTABLE
 
 
 def _list_modules(tensor: Tensor) -> tuple[str, ...]:

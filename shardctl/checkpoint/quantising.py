@@ -84,7 +84,7 @@ def quantise_checkpoint(
         )
     if model is None or config is None or not model.tabled:
         raise UsageError("--quantize needs a model that shardctl knows, to tell linear layers from all else")
-    selection = select_modules(checkpoint, model, recipe, ignore)
+    selection = select_modules(checkpoint, model, recipe, ignore, dtypes)
     return _encode_checkpoint(checkpoint, recipe, selection, recipe.build_config(selection.ignored), dtypes, threads)
 
 
@@ -110,7 +110,11 @@ def quantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int
         return source
     said = result.record.options.get("dtype", "") if result.record is not None else ""
     cast = FLOATS.get(said)
-    dtypes = {n: cast if cast is not None and t.dtype.name in CASTABLE else t.dtype for n, t in there.items()}
+    from shardctl.checkpoint.unexplained_codes import list_plain_floats
+
+    plain = list_plain_floats(source)
+    castable = {name for name, tensor in there.items() if tensor.dtype.name in CASTABLE or name in plain}
+    dtypes = {n: cast if cast is not None and n in castable else t.dtype for n, t in there.items()}
     return _encode_checkpoint(source, recipe, ModuleSelection(chosen), dict(settings.values), dtypes, threads)
 
 

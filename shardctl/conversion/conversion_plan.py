@@ -198,6 +198,7 @@ def draft_conversion(
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
     checkpoint = _quantise_weights(checkpoint, reshard_options)
     coded = _list_coded_names(checkpoint) if reshard_options.quantize is not None else frozenset()
+    plain = _list_plain_floats(checkpoint, reshard_options)
     tensors = (
         checkpoint.manifest.tensors.values()
         if reshard_options.include is None and reshard_options.exclude is None
@@ -208,11 +209,16 @@ def draft_conversion(
     chunks, wanted = sum([len(tensor.chunks) for tensor in tensors]), len(tensors) if cut else 0  # some rank holds each
     require_bookkeeping(len(tensors), chunks, limit, wanted=wanted)
     have = add_optimizer_states(filter_tensors(checkpoint, reshard_options), reshard_options.optimizer_states, layout)
-    dtypes = choose_dtypes(have, reshard_options, coded)
+    dtypes = choose_dtypes(have, reshard_options, coded, plain)
+    if reshard_options.dtype != "keep":
+        from shardctl.checkpoint.unexplained_codes import check_cast
+
+        noted = check_cast(checkpoint, have, coded, get_cast_type(reshard_options))
+        have = replace(have, warnings=(*have.warnings, *noted))
     had = have.tensors
     have, arrays = choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
     if have.tensors is not had:
-        dtypes = choose_dtypes(have, reshard_options, coded)
+        dtypes = choose_dtypes(have, reshard_options, coded, plain)
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
@@ -361,8 +367,8 @@ def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
     Where a cast is asked for, quantised weights are taken back to numbers; adapters are merged into the result.
     """
     threads = _choose_threads(checkpoint, reshard_options)
-    quantised = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
-    if quantised and reshard_options.dtype != "keep":
+    declared = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
+    if (declared or checkpoint.stored_quantization is not None) and reshard_options.dtype != "keep":
         checkpoint = dequantise_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
     return merge_adapters(checkpoint, reshard_options.merge, threads)
 
@@ -382,9 +388,18 @@ def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOpti
         checkpoint,
         recipe,
         reshard_options.quantize_ignore,
-        choose_dtypes(checkpoint.manifest, reshard_options),
+        choose_dtypes(checkpoint.manifest, reshard_options, plain=_list_plain_floats(checkpoint, reshard_options)),
         _choose_threads(checkpoint, reshard_options),
     )
+
+
+def _list_plain_floats(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> frozenset[str]:
+    """List the 8-bit floats that are cast, because they are numbers by themselves."""
+    if reshard_options.dtype == "keep":
+        return frozenset()
+    from shardctl.checkpoint.unexplained_codes import list_plain_floats
+
+    return list_plain_floats(checkpoint)
 
 
 def _list_coded_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:

@@ -59,9 +59,14 @@ def _refuse_ungathered(have: Manifest) -> None:
 
 
 def choose_dtypes(
-    have: Manifest, reshard_options: ReshardOptions, coded: Collection[str] = frozenset()
+    have: Manifest,
+    reshard_options: ReshardOptions,
+    coded: Collection[str] = frozenset(),
+    plain: Collection[str] = frozenset(),
 ) -> dict[str, DType]:
-    """Choose the type that each tensor will have, by name; `coded` are arrays of quantised weights.
+    """Choose the type that each tensor will have, by name.
+
+    `coded` are arrays of quantized weights, `plain` 8-bit floats that are cast as others are.
 
     Raises UsageError for a `--keep-fp32` that keeps none.
     """
@@ -78,7 +83,8 @@ def choose_dtypes(
             or tensor.name in coded
             or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
         )
-        return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
+        castable = tensor.dtype.name in CASTABLE or tensor.name in plain
+        return tensor.dtype if kept or not castable else want
 
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
 

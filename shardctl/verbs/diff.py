@@ -9,7 +9,8 @@ from shardctl.checkpoint.companion_comparison import FileChange, compare_compani
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
-from shardctl.dtype import CASTABLE
+from shardctl.checkpoint.unexplained_codes import list_plain_floats
+from shardctl.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.value import value_class
@@ -18,9 +19,11 @@ from shardctl.verify.content import compare_tensors
 from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.dtype import DType
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
     from shardctl.verify.config_comparison import ConfigChange
@@ -49,7 +52,7 @@ class TensorChange:
     distance: ValueDistance | None = None
     """How far the differing elements are apart; None where none differ, or their types are no floats."""
     cast: str = ""
-    """The type that the wider tensor was cast to before the values were compared, for kind `dtype`."""
+    """The type that one of the two was cast to before the values were compared, for kind `dtype`."""
 
 
 @value_class
@@ -104,12 +107,13 @@ def diff(
         ours, theirs = first.manifest.tensors, second.manifest.tensors
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)
+        plain = list_plain_floats(first) | list_plain_floats(second)
         changes, pairs, narrower = list[TensorChange](), list[_Pair](), list[_Pair]()
         for name in sorted({*ours, *theirs}):
             mine, other = ours.get(name), theirs.get(name)
             kind = _classify_change(mine, other)
-            if mine is not None and other is not None and kind in {None, "dtype"} and _can_compare(mine, other):
-                (narrower if mine.dtype.bits > other.dtype.bits else pairs).append((mine, other))
+            if mine is not None and other is not None and kind in {None, "dtype"} and _can_compare(mine, other, plain):
+                (narrower if _get_common_type(mine, other) is not mine.dtype else pairs).append((mine, other))
             else:
                 changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
         in_file_order(pairs, first, second)
@@ -164,16 +168,29 @@ def _classify_change(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
     return "dtype" if ours.dtype != theirs.dtype else None
 
 
-def _can_compare(mine: Tensor, other: Tensor) -> bool:
-    """Return whether values can be compared, after a cast where types differ."""
-    return mine.dtype == other.dtype or {mine.dtype.name, other.dtype.name} <= CASTABLE
+def _can_compare(mine: Tensor, other: Tensor, plain: Collection[str]) -> bool:
+    """Return whether values can be compared, after a cast where types differ; `plain` are small floats without scales.
+
+    No number is cast to a small float.
+    """
+    kinds = {mine.dtype.name, other.dtype.name}
+    if kinds & SMALL_FLOATS and mine.name in plain:
+        kinds -= SMALL_FLOATS
+    return mine.dtype == other.dtype or (bool(kinds) and kinds <= CASTABLE)
+
+
+def _get_common_type(mine: Tensor, other: Tensor) -> DType:
+    """Return the type that values are compared in: the narrower one, unless it is a small float."""
+    small = [tensor.dtype for tensor in (mine, other) if tensor.dtype.name in SMALL_FLOATS]
+    if len(small) == 1:
+        return other.dtype if mine.dtype in small else mine.dtype
+    return other.dtype if mine.dtype.bits > other.dtype.bits else mine.dtype
 
 
 def _build_change(mine: Tensor, other: Tensor, difference: TensorDifference | None) -> TensorChange | None:
     """Build what is said of a tensor whose values were compared; None if nothing differs."""
     if difference is None and mine.dtype == other.dtype:
         return None
-    narrow = other if mine.dtype.bits > other.dtype.bits else mine
     return TensorChange(
         mine.name,
         "values" if mine.dtype == other.dtype else "dtype",
@@ -183,7 +200,7 @@ def _build_change(mine: Tensor, other: Tensor, difference: TensorDifference | No
         mine.size,
         str(difference.first) if difference is not None else "",
         difference.distance if difference is not None else None,
-        "" if mine.dtype == other.dtype else narrow.dtype.name,
+        "" if mine.dtype == other.dtype else _get_common_type(mine, other).name,
     )
 
 

@@ -57,13 +57,14 @@ def _build_number_table(kind: np.dtype[np.generic]) -> NDArray[np.uint64]:
 def decode_packed_floats(decoder: PackedFloats, tile: WeightTile) -> DecodedTile:
     """Work out a tile of 4-bit floats."""
     codes = tile.read(decoder.codes).view(np.uint8)
-    pairs = np.take(_build_pair_table(), codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
+    table = _build_pair_table()[:, ::-1] if decoder.high_first else _build_pair_table()
+    pairs = np.take(table, codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
     skipped = tile.spans[IN][0] % tile.block(decoder.codes, IN)
     values = pairs.reshape(codes.shape[0], -1)[:, skipped : skipped + tile.extent(IN)]
     factors = _read_blocked_scales(decoder.scale, tile, decoder.blocked) if decoder.blocked else None
     scales = factors.values if factors is not None else tile.read_numbers(decoder.scale)
     if decoder.whole is not None and tile.has(decoder.whole):
-        whole = tile.read_numbers(decoder.whole).reshape(())
+        whole = tile.read_numbers(decoder.whole).reshape(()) / np.float32(decoder.largest)
         scales = scales / whole if decoder.divided else scales * whole
     values = np.ascontiguousarray(values)
     if factors is None:

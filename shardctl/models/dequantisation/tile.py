@@ -43,6 +43,7 @@ _TYPES: Final[Mapping[str, DTypeLike]] = {
     "I32": np.int32,
     "I64": np.int64,
     "I8": np.int8,
+    "U32": np.uint32,
     "U8": np.uint8,
 }
 _BIAS: Final = 127

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
+from shardctl.models.dequantisation.affine_codes import decode_affine_words, decode_packed_groups
 from shardctl.models.dequantisation.flat_codes import decode_byte_rows, decode_flat_codes
 from shardctl.models.dequantisation.floats import decode_packed_floats, decode_scaled_floats
 from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
@@ -20,11 +21,13 @@ from shardctl.models.dequantisation.stacked_codes import decode_stacked_codes
 from shardctl.models.dequantisation.tile import WeightTile
 from shardctl.models.quantisation.storage import (
     OUT,
+    AffineWords,
     ByteRows,
     FlatCodes,
     KernelTiles,
     PackedByInput,
     PackedFloats,
+    PackedGroups,
     PackedRows,
     ScaledFloats,
     ScaledIntegers,
@@ -113,5 +116,7 @@ _DECODERS: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], Decode
     FlatCodes: decode_flat_codes,
     ByteRows: decode_byte_rows,
     StackedCodes: decode_stacked_codes,
+    AffineWords: decode_affine_words,
+    PackedGroups: decode_packed_groups,
 }
 """What works out a tile; each raises SourceError for numbers that no writer has."""

@@ -14,6 +14,7 @@ from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.hqq import HQQ
+from shardctl.models.quantisation.mlx import find_mlx_settings
 from shardctl.models.quantisation.modelopt import MODELOPT
 from shardctl.models.quantisation.mxfp4 import MXFP4
 from shardctl.models.quantisation.quark import QUARK
@@ -55,8 +56,14 @@ def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
     method = next((m for m in METHODS if name in m.names), None)
     if method is None:
         raise UnsupportedError(
-            f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
+            _describe_unknown_method(name, config),
             hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
         )
     around = {"expert_dtype": config.get("expert_dtype"), "model_dtype": ModelConfig(config).dtype().name}
     return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
+
+
+def _describe_unknown_method(name: str, config: Mapping[str, object]) -> str:
+    if not name and find_mlx_settings(config):
+        return "the weights are quantized by MLX, and there are no files to decode"
+    return f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method"

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 SIDECAR: Final = "hf_quant_config.json"
 """Where ModelOpt up to 0.33 says how weights are quantised."""
+VALUES_PLACE: Final = "{} (dequantised)"
+"""What the place of a decoded weight's values is called in messages, by the name of the weight."""
+KEEP_HINT: Final = "leave --dtype out to keep the quantized weights as they are"
 _KEYS: Final = ("quantization_config", "compression_config")
 
 

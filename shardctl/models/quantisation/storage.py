@@ -147,12 +147,16 @@ class PackedFloats:
     """The scale of the blocks' scales."""
     divided: bool = False
     """Whether the blocks' scales are divided by it, rather than multiplied with it."""
+    largest: float = 1.0
+    """The number that `whole` stands for, if it is the largest magnitude of the weight (MLX); else 1."""
     rounded: str = "F32"
     """The type of the owner's result."""
     smoothing: QuantisedArray | None = None
     """What each input is multiplied with before the weight is used."""
     blocked: int = 0
     """How many inputs share a scale, if scales are in the order of cuBLAS; else 0."""
+    high_first: bool = False
+    """Whether the first code of a byte is in its high half (ComfyUI)."""
     order: tuple[int, int] = BY_OUTPUT
 
 
@@ -265,6 +269,32 @@ class StackedCodes:
     order: tuple[int, int] = BY_OUTPUT
 
 
+@value_class
+class AffineWords:
+    """MLX's integers, packed along the inputs: a code times the scale of its group, plus the bias of the group."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    bias: QuantisedArray
+    bits: int
+    """Of a code: 1 to 6, or 8."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+@value_class
+class PackedGroups:
+    """quanto's integers of 2 or 4 bits: groups of the flattened weight as rows, of which distant ones share bytes."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    shift: QuantisedArray
+    """Zero points, which are subtracted from codes, or floats, which are subtracted from products."""
+    bits: int
+    inputs: int
+    """Of the weight."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
 WeightDecoder = (
     ScaledFloats
     | PackedFloats
@@ -275,6 +305,8 @@ WeightDecoder = (
     | FlatCodes
     | ByteRows
     | StackedCodes
+    | AffineWords
+    | PackedGroups
 )
 """How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
 
