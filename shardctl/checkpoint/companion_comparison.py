@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.checkpoint.config_files import CONFIG, read_config
-from shardctl.checkpoint.dequantising import QUANTISATION_FILES
 from shardctl.checkpoint.pipeline_parts import is_pipeline
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors
+from shardctl.models.quantisation.settings import QUANTISATION_FILES
 from shardctl.record import RECORD, SUMS
 from shardctl.training import SETTINGS
 from shardctl.value import value_class

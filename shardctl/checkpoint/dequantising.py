@@ -13,25 +13,31 @@ from shardctl import models
 from shardctl.box import Box
 from shardctl.dtype import FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
-from shardctl.manifest import Chunk, Region, Tensor
-from shardctl.models.quantisation.settings import KEEP_HINT, SIDECAR, VALUES_PLACE
+from shardctl.manifest import Chunk, Manifest, Region, Tensor
+from shardctl.models.quantisation import quantise_model
+from shardctl.models.quantisation.module_list import match_exact_names
+from shardctl.models.quantisation.settings import KEEP_HINT, VALUES_PLACE
 from shardctl.models.quantisation.storage import QuantisedArray
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+    from typing import Any
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.dtype import DType
     from shardctl.models.dequantisation.weight import QuantisedWeight
     from shardctl.models.model import Model, ModelTensor
     from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
+    from shardctl.storage import Source
 
 QUANTISED: Final = "quantize"
 """The option of a record that says to which format weights of its checkpoint were quantised, after all else."""
+DEQUANTIZED_MODULES: Final = "dequantize"
+"""The option of a record that names the modules that were decoded, if not all were."""
 DEQUANTISED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
-QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json", "quanto_qmap.json"})
-"""Files beside a config that say how weights are quantized: ModelOpt's, AutoAWQ's, AutoGPTQ's, optimum-quanto's."""
+_WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
 _SHAPE: Final = "weight_shape"
 """What compressed-tensors calls an array that says the shape of the weight."""
@@ -44,26 +50,171 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out
     and for what kept the model from being known, SourceError for a weight of which some arrays are missing.
     """
-    from shardctl.checkpoint.computed_source import ComputedSource
-    from shardctl.models.dequantisation.weight import DECODING_BYTES
-
     if checkpoint.stored_quantization is not None:
         from shardctl.checkpoint.decoding_stored import decode_stored_weights  # which few checkpoints need
 
         return decode_stored_weights(checkpoint, dtype, threads)
+    model, plain, config = _require_plain_model(checkpoint)
+    encodings = _list_encodings(model)
+    decoded = _decode_weights(checkpoint, plain, encodings, dtype, threads)
+    stored, values = checkpoint.manifest.tensors, decoded.values
+    tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
+    left = [name for name in stored if name not in tensors and name not in decoded.needed]
+    return replace(
+        checkpoint,
+        source=decoded.source,
+        manifest=replace(
+            checkpoint.manifest,
+            tensors=tensors,
+            warnings=(*checkpoint.manifest.warnings, *_note_left_arrays(left)),
+            metadata=models.drop_torchao_metadata(checkpoint.manifest.metadata),
+        ),
+        model=plain,
+        config=models.drop_quantisation_config(config),
+        remade_config=True,
+        encoded=decoded.arrays,
+    )
+
+
+def dequantise_modules(
+    checkpoint: OpenedCheckpoint, entries: Sequence[str], dtype: DType, threads: int
+) -> OpenedCheckpoint:
+    """Return `checkpoint` with the quantized weights of some modules as their values in `dtype`, and the others as is.
+
+    `entries` are names of modules, or `re:` and an expression. Raises UsageError for an entry that no quantized module
+    has, and otherwise as `dequantise_checkpoint`.
+    """
+    if checkpoint.stored_quantization is not None:
+        raise UnsupportedError(
+            f"{checkpoint.stored_quantization.title} has no list of modules that are left as they are",
+            hint="leave --dequantize out, and --dtype decodes all of them",
+        )
+    model, _, _ = _require_plain_model(checkpoint)
+    return _decode_some_weights(checkpoint, _choose_weights(checkpoint, model, entries), dtype, threads)
+
+
+def describe_decoded(checkpoint: OpenedCheckpoint, entries: Sequence[str], dtype: DType) -> OpenedCheckpoint:
+    """Return `checkpoint` with the weights that `--dtype` decodes as tensors of `dtype` that are stored nowhere.
+
+    That is enough to count them, also where there is only a config. `entries` are as for `dequantise_modules`, empty
+    for all. Returns the checkpoint itself if its weights are not quantized, or if nobody here decodes them.
+    """
+    model, config = checkpoint.model, checkpoint.config
+    if model is None or config is None or model.plain is None:
+        return checkpoint
+    encodings = _list_encodings(model)
+    if any(encoding.decoder is None for encoding in encodings.values()):
+        return checkpoint
+    chosen = _choose_weights(checkpoint, model, entries) if entries else encodings.keys()
+    names = {encoding.name(array): name for name, encoding in encodings.items() for array in encoding.arrays}
+    tensors: dict[str, Tensor] = {}
+    for array, tensor in checkpoint.manifest.tensors.items():
+        name = names.get(array)
+        if name in chosen:
+            assert name is not None  # noqa: S101 - it is in `chosen`
+            tensors[name] = Tensor(name, dtype, model.plain.tensors[name].shape, ())
+        elif entries or array in model.plain.tensors:
+            tensors[array] = tensor
+    manifest = replace(checkpoint.manifest, tensors=tensors)
+    if not entries:
+        return replace(checkpoint, manifest=manifest, model=model.plain, config=models.drop_quantisation_config(config))
+    described = quantise_model(model.plain, config, Manifest("", tensors, {}))
+    return replace(checkpoint, manifest=manifest, model=described)
+
+
+def _choose_weights(checkpoint: OpenedCheckpoint, model: Model, entries: Sequence[str]) -> Collection[str]:
+    """Choose the weights of the modules that `entries` name; raises UsageError for an entry that names none."""
+    stored = checkpoint.manifest.tensors
+    modules = {name: _list_module_names(name, encoding, stored) for name, encoding in _list_encodings(model).items()}
+    for entry in entries:
+        if not any(map(match_exact_names((entry,)), modules.values())):
+            raise UsageError(
+                f"--dequantize {entry!r} is no quantized module of this model",
+                hint="modules are named as in the ignore list of compressed-tensors: a whole name, or re: and an "
+                "expression",
+            )
+    named = match_exact_names(entries)
+    return {name for name, names in modules.items() if named(names)}
+
+
+def _decode_some_weights(
+    checkpoint: OpenedCheckpoint, chosen: Collection[str], dtype: DType, threads: int
+) -> OpenedCheckpoint:
+    """Return `checkpoint` with some weights decoded, which the settings of its config leave as they are."""
+    from shardctl.checkpoint.spared_modules import spare_modules
+
+    model, plain, config = _require_plain_model(checkpoint)
+    if not model.encodings:
+        raise UnsupportedError(
+            f"which modules of {model.architecture} are quantized, no list of its config says",
+            hint="leave --dequantize out, and --dtype decodes all of them",
+        )
+    encodings = {name: encoding for name, encoding in model.encodings.items() if name in chosen}
+    decoded = _decode_weights(checkpoint, plain, encodings, dtype, threads)
+    stored = checkpoint.manifest.tensors
+    first = {encoding.name(encoding.arrays[0]): name for name, encoding in encodings.items()}
+    gone = {encoding.name(array) for encoding in encodings.values() for array in encoding.arrays}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name in first:
+            tensors[first[name]] = decoded.values[first[name]]
+        elif name not in gone:
+            tensors[name] = tensor
+    left = [name for name in stored if name in gone and name not in decoded.needed and name not in tensors]
+    spared = spare_modules(checkpoint, config, tensors, decoded.values)
+    return replace(
+        checkpoint,
+        source=decoded.source,
+        manifest=replace(
+            checkpoint.manifest,
+            tensors=tensors,
+            warnings=(*checkpoint.manifest.warnings, *_note_left_arrays(left), *spared.warnings),
+            metadata=spared.metadata,
+        ),
+        model=spared.model,
+        config=spared.config,
+        remade_config=True,
+        remade_files=spared.files,
+        encoded=decoded.arrays,
+    )
+
+
+@value_class
+class _DecodedWeights:
+    """Weights that are decoded, and where from."""
+
+    source: Source
+    values: Mapping[str, Tensor]
+    """By the names of the weights."""
+    needed: Collection[str]
+    """The stored arrays that the values follow from, by name."""
+    arrays: tuple[Tensor, ...]
+    """All stored arrays of these weights."""
+
+
+def _require_plain_model(checkpoint: OpenedCheckpoint) -> tuple[Model, Model, Mapping[str, Any]]:
+    """Return the model, the same without quantization, and the config; raises where any is not known."""
     model, config = checkpoint.model, checkpoint.config
     if model is None and checkpoint.model_error is not None:
         raise checkpoint.model_error
     if model is None or config is None or model.plain is None:
         raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=KEEP_HINT)
-    encodings = _list_encodings(model)
+    return model, model.plain, config
+
+
+def _decode_weights(
+    checkpoint: OpenedCheckpoint, plain: Model, encodings: Mapping[str, WeightEncoding], dtype: DType, threads: int
+) -> _DecodedWeights:
+    from shardctl.checkpoint.computed_source import ComputedSource
+    from shardctl.models.dequantisation.weight import DECODING_BYTES
+
     unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
     if unknown or not encodings:
         raise UnsupportedError(
             f"shardctl does not know how to decode {format_first_few(unknown) or 'these quantised weights'}",
             hint=KEEP_HINT,
         )
-    stored, plain = checkpoint.manifest.tensors, model.plain
+    stored = checkpoint.manifest.tensors
     values: dict[str, Tensor] = {}
     weights: dict[str, QuantisedWeight] = {}
     used = {encoding.name(array) for encoding in encodings.values() for array in encoding.arrays}
@@ -73,27 +224,30 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         parts = _build_weights(plain.tensors[name], encoding, stored, dtype)
         weights |= {VALUES_PLACE.format(weight.name): weight for weight in parts}
         values[name] = _build_tensor(plain.tensors[name], encoding, parts, stored)
-    tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
-    needed = {encoding.name(array) for encoding in encodings.values() for array in _list_needed_arrays(encoding)}
-    left = [name for name in stored if name not in tensors and name not in needed]
-    warnings = checkpoint.manifest.warnings
-    if left:
-        warnings += (f"the result leaves out {format_first_few(left)}: no weight is decoded from them",)
     note = f"{len(values):,} quantised weights were decoded to {dtype}"
-    return replace(
-        checkpoint,
-        source=ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
-        manifest=replace(
-            checkpoint.manifest,
-            tensors=tensors,
-            warnings=warnings,
-            metadata=models.drop_torchao_metadata(checkpoint.manifest.metadata),
-        ),
-        model=plain,
-        config=models.drop_quantisation_config(config),
-        remade_config=True,
-        encoded=tuple(tensor for name, tensor in stored.items() if name in used),
+    if checkpoint.model is not None and 0 < len(encodings) < len(checkpoint.model.encodings):
+        note += f", and {len(checkpoint.model.encodings) - len(encodings):,} stay quantized"
+    return _DecodedWeights(
+        ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
+        values,
+        {encoding.name(array) for encoding in encodings.values() for array in _list_needed_arrays(encoding)},
+        tuple(tensor for name, tensor in stored.items() if name in used),
     )
+
+
+def _note_left_arrays(names: Sequence[str]) -> tuple[str, ...]:
+    """Warn of arrays that a result leaves out."""
+    if not names:
+        return ()
+    return (f"the result leaves out {format_first_few(names)}: no weight is decoded from them",)
+
+
+def _list_module_names(name: str, encoding: WeightEncoding, stored: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """List what a quantized module is called: by the table, and by the source."""
+    codes = encoding.arrays[0]
+    held = stored.get(encoding.name(codes))
+    spelled = [each.removesuffix(f".{codes.suffix}") for each in held.spelling] if held is not None else []
+    return tuple(dict.fromkeys([encoding.module, name.removesuffix(_WEIGHT), *spelled]))
 
 
 def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
@@ -103,11 +257,13 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     if result.config is None or source.config is None or source.model is None or source.model.plain is None:
         return source
     said = result.record.options if result.record is not None else {}
-    if models.find_quantisation_config(result.config) is not None and not said.keys() >= {DEQUANTISED, QUANTISED}:
-        return source
     encodings = _list_encodings(source.model)
-    found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
-    dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
+    found = {name: tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings}
+    numbers = {name: dtype for name, dtype in found.items() if dtype in FLOATS.values()}
+    dtype = next(iter(numbers.values()), None)
+    if models.find_quantisation_config(result.config) is not None and not said.keys() >= {DEQUANTISED, QUANTISED}:
+        some = dtype is not None and len(numbers) < len(encodings) and bool(source.model.encodings)
+        return _decode_some_weights(source, numbers, dtype, threads) if some and dtype is not None else source
     if dtype is None and DEQUANTISED in said:  # a half has other names, and what was quantised again other types
         dtype = FLOATS.get(said.get("dtype", ""))
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)

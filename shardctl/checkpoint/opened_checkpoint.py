@@ -72,6 +72,8 @@ class OpenedCheckpoint:
     """Of an adapter: the config of its base, if anybody says which that is."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
+    remade_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Auxiliary files that say something else than the source's, by name."""
     stored_quantization: StoredQuantization | None = None
     """How the weights are quantized, if stored names show it and no method that the config names explains them."""
     rebind: Callable[[Source, Manifest, Mapping[str, Any] | None], OpenedCheckpoint] | None = None

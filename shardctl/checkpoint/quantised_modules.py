@@ -73,14 +73,14 @@ def select_modules(
         and name in inside
         and not model.tensors[name].optional
         and not _is_head(model, name)
-        and not left(_list_modules(matrices[name]))
+        and not left(list_modules(matrices[name]))
     )
     if not chosen:
         raise UnsupportedError("no linear layer is left to quantise", hint="shardctl inspect SRC --tensors lists all")
     _check_groups(chosen, stored, recipe)
     taken = set(chosen)
     rest = [tensor for name, tensor in matrices.items() if name not in taken]
-    ignored = dict.fromkeys(module for tensor in rest for module in _list_linear_modules(model, tensor))
+    ignored = dict.fromkeys(module for tensor in rest for module in list_linear_modules(model, tensor))
     shown = models.list_name_patterns(tensor.name.removesuffix(_WEIGHT) for tensor in rest)
     note = f"; left as they are: {format_first_few(shown, len(shown))}, and all vectors" if shown else ""
     return ModuleSelection(chosen, tuple(ignored), note, _describe_stacks(model, rest))
@@ -99,18 +99,18 @@ def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
     )
 
 
-def _list_modules(tensor: Tensor) -> tuple[str, ...]:
+def list_modules(tensor: Tensor) -> tuple[str, ...]:
     """List the names of the modules that have a weight: of all that are tied, and as the source spells them."""
     names = (tensor.name, *tensor.ties, *tensor.spelling)
     return tuple(dict.fromkeys(name.removesuffix(_WEIGHT) for name in names))
 
 
-def _list_linear_modules(model: Model, tensor: Tensor) -> tuple[str, ...]:
+def list_linear_modules(model: Model, tensor: Tensor) -> tuple[str, ...]:
     """List the same, but for the embedding itself, which is no linear layer, though a head may be tied to it."""
     known = model.tensors.get(tensor.name)
     first = known is not None and {kind for kind, _ in known.spec.where} >= {"first"}
     embeds = first and known is not None and known.row.dims.startswith("vocab")
-    return tuple(name.removesuffix(_WEIGHT) for name in tensor.ties) if embeds else _list_modules(tensor)
+    return tuple(name.removesuffix(_WEIGHT) for name in tensor.ties) if embeds else list_modules(tensor)
 
 
 def _is_head(model: Model, name: str) -> bool:
@@ -128,7 +128,7 @@ def _list_text_names(checkpoint: OpenedCheckpoint, model: Model) -> Collection[s
 def _check_entries(ignore: Sequence[str], matrices: Mapping[str, Tensor]) -> None:
     for entry in ignore:
         named = match_exact_names((entry,))
-        if not any(named(_list_modules(tensor)) for tensor in matrices.values()):
+        if not any(named(list_modules(tensor)) for tensor in matrices.values()):
             raise UsageError(f"--quantize-ignore {entry!r} is no module of this model", hint=_PATTERNS)
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.checkpoint.dequantising import QUANTISATION_FILES
 from shardctl.checkpoint.pipeline_parts import is_pipeline, read_part_config
 from shardctl.conversion.optimizer_states import build_settings_file, get_states
 from shardctl.dtype import CASTABLE, FLOATS
 from shardctl.manifest import OpaqueObject
 from shardctl.models import find_quantisation_config
+from shardctl.models.quantisation.settings import QUANTISATION_FILES
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.training import SETTINGS
 
@@ -36,6 +36,10 @@ def list_carried_files(
     part_configs = _list_part_configs(checkpoint, have, dtypes)
     carried = []
     for side in have.objects:
+        if side.name in checkpoint.remade_files:
+            content = checkpoint.remade_files[side.name]
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+            continue
         if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
             continue
         if side.name == CONFIG and checkpoint.remade_config:

@@ -16,7 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
-from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.dequantising import (
+    DEQUANTISED,
+    DEQUANTIZED_MODULES,
+    QUANTISED,
+    dequantise_checkpoint,
+    dequantise_modules,
+)
 from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.merging import ARITHMETIC_VERSION, MERGE_ARITHMETIC, MERGED, describe_adapters, merge_adapters
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
@@ -26,7 +32,7 @@ from shardctl.conversion.array_choice import NAMES, choose_arrays
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
-from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, get_cast_type
+from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, get_cast_type, list_coded_arrays
 from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
@@ -66,7 +72,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped"),
-    *(DEQUANTISED, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED),
+    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -197,7 +203,8 @@ def draft_conversion(
     check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
     checkpoint = _quantise_weights(checkpoint, reshard_options)
-    coded = _list_coded_names(checkpoint) if reshard_options.quantize is not None else frozenset()
+    partial_codes = reshard_options.quantize is not None or bool(reshard_options.dequantize)
+    coded = list_coded_arrays(checkpoint) if partial_codes else frozenset()
     plain = _list_plain_floats(checkpoint, reshard_options)
     tensors = (
         checkpoint.manifest.tensors.values()
@@ -368,9 +375,27 @@ def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
     """
     threads = _choose_threads(checkpoint, reshard_options)
     declared = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
-    if (declared or checkpoint.stored_quantization is not None) and reshard_options.dtype != "keep":
+    if reshard_options.dequantize:
+        checkpoint = _decode_modules(checkpoint, reshard_options, threads, quantised=declared)
+    elif (declared or checkpoint.stored_quantization is not None) and reshard_options.dtype != "keep":
         checkpoint = dequantise_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
     return merge_adapters(checkpoint, reshard_options.merge, threads)
+
+
+def _decode_modules(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, threads: int, *, quantised: bool
+) -> OpenedCheckpoint:
+    """Return the checkpoint with the weights of some modules decoded; raises UsageError for options that contradict."""
+    if reshard_options.dtype == "keep":
+        raise UsageError("--dequantize has an effect only with --dtype", hint="add --dtype bf16 or fp16")
+    if reshard_options.quantize is not None:
+        raise UsageError(
+            "--dequantize keeps other weights quantized, and --quantize needs numbers",
+            hint="leave --dequantize out, and name the modules with --quantize-ignore",
+        )
+    if not quantised and checkpoint.stored_quantization is None:
+        raise UsageError("--dequantize is for quantized weights, and the source has none", hint="leave it out")
+    return dequantise_modules(checkpoint, reshard_options.dequantize, get_cast_type(reshard_options), threads)
 
 
 def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
@@ -400,12 +425,6 @@ def _list_plain_floats(checkpoint: OpenedCheckpoint, reshard_options: ReshardOpt
     from shardctl.checkpoint.unexplained_codes import list_plain_floats
 
     return list_plain_floats(checkpoint)
-
-
-def _list_coded_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:
-    """List the arrays of quantised weights."""
-    encodings = checkpoint.model.encodings.values() if checkpoint.model is not None else ()
-    return frozenset(encoding.name(array) for encoding in encodings for array in encoding.arrays)
 
 
 def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
@@ -485,6 +504,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         MERGED: describe_adapters(reshard_options.merge) or None,
         MERGE_ARITHMETIC: str(ARITHMETIC_VERSION) if reshard_options.merge else None,
         QUANTISED: reshard_options.quantize,
+        DEQUANTIZED_MODULES: ", ".join(reshard_options.dequantize) or None,
         "quantize_ignore": ", ".join(reshard_options.quantize_ignore) or None,
         **_collect_special_options(reshard_options),
     }

@@ -89,6 +89,15 @@ def choose_dtypes(
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
 
 
+def list_coded_arrays(checkpoint: OpenedCheckpoint) -> frozenset[str]:
+    """List the arrays of quantized weights, and scales of the cache, which belong to the quantization, too."""
+    model = checkpoint.model
+    if model is None or not model.encodings:
+        return frozenset()
+    added = model.tensors.keys() - model.plain.tensors.keys() if model.plain is not None else set()
+    return frozenset(e.name(array) for e in model.encodings.values() for array in e.arrays) | added
+
+
 def _require_kept(have: Manifest, text: str, keep: re.Pattern[str], want: DType) -> None:
     """Raise UsageError if no name matches, or if those that do are not in fp32 and would be cast all the same."""
     matching = [tensor for name, tensor in have.tensors.items() if keep.search(name)]

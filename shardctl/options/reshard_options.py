@@ -167,6 +167,17 @@ class ReshardOptions:
         ),
     ] = ()
     """Adapters that are merged one after the other, as PEFT's `merge_and_unload` does."""
+    dequantize: Annotated[
+        tuple[str, ...],
+        CommandOption(
+            HelpPanel.WRITING,
+            "Decode only this quantized module to --dtype, a name or re:REGEX; may be repeated. The others stay "
+            "quantized.",
+            metavar="MODULE",
+            accepts=list[str],
+        ),
+    ] = ()
+    """Modules that are decoded while all others stay quantized; the config's list of modules that are left has them."""
     quantize: Annotated[
         str | None,
         CommandOption(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors
+from shardctl.checkpoint.dequantising import dequantise_checkpoint, describe_decoded
+from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, list_coded_arrays
 from shardctl.dtype import FLOATS
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.estimate.heaviest import HeaviestRanks
@@ -99,6 +100,21 @@ def build_beside_model(name: str, checkpoint: OpenedCheckpoint, reshard_options:
     return BesideModel(name, HeaviestRanks(inventory), WeightTotals(inventory))
 
 
+def count_decoded_weights(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, trained: bool = False
+) -> OpenedCheckpoint:
+    """Return a checkpoint whose quantized weights have the type that `--dtype` decodes them to.
+
+    A plan of training counts the weights that codes stand for by itself.
+    """
+    if reshard_options.dtype not in FLOATS:
+        return checkpoint
+    dtype = FLOATS[reshard_options.dtype]
+    if checkpoint.stored_quantization is not None and not checkpoint.hypothetical:
+        return dequantise_checkpoint(checkpoint, dtype, 1)
+    return checkpoint if trained else describe_decoded(checkpoint, reshard_options.dequantize, dtype)
+
+
 def build_estimated_model(
     checkpoint: OpenedCheckpoint,
     reshard_options: ReshardOptions,
@@ -117,7 +133,7 @@ def build_estimated_model(
     if trained and has_coded_weights(checkpoint):
         return _build_dequantised_model(checkpoint, have, reshard_options)
     model = checkpoint.model
-    dtypes = choose_dtypes(have, reshard_options) if reshard_options.dtype != "keep" else None
+    dtypes = _choose_counted_dtypes(checkpoint, have, reshard_options)
     if model is None:
         inventory = _build_untabled_inventory(checkpoint, have, dtypes)
         elements = inventory.elements
@@ -131,6 +147,17 @@ def build_estimated_model(
     active = _choose_activation_dtype(checkpoint, reshard_options, inventory)
     about = EstimatedModel(inventory, elements, made_of, why, active)
     return _add_base(about, checkpoint) if checkpoint.adapter else about
+
+
+def _choose_counted_dtypes(
+    checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions
+) -> Mapping[str, DType] | None:
+    """Choose the type of each tensor as a conversion does; None if they keep theirs."""
+    if reshard_options.dtype == "keep":
+        return None
+    from shardctl.checkpoint.unexplained_codes import list_plain_floats
+
+    return choose_dtypes(have, reshard_options, list_coded_arrays(checkpoint), list_plain_floats(checkpoint))
 
 
 def _build_tuned_model(

@@ -23,6 +23,7 @@ from shardctl.planning.estimated_model import (
     EstimatedModel,
     build_beside_model,
     build_estimated_model,
+    count_decoded_weights,
     has_coded_weights,
 )
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
@@ -64,15 +65,16 @@ def plan(
     with open_checkpoint(path, replace(source_options, described=True), excluded=excluded) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
-        seen, towers = cut_towers(checkpoint, reshard_options, plan_options)
+        trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
+        counted = count_decoded_weights(checkpoint, reshard_options, trained=trained)
+        checkpoint = counted if checkpoint.hypothetical else checkpoint
+        seen, towers = cut_towers(counted, reshard_options, plan_options)
         about = _build_unstored_model(seen, reshard_options, plan_options)
         if plan_options.beside:
-            about = about or build_estimated_model(checkpoint, reshard_options)
+            about = about or build_estimated_model(counted, reshard_options)
             about = replace(about, beside=_build_beside_models(source_options, reshard_options, plan_options))
         explored = (
-            explore_meshes(
-                about or build_estimated_model(checkpoint, reshard_options), plan_options, reshard_options.mesh
-            )
+            explore_meshes(about or build_estimated_model(counted, reshard_options), plan_options, reshard_options.mesh)
             if plan_options.search
             else None
         )

@@ -6,7 +6,7 @@ Layout: `packing_format`; which module has which: vLLM (model_executor/layers/qu
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
@@ -16,7 +16,7 @@ from shardctl.models.quantisation.gptq import build_gptq_storage
 from shardctl.models.quantisation.storage import QuantisationMethod, QuantisationScheme
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardctl.models.quantisation.storage import Names, WeightStorage
 
@@ -84,4 +84,12 @@ def _list_blocks(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"{name.strip()}." for name in names)
 
 
-AUTOROUND: Final = QuantisationMethod(("auto-round", "auto_round", "intel/auto-round", "inc"), _parse_scheme)
+def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], _plain: Sequence[str]) -> Mapping[str, Any]:
+    """Return settings that give modules 16 bits, as AutoRound itself says of those that it leaves."""
+    left = {name: {"bits": _WHOLE_BITS, "data_type": "float"} for name in decoded}
+    return {**settings, "extra_config": {**(settings.get("extra_config") or {}), **left}}
+
+
+AUTOROUND: Final = QuantisationMethod(
+    ("auto-round", "auto_round", "intel/auto-round", "inc"), _parse_scheme, _spare_modules
+)

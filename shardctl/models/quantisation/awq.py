@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.quantisation.gptq import parse_bits_and_groups, refuse_kernel_order
 from shardctl.models.quantisation.marlin import build_marlin_storage
-from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
     IN,
@@ -73,4 +73,4 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     )
 
 
-AWQ: Final = QuantisationMethod(("awq",), _parse_scheme)
+AWQ: Final = QuantisationMethod(("awq",), _parse_scheme, build_list_extension("modules_to_not_convert"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
     MATRIX,
@@ -88,4 +88,8 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-BITSANDBYTES: Final = QuantisationMethod(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"), _parse_scheme)
+BITSANDBYTES: Final = QuantisationMethod(
+    ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+    _parse_scheme,
+    build_list_extension("llm_int8_skip_modules"),
+)

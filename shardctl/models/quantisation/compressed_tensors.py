@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.fp8 import parse_block_size
-from shardctl.models.quantisation.module_list import find_module_list, match_exact_names
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_exact_names
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
@@ -198,4 +198,6 @@ def _parse_group(group: ModelConfig, form: str) -> _ModuleGroup:
     )
 
 
-COMPRESSED_TENSORS: Final = QuantisationMethod(("compressed-tensors", "compressed_tensors"), _parse_scheme)
+COMPRESSED_TENSORS: Final = QuantisationMethod(
+    ("compressed-tensors", "compressed_tensors"), _parse_scheme, build_list_extension("ignore")
+)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.quantisation.modelopt import build_modelopt_storage
-from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FP8,
     MATRIX,
@@ -107,5 +107,9 @@ def _parse_fbgemm_scheme(config: ModelConfig) -> QuantisationScheme:
     return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-FINE_GRAINED: Final = QuantisationMethod(("fp8",), _parse_scheme)
-FBGEMM: Final = QuantisationMethod(("fbgemm_fp8",), _parse_fbgemm_scheme)
+FINE_GRAINED: Final = QuantisationMethod(
+    ("fp8",), _parse_scheme, build_list_extension("modules_to_not_convert", "ignored_layers")
+)
+FBGEMM: Final = QuantisationMethod(
+    ("fbgemm_fp8",), _parse_fbgemm_scheme, build_list_extension("modules_to_not_convert")
+)

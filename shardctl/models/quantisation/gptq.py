@@ -6,8 +6,9 @@ Layout: `QuantLinear` in AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.quantisation.expressions import compile_expression
@@ -27,6 +28,8 @@ from shardctl.models.quantisation.storage import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from shardctl.models.config import ModelConfig
     from shardctl.models.quantisation.expressions import ModuleExpression
     from shardctl.models.quantisation.storage import Names
@@ -128,4 +131,15 @@ def _list_dynamic_rules(config: ModelConfig) -> list[tuple[ModuleExpression, Wei
     return rules
 
 
-GPTQ: Final = QuantisationMethod(("gptq",), _parse_scheme)
+def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], _plain: Sequence[str]) -> Mapping[str, Any]:
+    """Return settings with a rule of `dynamic` for each module that is left, in front of those that there are.
+
+    vLLM takes a quantized head from `lm_head` alone.
+    """
+    rules: dict[str, object] = {f"-:^{re.escape(name)}$": {} for name in decoded}
+    heads = any(name.rpartition(".")[2] == "lm_head" for name in decoded)
+    head = {"lm_head": False} if heads and settings.get("lm_head") else {}
+    return {**settings, **head, "dynamic": {**rules, **(settings.get("dynamic") or {})}}
+
+
+GPTQ: Final = QuantisationMethod(("gptq",), _parse_scheme, _spare_modules)

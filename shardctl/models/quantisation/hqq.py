@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
-from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
     OUT,
@@ -92,4 +92,4 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     return QuantisationScheme(lambda names: find(names) or usual, lambda names: skipped(names) or find(names) is None)
 
 
-HQQ: Final = QuantisationMethod(("hqq",), _parse_scheme)
+HQQ: Final = QuantisationMethod(("hqq",), _parse_scheme, build_list_extension("skip_modules"))

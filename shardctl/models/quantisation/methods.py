@@ -44,6 +44,11 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
 """Every method; to add one, write its file and name it here."""
 
 
+def find_method(name: str) -> QuantisationMethod | None:
+    """Find the method that a config calls `name`, in small letters; None if it is not known."""
+    return next((method for method in METHODS if name in method.names), None)
+
+
 def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
     """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
 
@@ -53,7 +58,7 @@ def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
     if settings is None:
         return None
     name = name_method(settings)
-    method = next((m for m in METHODS if name in m.names), None)
+    method = find_method(name)
     if method is None:
         raise UnsupportedError(
             _describe_unknown_method(name, config),

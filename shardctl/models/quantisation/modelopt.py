@@ -8,11 +8,16 @@ torch/export/unified_export_hf.py, `_export_quantized_weight`), and vLLM, which 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
-from shardctl.models.quantisation.module_list import find_module_list, list_enclosing_modules, match_wildcards
+from shardctl.models.quantisation.module_list import (
+    build_list_extension,
+    find_module_list,
+    list_enclosing_modules,
+    match_wildcards,
+)
 from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -37,7 +42,7 @@ from shardctl.models.quantisation.storage import (
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardctl.models.quantisation.storage import Names, WeightDecoder
 
@@ -189,4 +194,13 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantisationScheme:
     return QuantisationScheme(lambda names: find(names) or usual, lambda names: find(names) is None, heads=True)
 
 
-MODELOPT: Final = QuantisationMethod(("modelopt", "modelopt_fp8", "modelopt_fp4"), _parse_scheme)
+def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], plain: Sequence[str]) -> Mapping[str, Any]:
+    """Return settings that leave modules as they are: out of the table of a mixed precision, or in the list."""
+    layers = settings.get("quantized_layers")
+    if isinstance(layers, dict):
+        settings = {**settings, "quantized_layers": {n: said for n, said in layers.items() if n not in decoded}}
+    return _extend_list(settings, decoded, plain)
+
+
+_extend_list: Final = build_list_extension("ignore", "exclude_modules")
+MODELOPT: Final = QuantisationMethod(("modelopt", "modelopt_fp8", "modelopt_fp4"), _parse_scheme, _spare_modules)

@@ -11,7 +11,8 @@ from shardctl.errors import SourceError
 from shardctl.models.quantisation.expressions import compile_expression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any
 
     from shardctl.models.config import ModelConfig
     from shardctl.models.quantisation.storage import Names
@@ -36,6 +37,26 @@ def find_module_list(config: ModelConfig, *keys: str) -> tuple[str, ...] | None:
             raise SourceError(f"config.json has {key} = {value!r} where a list of names is expected")
         return tuple(value)
     return None
+
+
+def build_list_extension(
+    *keys: str,
+) -> Callable[[Mapping[str, Any], Sequence[str], Sequence[str]], Mapping[str, Any]]:
+    """Build what adds modules to the list under the first of `keys` that the settings have, else under the first key.
+
+    A new list also names the modules that were left without one, because loaders leave nothing else then.
+
+    >>> extend = build_list_extension("ignore", "exclude")
+    >>> extend({"exclude": ["lm_head"]}, ["a.b"], ["c"]), extend({}, ["a.b"], ["c"])
+    ({'exclude': ['lm_head', 'a.b']}, {'ignore': ['c', 'a.b']})
+    """
+
+    def extend(settings: Mapping[str, Any], decoded: Sequence[str], plain: Sequence[str]) -> Mapping[str, Any]:
+        key = next((key for key in keys if settings.get(key) is not None), keys[0])
+        listed = settings.get(key)
+        return {**settings, key: list(dict.fromkeys([*(plain if listed is None else listed), *decoded]))}
+
+    return extend
 
 
 def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.fp8 import parse_block_size
-from shardctl.models.quantisation.module_list import find_module_list, match_exact_names, match_wildcards
+from shardctl.models.quantisation.module_list import (
+    build_list_extension,
+    find_module_list,
+    match_exact_names,
+    match_wildcards,
+)
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
@@ -117,4 +122,4 @@ def _list_scale_forms(settings: ModelConfig) -> tuple[Form, ...]:
     return (build_block_form(*block),)
 
 
-QUARK: Final = QuantisationMethod(("quark",), _parse_scheme)
+QUARK: Final = QuantisationMethod(("quark",), _parse_scheme, build_list_extension("exclude"))

@@ -8,10 +8,12 @@ from shardctl.errors import SourceError
 from shardctl.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 SIDECAR: Final = "hf_quant_config.json"
 """Where ModelOpt up to 0.33 says how weights are quantised."""
+QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json", "quanto_qmap.json"})
+"""Files next to a config that say how weights are quantized: ModelOpt's, AutoAWQ's, AutoGPTQ's, optimum-quanto's."""
 VALUES_PLACE: Final = "{} (dequantised)"
 """What the place of a decoded weight's values is called in messages, by the name of the weight."""
 KEEP_HINT: Final = "leave --dtype out to keep the quantized weights as they are"
@@ -70,9 +72,36 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
     said, there = own.values.get("quant_algo"), inner.get("quant_algo")
     if said is not None and said == there:
         missing = {key: value for key, value in inner.items() if key not in own.values}
+        if not missing:
+            return config, ()
         return {**config, _KEYS[0]: {**own.values, **missing}}, ()
     words = f"config.json says {said or name_method(own)}, and {SIDECAR} {there}"
     return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
+
+
+def replace_quantisation_settings(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return a config with `change` made of what it says of quantized weights, wherever it says so.
+
+    A config may say it twice, for its text model and for itself, and a file of its own may say it, too.
+    """
+    found = dict(config)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        found["text_config"] = replace_quantisation_settings(text, change)
+    for key in _KEYS:
+        if isinstance(config.get(key), dict):
+            found[key] = replace_file_settings(config[key], change)
+    return found
+
+
+def replace_file_settings(
+    settings: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return the settings with `change` made of them, or of the inner table that ModelOpt's sidecar has."""
+    inner = settings.get("quantization")
+    return {**settings, "quantization": change(inner)} if isinstance(inner, dict) else change(settings)
 
 
 def drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.value import value_class
 
@@ -353,3 +353,6 @@ class QuantisationMethod:
     """What `quant_method` says."""
     read: Callable[[ModelConfig], QuantisationScheme | None]
     """What its settings mean; None if the family's own table has the arrays already."""
+    spare: Callable[[Mapping[str, Any], Sequence[str], Sequence[str]], Mapping[str, Any]] | None = None
+    """Returns settings that also leave modules as they are: those that were decoded, and those that no list names yet
+    because they are left anyway. None where no settings leave single modules."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.expressions import compile_expression
-from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.module_list import build_list_extension, find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
@@ -33,7 +33,7 @@ from shardctl.models.quantisation.storage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardctl.models.quantisation.storage import Form, Names
 
@@ -42,6 +42,8 @@ _LIST: Final = "tensor_names"
 """The key of a file's metadata that lists the tensors whose classes the other keys name."""
 _CLASS: Final = '{"_type":'
 """How what such a key says begins."""
+_PLAIN: Final = '{"_type": "Tensor"}'
+"""What it says of a tensor that is not quantized."""
 _REGEX: Final = "re:"
 _USUAL: Final = "_default"
 _NVFP4_GROUP: Final = 16
@@ -253,6 +255,13 @@ def _build_storage(value: object, file: str, dtype: str) -> WeightStorage:
     return _BUILDERS[kind](said, dtype)
 
 
+def mark_plain_tensors(metadata: Mapping[str, str], names: Collection[str]) -> Mapping[str, str]:
+    """Return a file's metadata in which the tensors of these stored names are plain ones."""
+    if _LIST not in metadata:
+        return metadata
+    return {**metadata, **{name: _PLAIN for name in names if name in metadata}}
+
+
 def drop_torchao_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Leave out of a file's metadata of which classes its tensors are."""
     if _LIST not in metadata:
@@ -260,4 +269,4 @@ def drop_torchao_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return {key: value for key, value in metadata.items() if key != _LIST and not value.startswith(_CLASS)}
 
 
-TORCHAO: Final = QuantisationMethod((_NAME,), _parse_scheme)
+TORCHAO: Final = QuantisationMethod((_NAME,), _parse_scheme, build_list_extension("modules_to_not_convert"))
