@@ -1,7 +1,7 @@
 """Casts between floating-point element types, on raw bytes and without torch.
 
 Values round to nearest, ties to even; subnormals, signed zeros and infinities are kept; F64 goes through F32, as
-``torch.Tensor.to`` does. What is finite and becomes infinite is counted. A NaN becomes the quiet NaN of its sign,
+``torch.Tensor.to`` does. Finite values that become infinite are counted. A NaN becomes the quiet NaN of its sign,
 without payload: torch 2.13 drops signs or keeps payloads, depending on the dtypes and even on the number of elements.
 
     >>> from shardctl.dtype import BY_NAME
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ml_dtypes
 import numpy as np
 
-from shardctl.errors import UsageError
+from shardctl.errors import SourceError, UsageError
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -29,10 +29,25 @@ if TYPE_CHECKING:
 
 @value_class
 class CastReport:
-    """What a cast did that its caller must tell."""
+    """What a cast did that its caller must report."""
 
     overflowed: int
     """Finite values that became infinite."""
+    minima: int = 0
+    """Those of them that were the lowest number of a type (`torch.finfo(dtype).min`), as masks of attention hold it."""
+
+    def count_lost_values(self, tensor: str) -> int:
+        """Count the values of `tensor` that the cast lost.
+
+        A mask buffer holds the lowest number of its type in place of minus infinity, so minus infinity means the same
+        in it. A weight has no such numbers.
+
+        >>> report = CastReport(overflowed=3, minima=2)
+        >>> report.count_lost_values("h.0.attn.masked_bias"), report.count_lost_values("norm.weight")
+        (1, 3)
+        """
+        is_weight = tensor.rpartition(".")[2].startswith("weight")
+        return self.overflowed - (0 if is_weight else self.minima)
 
 
 @value_class
@@ -60,6 +75,8 @@ _FLOATS: Final[dict[str, DTypeLike]] = {
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
+_LOWEST: Final = (-1.7976931348623157e308, -3.4028234663852886e38, -3.3895313892515355e38)
+"""The lowest numbers of F64, F32 and BF16; a mask that was widened still holds that of its earlier type."""
 _TABLE_BITS: Final = 8
 _BLOCK: Final = 1 << 17
 """Elements cast at a time: near the cores' caches, yet long enough that two threads seldom meet at Python's lock."""
@@ -86,7 +103,7 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
             hint=f"the casts are from {', '.join(_FLOATS)} to {', '.join(_TARGETS)}",
         )
     values, results, target = src.view(_FLOATS[have.name]), out.view(_FLOATS[want.name]), _TARGETS[want.name]
-    overflowed = 0
+    overflowed = minima = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, values.size, _BLOCK):
             block, result = values[start : start + _BLOCK], results[start : start + _BLOCK]
@@ -96,8 +113,20 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
                 np.take(_build_cast_table(have.name, want.name), block.view(np.uint8), out=result, mode="clip")
             else:
                 np.copyto(result, block, casting="unsafe")
-            overflowed += _canonicalise_nans(block, result.view(target.bits), target)
-    return CastReport(overflowed)
+            lost = _canonicalise_nans(block, result.view(target.bits), target)
+            overflowed += lost.size
+            minima += int(np.isin(lost.astype(np.float64), _LOWEST).sum()) if lost.size else 0
+    return CastReport(overflowed, minima)
+
+
+def build_overflow_error(tensor: str, count: int, dtype: DType) -> SourceError:
+    """Build the error for a tensor of which a cast makes `count` finite values infinite, with the ways out."""
+    wider = "use --dtype bf16, " if dtype.name == "F16" else ""
+    values = "1 finite value becomes" if count == 1 else f"{count:,} finite values become"
+    return SourceError(
+        f"{tensor}: {values} infinite in {dtype}",
+        hint=f"{wider}keep such tensors as they are with --keep-fp32 REGEX, or accept infinities with --allow-overflow",
+    )
 
 
 @cache
@@ -106,12 +135,15 @@ def _build_cast_table(have: str, want: str) -> NDArray[Any]:
     return np.arange(2**_TABLE_BITS, dtype=np.uint8).view(_FLOATS[have]).astype(_FLOATS[want])
 
 
-def _canonicalise_nans(values: NDArray[Any], bits: NDArray[Any], target: _CastTarget) -> int:
-    """Make NaNs among the cast `bits` canonical; how many of the finite `values` became infinite."""
+def _canonicalise_nans(values: NDArray[Any], bits: NDArray[Any], target: _CastTarget) -> NDArray[Any]:
+    """Make NaNs among the cast `bits` canonical, and return the finite `values` that became infinite.
+
+    The largest magnitude tells in one pass that there is neither, which is all that most blocks take.
+    """
     magnitudes = bits & (target.sign - 1)
     if magnitudes.max() < target.infinity:
-        return 0
+        return values[:0]
     nan = magnitudes > target.infinity
     bits[nan] = bits[nan] & target.sign | target.quiet_nan
-    became_infinite = (magnitudes == target.infinity) & np.isfinite(values)
-    return int(np.count_nonzero(became_infinite))
+    lost: NDArray[Any] = values[(magnitudes == target.infinity) & np.isfinite(values)]
+    return lost

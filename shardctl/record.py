@@ -36,6 +36,8 @@ DERIVED: Final = "derived"
 """What the option `rules` of a record says if no table, but derived rules say how tensors are cut."""
 GIVEN: Final = "given"
 """What it says if a rule file, or rules of transformers, say how."""
+OVERFLOWED: Final = "allow_overflow"
+"""The option of a record that says that finite values became infinite, which somebody had allowed."""
 LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 """The options of a record that say that tensors were left out."""
 BASE_ONLY: Final = "base_only"

@@ -135,6 +135,17 @@ class ComputedSource:
         if isinstance(self._source, ComputedSource):
             self._source.track(tracker)
 
+    def take_overflow(self) -> int:
+        """Return how many finite values became infinite in what this thread has computed since the last call."""
+        found: int = getattr(self._local, "overflowed", 0)
+        self._local.overflowed = 0
+        return found + (self._source.take_overflow() if isinstance(self._source, ComputedSource) else 0)
+
+    def list_overflows(self) -> dict[str, int]:
+        """List the tensors of which computed values did not fit their type, each with how many became infinite."""
+        inner = self._source.list_overflows() if isinstance(self._source, ComputedSource) else {}
+        return {**inner, **self._overflowed}
+
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from a file that exists, or with values of an array."""
         array = self._arrays.get(path)
@@ -147,6 +158,7 @@ class ComputedSource:
             self._local.reader = CrcReader(self.read_at, self._tracker) if self._tracker else self
         overflowed = array.read_values(self._local.reader, self._local.buffer, offset, into)
         if overflowed:
+            self._local.overflowed = getattr(self._local, "overflowed", 0) + overflowed
             with self._lock:
                 self._overflowed[array.name] = self._overflowed.get(array.name, 0) + overflowed
 

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from shardctl.amounts import format_plural
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
+from shardctl.checkpoint.computed_source import ComputedSource
+from shardctl.checkpoint.dequantising import dequantise_checkpoint
 from shardctl.checkpoint.merge_comparison import explain_merge_differences
 from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
-from shardctl.dtype import CASTABLE, SMALL_FLOATS
-from shardctl.errors import format_first_few
-from shardctl.record import RECORD
+from shardctl.dtype import BY_NAME, CASTABLE, SMALL_FLOATS
+from shardctl.errors import SourceError, UsageError, format_first_few
+from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.training import split_state_name
 from shardctl.verify import content
+from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
     from shardctl.workers import ExecutionOptions
+
+_Pair = tuple["Tensor", "Tensor"]
 
 
 def list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[CheckFinding]:
@@ -44,11 +49,13 @@ def run_identity_level(
     full: bool,
     merged: bool,
     equal: Collection[str],
+    unquantized: OpenedCheckpoint | None = None,
 ) -> LevelResult:
     """Return the level: what of `checkpoint` is not as in `other`, which messages call `against`.
 
     `full` says that all of the checkpoint was read before, `merged` that an adapter was merged into `other`. Tensors
-    in files that are known to be `equal` are not read.
+    in files that are known to be `equal` are not read. `unquantized` is `other` before it was quantized as `checkpoint`
+    is, if it was.
     """
     level, began = LevelResult("identity", strict=strict), time.monotonic()
     level.add(list_warnings(other, f"in {against}: "))
@@ -58,12 +65,31 @@ def run_identity_level(
         level.add(iter([CheckFinding("warning", "identity", message)]))
     if other.part:
         level.notes.append(f"compared with a part of {against}: {other.part}")
+    pairs = _pair_tensors(level, checkpoint, other)
+    alike = [pair for pair in pairs if _lie_in_equal_files(*pair, equal)]
+    if alike:
+        pairs = [pair for pair in pairs if not _lie_in_equal_files(*pair, equal)]
+        level.equal_files = tuple(sorted(equal))
+        level.notes.append(
+            f"{format_plural(len(alike), 'tensor')} were not read from {against}, because "
+            f"{format_plural(len(equal), 'file')} here have the hashes that it states"
+        )
+    _compare_values(level, checkpoint, other, pairs, against, effort, unread=full and not alike)
+    if full and unquantized is not None and unquantized is not other:
+        _measure_quantization(level, checkpoint, unquantized, effort)
+    level.tensors, level.nbytes = len(alike) + len(pairs), sum(t.nbytes for t, _ in pairs)
+    level.seconds = time.monotonic() - began
+    return level
+
+
+def _pair_tensors(level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> list[_Pair]:
+    """Pair the tensors of both whose values can be compared; what else differs is added to `level`."""
     mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
     if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors
     filtered = checkpoint.record is not None and checkpoint.record.filtered
     retyped = [name for name, tensor in mine.items() if name in theirs and tensor.dtype != theirs[name].dtype]
-    pairs, cast = [], checkpoint.record is None or _has_cast(checkpoint)
+    cast = checkpoint.record is None or _has_cast(checkpoint)
     if checkpoint.record is None and retyped:
         example = f"{mine[retyped[0]].dtype} here and {theirs[retyped[0]].dtype} there"
         message = (
@@ -74,34 +100,73 @@ def run_identity_level(
     companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))
     level.add(check_companions(checkpoint, companions))
     level.notes += companions.notes
+    pairs = []
     for name in [*mine, *(n for n in theirs if n not in mine)]:
         problem = _check_pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=cast)
         if problem:
             level.add(iter([problem]))
         elif name in mine:
             pairs.append((mine[name], theirs[name]))
-    alike = [pair for pair in pairs if _lie_in_equal_files(*pair, equal)]
-    if alike:
-        pairs = [pair for pair in pairs if not _lie_in_equal_files(*pair, equal)]
-        level.equal_files = tuple(sorted(equal))
-        level.notes.append(
-            f"{format_plural(len(alike), 'tensor')} were not read from {against}, because "
-            f"{format_plural(len(equal), 'file')} here have the hashes that it states"
-        )
-    tracker = build_crc_tracker(other)
+    return pairs
+
+
+def _compare_values(
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint,
+    pairs: list[_Pair],
+    against: str,
+    effort: ExecutionOptions,
+    *,
+    unread: bool,
+) -> None:
+    """Compare the elements of the pairs, and what the files of `other` state of theirs."""
+    tracker, losses = build_crc_tracker(other), CastLosses()
     theirs_read = CrcReader(other.source.read_at, tracker)
     in_file_order(pairs, checkpoint, other)
-    differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity")
+    differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity", losses)
     differences, explained = explain_merge_differences(checkpoint, other, differences)
     level.add(explained)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         message += f" ({d.distance})" if d.distance is not None else ""
         level.add(iter([CheckFinding("error", "identity", message, d.tensor, d.file, str(d.first))]))
-    level.add(check_crcs(other, tracker, effort, unread=full and not alike, whose=f"in {against}: "))
-    level.tensors, level.nbytes = len(alike) + len(pairs), sum(t.nbytes for t, _ in pairs)
-    level.seconds = time.monotonic() - began
-    return level
+    level.add(_find_lost_values(checkpoint, other, losses))
+    level.unrounded += filter(None, [losses.summarize("cast")])
+    level.add(check_crcs(other, tracker, effort, unread=unread, whose=f"in {against}: "))
+
+
+def _find_lost_values(
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, losses: CastLosses
+) -> Iterator[CheckFinding]:
+    """Find the tensors that are infinite where those of the source are finite."""
+    computed = other.source.list_overflows() if isinstance(other.source, ComputedSource) else {}
+    allowed = checkpoint.record is not None and OVERFLOWED in checkpoint.record.options
+    for name, count in sorted({**computed, **losses.overflowed}.items()):
+        message = f"{name} is infinite in {format_plural(count, 'element')} in which the source is finite"
+        if allowed:
+            message += f"; {RECORD} says that this was allowed"
+        yield CheckFinding("warning" if allowed else "error", "values", message, name)
+
+
+def _measure_quantization(
+    level: LevelResult, checkpoint: OpenedCheckpoint, unquantized: OpenedCheckpoint, effort: ExecutionOptions
+) -> None:
+    """Note how far quantized weights, once decoded, are from those of the source."""
+    try:
+        decoded = dequantise_checkpoint(checkpoint, BY_NAME["F32"], effort.threads)
+        theirs = unquantized.manifest.tensors
+        pairs = [
+            (tensor, theirs[name])
+            for name, tensor in decoded.manifest.tensors.items()
+            if tensor.encoded_bytes is not None and name in theirs and tensor.shape == theirs[name].shape
+        ]
+        in_file_order(pairs, decoded, unquantized)
+        found = content.measure_distances(pairs, decoded.source, unquantized.source, effort, "unquantized source")
+    except (SourceError, UsageError) as error:
+        level.notes.append(f"the distance from the source before it was quantized was not measured: {error.message}")
+        return
+    level.unrounded += filter(None, [found.summarize("quantized")])
 
 
 def _lie_in_equal_files(mine: Tensor, theirs: Tensor, equal: Collection[str]) -> bool:

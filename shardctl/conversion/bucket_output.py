@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from shardctl.cast import build_overflow_error
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.conversion.pending_record import (
     add_sums_files,
@@ -252,6 +253,8 @@ class ShareSender:
         if is_touched(found, self._work.checkpoint.source.files()):
             return self._sent(number, mine, (), found)
         if self._whole & list_read_files(mine.plan) <= set(found.proved):
+            for name, count in found.overflowed.items() if not self._work.allow_overflow else ():
+                raise build_overflow_error(name, count, self._work.plan.want.tensors[name].dtype)
             for path, size in found.files.items():
                 self._progress.advance(size, kept=True)
                 self._progress.file_done(path)

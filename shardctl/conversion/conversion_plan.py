@@ -47,7 +47,7 @@ from shardctl.models.binding import list_head_names
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import BASE_ONLY, DERIVED, GIVEN
+from shardctl.record import BASE_ONLY, DERIVED, GIVEN, OVERFLOWED
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -71,7 +71,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
-    *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped"),
+    *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
     *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED),
 )
 
@@ -111,6 +111,8 @@ class PlannedConversion:
     """Why the limit on host memory cannot hold it, if so; `budget` is then of the least that can."""
     consumer: ConsumerVerdict | None = None
     """Whether the consumer that `--for` names will load the result."""
+    allow_overflow: bool = False
+    """Whether finite values may become infinite: a permission of this run, and no part of what is planned."""
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -76,7 +76,8 @@ def sum_engine_arrays(
     reading = replace(source_options or SourceOptions(), kv_heads="replicate")
     with (
         scratch_directory() as scratch,
-        open_conversion(path, scratch / "result", options, reading, None) as work,
+        # nothing is published, and the engine holds what its own cast made
+        open_conversion(path, scratch / "result", options, reading, None, allow_overflow=True) as work,
         stop_on_signals(effort.stop),
     ):
         summing = _ArraySums(mesh)

@@ -15,6 +15,7 @@ from shardctl.libraries.files.sharded_backend import INTEGRITY, MARK, encode_int
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
 from shardctl.manifest import Region
 from shardctl.record import (
+    OVERFLOWED,
     RECORD,
     SUMS,
     CheckpointRecord,
@@ -163,8 +164,10 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
             source_rows.append((name, have, tensor.shape, source_digest))
     weights = ((n, t.dtype, t.shape, t.digest) for n, t in tensors.items() if n not in frame.states)
     hashes = {path: found for part in parts for path, found in part.hashes.items()}
+    overflowed = any(part.overflowed for part in parts)  # each part was made by a run that allowed it
     return replace(
         frame.record,
+        options={**frame.record.options, **({OVERFLOWED: "true"} if overflowed else {})},
         digest=compute_checkpoint_digest(weights),
         source_digest=compute_checkpoint_digest(source_rows),
         tensors=tensors,

@@ -37,6 +37,8 @@ def open_conversion(
     reshard_options: ReshardOptions | None,
     source_options: SourceOptions | None,
     plan: PlanFile | None,
+    *,
+    allow_overflow: bool = False,
 ) -> Iterator[PlannedConversion]:
     """Open a source for the length of a `with` block and plan its conversion, as a plan file or the options say.
 
@@ -64,6 +66,7 @@ def open_conversion(
             if plan
             else plan_conversion(checkpoint, wanted)
         )
+        work = replace(work, allow_overflow=allow_overflow)
         if wanted.consumer is not None:
             work = replace(work, consumer=check_result(work, destination))
         if work.reshard_options.reflink and (is_bucket(destination) or is_hub_address(destination)):

@@ -93,7 +93,8 @@ def move_share(
     """Write the files of a share, and side files, below `tree`; on return they are on stable storage.
 
     `journal` is where it goes, and its header. Raises ChangedError if the source is no longer what `versions` says,
-    after `discard` has thrown away what was staged.
+    after `discard` has thrown away what was staged, and SourceError for a finite value that becomes infinite, unless
+    `work` allows that; what was done until then stays for a run that allows it.
     """
     effort = ExecutionOptions(work.budget.threads, block=work.budget.block // 2, stop=stop)
     work.checkpoint.source.heed(stop)
@@ -167,6 +168,8 @@ def _copy_share(
             stop=stop,
             allow_unverified=work.checkpoint.allow_unverified,
             sharer=sharer,
+            take_overflow=source.take_overflow if isinstance(source, ComputedSource) else None,
+            refuse_overflow=not work.allow_overflow,
         )
         _copy_side_files(work, sides, target, stop)
         source.prove(outcome.read_whole, earlier=journal.proved, allow_unverified=work.checkpoint.allow_unverified)

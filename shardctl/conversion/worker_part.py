@@ -88,7 +88,9 @@ def contribute(
     refuse_shared_hub(destination)
 
     def contribute_once() -> ContributeResult:
-        with open_conversion(path, destination, reshard_options, source_options, plan) as work:
+        with open_conversion(
+            path, destination, reshard_options, source_options, plan, allow_overflow=options.allow_overflow
+        ) as work:
             try:
                 return _contribute_part(work, destination, worker, options, progress, run)
             except OccupiedDestinationError:

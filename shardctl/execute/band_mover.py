@@ -60,6 +60,8 @@ class BandMover:
         self._cast = np.empty(0, np.uint8)
         self._aside = np.empty(0, np.uint8)
         self._aside_key: tuple[Key, DType] | None = None
+        self._lost = 0
+        """Finite values of the band at hand that casts made infinite."""
         self.written: Counter[str] = Counter()
 
     def move(self, task: BandTask, source: ByteReader) -> JournalEntry:
@@ -76,12 +78,12 @@ class BandMover:
         if self._sharer is not None:
             self._follow_band(self._sharer, task, data)
         read_sums = compute_band_sums(data, tensor.dtype, task.box, tensor)
-        sums, overflowed = read_sums, 0
+        sums, self._lost = read_sums, 0
         self._read = data
         if cast:
             nbytes = wanted.dtype.nbytes(task.box.shape)
             data = self._cast_buffer(nbytes)[shift:][:nbytes]
-            overflowed = cast_elements(self._read, tensor.dtype, wanted.dtype, data).overflowed
+            self._lost = cast_elements(self._read, tensor.dtype, wanted.dtype, data).count_lost_values(tensor.name)
             sums = compute_band_sums(data, wanted.dtype, task.box, tensor)
         self.written = Counter()
         turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
@@ -89,7 +91,7 @@ class BandMover:
             if not isinstance(chunk.where, ConstantFill):
                 given = data if chunk.dtype == wanted.dtype else self._cast_aside(task, chunk.dtype)
                 self.written[chunk.where.file] += self._band.write(self._writer, chunk, task.box, given)
-        return JournalEntry(read_sums, sums, overflowed)
+        return JournalEntry(read_sums, sums, self._lost)
 
     @staticmethod
     def _follow_band(sharer: BlockSharer, task: BandTask, data: NDArray[np.uint8]) -> None:
@@ -117,7 +119,8 @@ class BandMover:
             if self._aside.nbytes < nbytes:
                 self._aside = np.empty(0, np.uint8)
                 self._aside = np.empty(nbytes, np.uint8)
-            cast_elements(self._read, have, dtype, self._aside[:nbytes])
+            report = cast_elements(self._read, have, dtype, self._aside[:nbytes])
+            self._lost += report.count_lost_values(task.copy.source.name)
             self._aside_key = key
         return self._aside
 

@@ -34,6 +34,7 @@ from shardctl.bands import (
     split_tensor_bands,
 )
 from shardctl.box import Box
+from shardctl.cast import build_overflow_error
 from shardctl.digest import DigestSums
 from shardctl.execute.band_mover import BandMover, BandTask
 from shardctl.execute.journal import JournalEntry
@@ -76,7 +77,7 @@ class CopyOutcome:
     whole_sums: dict[str, DigestSums] = field(default_factory=dict)
     """Digest sums of each tensor of which every element was read, though others count some of them."""
     overflowed: dict[str, int] = field(default_factory=dict)
-    """Finite elements that a cast turned into infinities, by tensor."""
+    """Finite elements that a cast turned into infinities, by tensor; those of masks do not count."""
     kept_bytes: int = 0
     """Output bytes that an earlier run had written and that were found intact."""
     written_bytes: int = 0
@@ -100,18 +101,33 @@ def execute_plan(
     stop: StopRequest | None = None,
     allow_unverified: bool = False,
     sharer: Callable[[], BlockSharer] | None = None,
+    take_overflow: Callable[[], int] | None = None,
+    refuse_overflow: bool = False,
 ) -> CopyOutcome:
     """Copy; on return every file of the plan is complete and synced.
 
     `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
     counts (`Share`). `tracker` is told of all that is read of the source, also by an earlier run. With
     `allow_unverified` bands of an earlier run are kept though nothing proves what it read. `sharer` makes for a thread
-    what shares blocks with the source's files.
+    what shares blocks with the source's files. `take_overflow` returns how many finite values became infinite while
+    this thread computed what it has read since the last call.
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
+    With `refuse_overflow`, raises SourceError once a finite value has become infinite, in this run or an earlier one.
     """
     provenance = Provenance(source, journal, allow_unverified=allow_unverified)
     run = _CopyRun(
-        plan, source, target, journal, progress or NullWatcher(), budget, portions or {}, tracker, provenance, sharer
+        plan,
+        source,
+        target,
+        journal,
+        progress or NullWatcher(),
+        budget,
+        portions or {},
+        tracker,
+        provenance,
+        sharer,
+        take_overflow,
+        refuse_overflow,
     )
     run.prepare()
     stop = StopRequest() if stop is None else stop
@@ -142,7 +158,10 @@ class _CopyRun:
         tracker: CrcTracker | None,
         provenance: Provenance,
         sharer: Callable[[], BlockSharer] | None,
+        take_overflow: Callable[[], int] | None,
+        refuse_overflow: bool,  # noqa: FBT001 - the one caller has the same names
     ) -> None:
+        self._take_overflow, self._refuse_overflow = take_overflow, refuse_overflow
         self._plan, self._source, self._target, self._provenance = plan, source, target, provenance
         self._journal, self._progress, self._budget = journal, progress, budget
         self._portions = portions
@@ -230,6 +249,8 @@ class _CopyRun:
                 self._record(task, entry, hands.output_bytes(task), kept=True, again=again)
             else:
                 moved = hands.move(task, reader or self._source)
+                if self._take_overflow is not None:
+                    moved = moved._replace(overflowed=moved.overflowed + self._take_overflow())
                 self._count_shared(hands.take_shared())
                 if reader is not None:
                     moved = moved._replace(crcs=reader.take_pieces())
@@ -276,6 +297,8 @@ class _CopyRun:
             rows = [(task.key, entry)] if again or not kept else []
             done, batch = self._count_written(rows, written, kept=kept)
         self._report(done, batch, written.total(), kept=kept)
+        if entry.overflowed and self._refuse_overflow:
+            raise build_overflow_error(name, entry.overflowed, task.copy.target.dtype)
 
     def _record_run(
         self, run: TensorRun, copies: Sequence[TensorCopy], sums: Sequence[DigestSums], written: Counter[str]

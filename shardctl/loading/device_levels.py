@@ -14,7 +14,7 @@ from shardctl.estimate.inventory import build_inventory
 from shardctl.loading.device_choice import DeviceChoice
 from shardctl.loading.state_dict import list_expert_names
 from shardctl.mesh import build_holding_key
-from shardctl.record import DERIVED, RECORD
+from shardctl.record import DERIVED, OVERFLOWED, RECORD
 from shardctl.value import state_class
 from shardctl.verify import rank_files
 from shardctl.verify.finding import CheckFinding
@@ -334,6 +334,7 @@ def _run_forward(
         stages=checkpoint.stages,
         config=checkpoint.config if changed else None,
         config_changes=changed,
+        overflow_allowed=record is not None and OVERFLOWED in record.options,
     )
     result = _compare_on_devices(level, candidate, original, verify_options, watcher)
     level.forward = result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
@@ -155,6 +156,11 @@ def _score_source(
                 hint="leave out --dtype bf16",
             )
         rounding = judging.measure_rounding(expected, reference.score_prompts(question.prompts, _TOKENS, "bf16"))
+        if not isfinite(rounding):
+            raise UnsupportedError(
+                "in bf16, the source computes log-probabilities that are not finite, so no bound follows",
+                hint="leave out --dtype bf16",
+            )
     return question, expected, rounding
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import isfinite
+from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import Mismatch, UnsupportedError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from shardctl.options import SourceOptions
     from shardctl.verify.level import LevelResult
     from shardctl.workers import ProgressWatcher
+
+_CUT_HINT: Final = "save the rules with inspect --show-rules, correct them, and give them with --rules"
+_LOST_HINT: Final = "use --dtype bf16, or keep what overflows with --keep-fp32 REGEX"
 
 
 def prove_result(
@@ -41,6 +45,12 @@ def prove_result(
         raise Mismatch(
             f"the result was not published, because it does not compute what the source computes: "
             f"{level.errors[0].message if level.errors else level.reason}",
-            hint="save the rules with inspect --show-rules, correct them, and give them with --rules",
+            hint=_LOST_HINT if _is_lost(level) else _CUT_HINT,
         )
     return level
+
+
+def _is_lost(level: LevelResult) -> bool:
+    """Return whether the outputs are not finite, which a cast makes them and no cut."""
+    found = level.forward
+    return found is not None and found.unrounded_error is not None and not isfinite(found.unrounded_error)

@@ -26,7 +26,12 @@ class DestinationOptions:
         bool,
         CommandOption(HelpPanel.GENERAL, "Run the result beside the source, and publish it only if they agree."),
     ] = False
-
+    allow_overflow: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL, "Publish a result in which finite values became infinite, which is refused otherwise."
+        ),
+    ] = False
     create: Annotated[
         bool, CommandOption(HelpPanel.GENERAL, "Create the repository or the branch of a destination on the Hub.")
     ] = False

@@ -127,7 +127,10 @@ def list_conversion_facts(done: ReshardResult, seconds: float) -> Iterator[tuple
         yield "dropped", format_first_few(done.dropped, _FILES_SHOWN)
     if done.proof is not None and done.proof.forward is not None:
         forward = done.proof.forward
-        yield "proved", f"{forward.output} of {forward.engine} are {forward.output_error:.1e} from the source's"
+        said = f"{forward.output} of {forward.engine} are {forward.output_error:.1e} from the source's"
+        if forward.unrounded_error is not None:
+            said += f" cast alike, and {forward.unrounded_error:.1e} from the source's before the cast"
+        yield "proved", said
 
 
 def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iterator[tuple[str, str]]:

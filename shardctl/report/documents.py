@@ -261,6 +261,7 @@ def _build_level_document(level: LevelResult) -> Document:
         document["downloads"] = asdict(level.downloads)
     if level.name == "identity":
         document["equal_files"] = list(level.equal_files)
+        document["unrounded"] = [asdict(each) for each in level.unrounded]
     if level.name == "load":
         document["ranks"] = [
             {
@@ -297,6 +298,7 @@ def _build_forward_document(result: ForwardResult) -> Document:
         "blocks": [asdict(block) | {"error": _as_finite(block.error)} for block in result.blocks],
         "output": result.output,
         "output_error": _as_finite(result.output_error),
+        "unrounded_error": _as_finite(result.unrounded_error) if result.unrounded_error is not None else None,
         "flips": result.flips,
         "positions": result.positions,
         "tolerance": {name: _as_finite(bound) for name, bound in asdict(bounds).items()}

@@ -133,6 +133,8 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         flips = f"; {result.flips:,} of {result.positions:,} positions choose another token" if result.positions else ""
         allowed = _format_bound(bounds.logits) if bounds is not None else ""
         rows.append((result.output, f"{_format_distance(result.output_error)}{allowed}{flips}"))
+    if result.unrounded_error is not None:
+        rows.append(("before the cast", f"{_format_distance(result.unrounded_error)} from the unrounded source's"))
     if result.opinion is not None and result.opinion.status != "skipped":
         said = f"transformers' tensor parallelism {result.opinion.status}, {_format_distance(result.opinion.error)}"
         rows.append(("second opinion", said))

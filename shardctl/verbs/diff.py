@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.amounts import format_plural
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
@@ -15,6 +16,7 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement
+from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content import compare_tensors
 from shardctl.workers import ExecutionOptions
 
@@ -118,9 +120,10 @@ def diff(
                 changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
         in_file_order(pairs, first, second)
         readers = checked_reader(first), checked_reader(second)
-        differences = compare_tensors(pairs, *readers, effort)
+        losses = CastLosses()
+        differences = compare_tensors(pairs, *readers, effort, losses=losses)
         turned = [(other, mine) for mine, other in narrower]
-        differences += compare_tensors(turned, *readers[::-1], effort, "wider types")
+        differences += compare_tensors(turned, *readers[::-1], effort, "wider types", losses)
         first.prove()
         second.prove()
         compared = [*pairs, *narrower]
@@ -136,6 +139,10 @@ def diff(
             (
                 *(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
                 *companions.notes,
+                *(
+                    f"{name} is infinite in {format_plural(count, 'element')} in which the wider of the two is finite"
+                    for name, count in sorted(losses.overflowed.items())
+                ),
             ),
             companions.config.changes if companions.config is not None else (),
             companions.files,

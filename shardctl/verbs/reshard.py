@@ -97,7 +97,9 @@ def reshard(
     watcher, options = progress or NullWatcher(), destination_options or DestinationOptions()
 
     def convert() -> ReshardResult:
-        with open_conversion(path, destination, reshard_options, source_options, plan) as work:
+        with open_conversion(
+            path, destination, reshard_options, source_options, plan, allow_overflow=options.allow_overflow
+        ) as work:
             proof = _ResultProof(work, source_options or SourceOptions(), watcher) if options.prove else None
             return _convert(work, destination, proof, options, watcher)
 

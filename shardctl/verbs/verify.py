@@ -109,6 +109,8 @@ class _VerifyRun:
     """What the levels that were asked for leave open."""
     consumer: ConsumerVerdict | None = None
     """Whether the consumer that `--for` names should load it."""
+    unquantized: OpenedCheckpoint | None = None
+    """What is compared with, as it was before it was quantized as the checkpoint is."""
 
     @property
     def strict(self) -> bool:
@@ -145,7 +147,8 @@ class _VerifyRun:
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
-                    other = quantise_as(checkpoint, split_as(checkpoint, other), self.effort.threads)
+                    self.unquantized = split_as(checkpoint, other)
+                    other = quantise_as(checkpoint, self.unquantized, self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)
                 self.unchecked += _list_left_out(checkpoint, other)
                 if other is not None and _resolve_location(other.source) == _resolve_location(checkpoint.source):
@@ -196,6 +199,7 @@ class _VerifyRun:
                     full=full,
                     merged=bool(self.verify_options.merge),
                     equal=equal,
+                    unquantized=self.unquantized,
                 )
                 if not full:
                     level.add(check_replicas(checkpoint, self.effort))

@@ -17,6 +17,7 @@ from shardctl.manifest import ConstantFill, first_byte
 from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
 from shardctl.turns import compute_band_sums, unfold_tensors
 from shardctl.value import state_class, value_class
+from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.verify.value_distance import DistanceSums, measure_distance
 from shardctl.workers import run_in_threads
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Tensor
     from shardctl.verify.value_distance import ValueDistance
     from shardctl.workers import ExecutionOptions
+
+    _PairHandler = Callable[["_ContentTask", NDArray[np.uint8], NDArray[np.uint8]], None]
 
 
 @value_class
@@ -179,35 +182,87 @@ def compare_tensors(
     theirs: ByteReader,
     effort: ExecutionOptions,
     phase: str = "",
+    losses: CastLosses | None = None,
 ) -> list[TensorDifference]:
     """Compare tensors element by element, bits as bits, whatever their layouts.
 
-    Where the types differ, `theirs` is cast to the type of `ours` first, as `reshard --dtype` would.
+    Where the types differ, `theirs` is cast to the type of `ours` first, as `reshard --dtype` would; `losses` is told
+    what that lost.
     """
     if not pairs:
         return []
     effort.watcher.begin(sum(mine.nbytes for mine, _ in pairs), phase=phase)
+    return _compare_tasks(_split_pairs(pairs, effort), ours, theirs, effort, losses)
 
-    def tasks() -> Iterator[_ContentTask]:
-        for mine, other in starmap(unfold_tensors, pairs):
-            a, b = ChunkIndex(cover_tensor(mine)), ChunkIndex(cover_tensor(other))
-            tile = find_fastest_dim([*a.chunks, *b.chunks])
-            wide = max(mine.dtype.bits, other.dtype.bits) / mine.dtype.bits
-            for box in split_tensor_bands(mine, mine.dtype, int(effort.block / wide), fastest=tile):
-                yield _ContentTask(mine, a, b, box)
 
-    return _compare_tasks(tasks(), ours, theirs, effort)
+def measure_distances(
+    pairs: Sequence[tuple[Tensor, Tensor]], ours: ByteReader, theirs: ByteReader, effort: ExecutionOptions, phase: str
+) -> CastLosses:
+    """Measure how far tensors are from others of the same shapes; both are floats."""
+    losses = CastLosses()
+    effort.watcher.begin(sum(mine.nbytes for mine, _ in pairs), phase=phase)
+
+    def prepare() -> _PairHandler:
+        def measure(task: _ContentTask, left: NDArray[np.uint8], right: NDArray[np.uint8]) -> None:
+            losses.measure(task.tensor.name, left, task.tensor.dtype, right, task.theirs.chunks[0].dtype)
+
+        return measure
+
+    _read_pairs(_split_pairs(pairs, effort), ours, theirs, effort, prepare)
+    return losses
+
+
+def _split_pairs(pairs: Sequence[tuple[Tensor, Tensor]], effort: ExecutionOptions) -> Iterator[_ContentTask]:
+    for mine, other in starmap(unfold_tensors, pairs):
+        a, b = ChunkIndex(cover_tensor(mine)), ChunkIndex(cover_tensor(other))
+        tile = find_fastest_dim([*a.chunks, *b.chunks])
+        wide = max(mine.dtype.bits, other.dtype.bits) / mine.dtype.bits
+        for box in split_tensor_bands(mine, mine.dtype, int(effort.block / wide), fastest=tile):
+            yield _ContentTask(mine, a, b, box)
 
 
 def _compare_tasks(
-    tasks: Iterator[_ContentTask], ours: ByteReader, theirs: ByteReader, effort: ExecutionOptions
+    tasks: Iterator[_ContentTask],
+    ours: ByteReader,
+    theirs: ByteReader,
+    effort: ExecutionOptions,
+    losses: CastLosses | None = None,
 ) -> list[TensorDifference]:
     tally = _DifferenceTally()
 
-    def worker() -> Callable[[_ContentTask], None]:
-        band = BandBuffer(effort.block)
-        ours_memory, theirs_memory = allocate_aligned(effort.block), allocate_aligned(effort.block)
+    def prepare() -> _PairHandler:
         third = np.empty(effort.block, np.uint8)
+
+        def compare(task: _ContentTask, left: NDArray[np.uint8], right: NDArray[np.uint8]) -> None:
+            name, dtype, other = task.tensor.name, task.tensor.dtype, task.theirs.chunks[0].dtype
+            if other != dtype:
+                cast = third[: left.size]
+                report = cast_elements(right, other, dtype, cast)
+                if losses is not None:
+                    losses.note_overflow(name, report.count_lost_values(name))
+                    losses.measure(name, left, dtype, right, other)
+                right = cast
+            if not np.array_equal(left, right):
+                _note_difference(tally, task, left, right)
+
+        return compare
+
+    _read_pairs(tasks, ours, theirs, effort, prepare)
+    return tally.differences()
+
+
+def _read_pairs(
+    tasks: Iterator[_ContentTask],
+    ours: ByteReader,
+    theirs: ByteReader,
+    effort: ExecutionOptions,
+    prepare: Callable[[], _PairHandler],
+) -> None:
+    """Read both sides of every task, and hand them to what `prepare` makes for each thread."""
+
+    def worker() -> Callable[[_ContentTask], None]:
+        band, use = BandBuffer(effort.block), prepare()
+        ours_memory, theirs_memory = allocate_aligned(effort.block), allocate_aligned(effort.block)
 
         def handle(task: _ContentTask) -> None:
             dtype, other = task.tensor.dtype, task.theirs.chunks[0].dtype
@@ -217,17 +272,12 @@ def _compare_tasks(
             right = theirs_memory[task.theirs.find_shift(task.box) :][: other.nbytes(task.box.shape)]
             band.read(ours, task.ours, task.box, left)
             band.read(theirs, task.theirs, task.box, right)
-            if other != dtype:
-                cast_elements(right, other, dtype, third[:nbytes])
-                right = third[:nbytes]
-            if not np.array_equal(left, right):
-                _note_difference(tally, task, left, right)
+            use(task, left, right)
             effort.watcher.advance(nbytes)
 
         return handle
 
     run_in_threads(tasks, worker, effort.threads, effort.stop)
-    return tally.differences()
 
 
 def _note_difference(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.errors import ShardctlError
+    from shardctl.verify.cast_losses import UnroundedDistance
     from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.download_hashes import DownloadHashes
     from shardctl.verify.engines.result import EngineResult
@@ -78,6 +79,8 @@ class LevelResult:
     """Of `content`."""
     downloads: DownloadHashes | None = None
     """Of `content`."""
+    unrounded: list[UnroundedDistance] = field(default_factory=list)
+    """Of `identity`: how far the weights are from those before a cast or a quantization, for information."""
     equal_files: tuple[str, ...] = ()
     """Of `identity`: files that were compared by their hashes, and not element by element."""
 
@@ -104,11 +107,12 @@ class LevelResult:
             self.status = "unfinished"
 
     def describe_reading(self) -> Iterator[str]:
-        """Say in words who else has read the files, and with which hashes they were compared."""
+        """Describe who else has read the files, with which hashes they were compared, and what rounding changed."""
         if self.library is not None:
             yield from self.library.describe()
         if self.downloads is not None:
             yield from self.downloads.describe()
+        yield from map(str, self.unrounded)
 
     @property
     def errors(self) -> list[CheckFinding]:

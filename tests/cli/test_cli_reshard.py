@@ -60,12 +60,15 @@ def test_a_finished_result_is_replaced_only_on_request(say, source, tmp_path):
     assert say("reshard", source, tmp_path / "out", "--tp", 2, "--overwrite").code == 0
 
 
-def test_a_cast_that_overflows_is_a_warning_on_stderr(say, tmp_path):
+def test_a_cast_that_overflows_is_refused_and_a_warning_if_it_is_allowed(say, tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     source = tmp_path / "in" / "model.safetensors"
     source.parent.mkdir()
     source.write_bytes(len(header).to_bytes(8, "little") + header + b"\xff\xff\x7f\x7f")
     found = say("reshard", source, tmp_path / "out", "--dtype", "fp16")
+    assert (found.code, (tmp_path / "out").exists()) == (4, False)
+    assert found.err.startswith("error: w: 1 finite value becomes infinite in F16\nhint:  use --dtype bf16")
+    found = say("reshard", source, tmp_path / "out", "--dtype", "fp16", "--allow-overflow")
     assert found.code == 0
     assert found.err == "warning: w: 1 finite values became infinite in F16\n"
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from cloud_models import llama, on_disk
+from safetensors.numpy import load_file, save_file
 
 from shardctl.conversion.worker_part import contribute
 from shardctl.errors import DestinationError, Mismatch, SourceError
@@ -111,6 +112,27 @@ def test_a_worker_that_is_done_says_so_and_one_whose_object_is_gone_mends_it(s3_
     all_work(source, s3_place)
     finish(s3_place.address("out"))
     assert result(s3_place) == on_disk(tmp_path / "one")
+
+
+def test_a_cast_that_overflows_is_refused_although_an_earlier_run_that_allowed_it_has_sent_it(
+    s3_place, source, monkeypatch
+):
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][:3] = 1e5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    fp16, address = ReshardOptions(dtype="fp16", threads=1, max_shard_size=30_000), s3_place.address("out")
+    allowed = DestinationOptions(allow_overflow=True)
+    with pytest.raises(SourceError, match="finite values become infinite in F16"):
+        reshard(source, address, fp16)
+    assert "shardctl.json" not in names(s3_place)
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketUploads, "publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            reshard(source, address, fp16, destination_options=allowed)
+    with pytest.raises(SourceError, match="finite values become infinite in F16"):
+        reshard(source, address, fp16)
+    made = reshard(source, address, fp16, destination_options=allowed)
+    assert (made.record.options["allow_overflow"], made.written_bytes) == ("true", 0)
 
 
 def test_a_worker_started_anew_forgets_what_it_had(s3_place, source, tmp_path):

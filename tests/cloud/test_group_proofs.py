@@ -21,7 +21,7 @@ def sender(monkeypatch, proved, *, promised, allow=False):
     part = WorkerPart({"out": 100}, {}, {}, {}, {}, {}, proved=proved, written_bytes=100)
     source = SimpleNamespace(promised=promised, files=lambda: {"a.safetensors": FileStat(100, "v")})
     checkpoint = SimpleNamespace(source=source, allow_unverified=allow)
-    work = SimpleNamespace(checkpoint=checkpoint, plan=SimpleNamespace(copies=(COPY,)))
+    work = SimpleNamespace(checkpoint=checkpoint, plan=SimpleNamespace(copies=(COPY,)), allow_overflow=False)
     monkeypatch.setattr(ShareSender, "_sent", lambda *_: "sent again")
     uploads = SimpleNamespace(group=lambda _: part)
     made = ShareSender(work, {}, None, uploads, NullWatcher(), StopRequest(), False)

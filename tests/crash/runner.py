@@ -69,6 +69,7 @@ def run(job):
     )
     options = DestinationOptions(
         overwrite=job.get("overwrite", False),
+        allow_overflow=job.get("allow_overflow", False),
         no_resume=not job.get("resume", True),
         checksums="sha256" if job.get("sha256") else None,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from crash_site import checkpoint, flip, snapshot
 from faults import DATA
+from safetensors.numpy import load_file, save_file
 
 
 def clean(site, faults=None, **options):
@@ -163,7 +164,18 @@ def test_several_kills_in_a_row_are_survived(site):
 
 
 def test_a_cast_counts_its_overflows_over_all_runs(site):
-    _, done = clean(site, dtype="fp16", tp=1)
-    killed(site, int(len(done["calls"]) * 0.9), dtype="fp16", tp=1)
-    again = site.run(dtype="fp16", tp=1)
-    assert again["warnings"] == done["warnings"]
+    file = next(site.source.glob("*-00001-*.safetensors"))
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        tensor[...] = 1e5
+    save_file(tensors, file, {"format": "pt"})
+    wanted, done = clean(site, dtype="fp16", tp=1, allow_overflow=True)
+    assert len(done["warnings"]) == len(tensors)
+    killed(site, int(len(done["calls"]) * 0.9), dtype="fp16", tp=1, allow_overflow=True)
+    assert site.journalled()
+    refused = site.run(dtype="fp16", tp=1)
+    assert (refused["code"], site.destination.exists()) == (4, False)
+    assert "finite values become infinite in F16" in refused["message"]
+    again = site.run(dtype="fp16", tp=1, allow_overflow=True)
+    assert again["kept"]
+    assert (again["warnings"], snapshot(site.destination)) == (done["warnings"], wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 from compressing import WEIGHTS
 from reading import assert_same, of, read
+from safetensors.torch import save_file
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -117,6 +119,27 @@ def test_ranks_of_a_quantised_model_are_taken_back_too(quantised, tmp_path):
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)))
     reshard(tmp_path / "ranks", tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
     assert_same(read(tmp_path / "out"), read(tmp_path / "plain"))
+
+
+def test_values_that_become_infinite_when_they_are_decoded_are_refused(quantised, tmp_path):
+    name, source = "model.layers.0.mlp.up_proj.weight", tmp_path / "source"
+    shutil.copytree(quantised("fp8-blocks"), source)
+    (file,) = source.glob("*.safetensors")
+    tensors = read(source)
+    tensors[f"{name}_scale_inv"] *= 1e6
+    save_file(tensors, file, {"format": "pt"})
+    wish = ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp16", threads=1)
+    for _ in range(2):
+        with pytest.raises(SourceError, match=f"{name}: .* finite values become infinite in F16"):
+            reshard(source, tmp_path / "out", wish)
+    made = reshard(source, tmp_path / "out", wish, destination_options=DestinationOptions(allow_overflow=True))
+    assert made.kept_bytes
+    assert made.record.options["allow_overflow"] == "true"
+    assert verify(tmp_path / "out", VerifyOptions(level="full", against=source)).ok
+    (tmp_path / "out" / "shardctl.json").unlink()
+    found = verify(tmp_path / "out", VerifyOptions(against=source))
+    assert found.exit_code == 3
+    assert any(f"{name} is infinite in" in each.message for each in found.findings if each.severity == "error")
 
 
 def test_a_wrong_number_in_the_result_is_found(quantised, tmp_path):

@@ -53,7 +53,10 @@ class SourceReference:
         return int(config.vocab_size), [token for token in flat if isinstance(token, int)]
 
     def score_prompts(self, prompts: Sequence[Sequence[int]], tokens: int, dtype: str) -> list[TokenScores]:
-        """Score every token of the vocabulary at each place of the prompts and of what the model continues with."""
+        """Score every token of the vocabulary at each place of the prompts and of what the model continues with.
+
+        Raises UnsupportedError for a model that computes NaN: no engine can be judged by that.
+        """
         import torch
 
         self.model = self.model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
@@ -64,6 +67,11 @@ class SourceReference:
                 ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
             logits = self.model(input_ids=ids, use_cache=False).logits
         self.idle = count_idle_experts(self.model, seen)
+        if bool(logits.isnan().any()):
+            raise UnsupportedError(
+                f"in {dtype}, the source itself computes logits that are not a number, so nothing can be compared with "
+                "them"
+            )
         scores, start = logits.float().log_softmax(-1).numpy(), len(prompts[0])
         return [
             TokenScores(tuple(every[: start - 1]), tuple(row[start:]), tuple(every[start - 1 : start - 1 + tokens]))

@@ -24,8 +24,8 @@ from shardctl.verify.forward.sides import CandidateCheckpoint, ComparedSides, Or
 from shardctl.verify.forward.skeleton import ModelSkeleton
 from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.verify.forward.team import ProcessTeam, RankTeam
-from shardctl.verify.forward.tolerance import MeasuredRounding, choose_tolerance, measure_distance
-from shardctl.verify.forward.verdict import count_flips, judge_result, select_output
+from shardctl.verify.forward.tolerance import MeasuredRounding, choose_tolerance, has_nan, measure_distance
+from shardctl.verify.forward.verdict import count_flips, find_lost_outputs, judge_result, select_output
 from shardctl.workers import NullWatcher
 
 if TYPE_CHECKING:
@@ -110,11 +110,24 @@ class ForwardComparison:
             reference = executor.run(inputs, source, beside=shards)
         self._say(*count_idle_experts(model, seen))
         name, expected = select_output(reference)
+        exact = self._run_unrounded(kind, inputs) if source.rounded is not None else expected
+        if has_nan(exact):
+            raise UnsupportedError(
+                f"in {self.options.dtype}, the source itself computes {name} that are not a number, so nothing can be "
+                "compared with them",
+                hint="" if self.options.dtype == "fp32" else "leave --dtype out",
+            )
         self._look(executor, source, shards)
         found = self._free(executor, inputs, shards) if self.sides.candidate.config is None else self._own(inputs)
         apart = measure_distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
         rounding = self._rounding(kind, executor, inputs, shards, expected) if self.options.dtype != "fp32" else None
+        lost = list(find_lost_outputs(name, exact, found, allowed=self.sides.candidate.overflow_allowed))
+        if rounding is not None and rounding.output == inf and not lost:
+            raise UnsupportedError(
+                f"the source computes {name} that are not finite in {self.options.dtype}, so that no bound follows",
+                hint="leave --dtype out",
+            )
         flips, positions = count_flips(expected, found) if name == "logits" else (0, 0)
         mesh = self.sides.candidate.mesh or Mesh.of()
         held = self._collect_findings(shards)
@@ -129,6 +142,7 @@ class ForwardComparison:
             blocks=_list_block_errors(executor, sound=not held),
             output=name,
             output_error=apart,
+            unrounded_error=measure_distance(exact, found) if exact is not expected and found is not None else None,
             flips=flips,
             positions=positions,
             tolerance=choose_tolerance(
@@ -141,8 +155,15 @@ class ForwardComparison:
             read_bytes=self.sides.read_bytes,
         )
         self._unreached(executor)
-        extra = [*executor.findings, *self._judge_drift(executor), *self.sides.findings, *held]
+        extra = [*executor.findings, *self._judge_drift(executor), *self.sides.findings, *held, *lost]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
+
+    def _run_unrounded(self, kind: Torch, inputs: Mapping[str, Torch]) -> Torch:
+        """Return the output of the source with its weights as they are stored, not as they are after a cast."""
+        executor = self.executor(kind, self.options.dtype)
+        source, _ = ComparedSides(self.sides.original, self.sides.candidate, self.team).fill(executor)
+        source.rounded, executor.source = None, source
+        return select_output(executor.run(inputs, source))[1]
 
     def executor(self, kind: Torch, dtype: str, config: Mapping[str, Any] | None = None) -> ModelExecutor:
         """Return a model of class `kind` without weights that computes in `dtype`.

@@ -101,6 +101,7 @@ class ModelExecutor:
         CoverageError if a rank lacks what it should hold; MachineError if memory or a device fails.
         """
         if not self._resident and (self.source is None or weights is self.source):  # which tells of the code alone
+            before = {**self.errors}, {**self.farthest}, {**self.order}, {**self.drift}, {*self.miscut}
             try:
                 output = self._pass(model or self.skeleton.model, inputs, weights, beside)
             except FAILURES as error:
@@ -111,6 +112,8 @@ class ModelExecutor:
                     return output
                 why = "the result was not a number"
             self._resident = True
+            # Its parts computed with weights that were not there.
+            self.errors, self.farthest, self.order, self.drift, self.miscut = before
             self._note(f"weights outside of blocks stay in memory, because code may use them: {why}")
         try:
             return self._pass(model or self.skeleton.model, inputs, weights, beside)

@@ -84,6 +84,9 @@ class ForwardResult:
     """What the free-running outputs are, such as `logits` or `last_hidden_state`."""
     output_error: float = inf
     """Relative L2 distance of the free-running outputs."""
+    unrounded_error: float | None = None
+    """The same from the source as it was before it was cast to the shards' types, for information; None without a cast.
+    """
     flips: int = 0
     """Positions whose likeliest token is another; reported, and not judged."""
     positions: int = 0

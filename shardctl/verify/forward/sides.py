@@ -60,6 +60,8 @@ class CandidateCheckpoint:
     """Its own config, if that is not the original's: it is then run with that as well."""
     config_changes: tuple[str, ...] = ()
     """The settings in which its own config is not the original's."""
+    overflow_allowed: bool = False
+    """Whether its record says that weights became infinite with permission."""
 
 
 @state_class

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardctl.verify.forward.result import ForwardResult
 
 Torch = Any
+_MASKED: Final = -1e38
+"""Logits below are those of tokens that a bias forbids with the lowest number of fp32 or bf16."""
 
 
 def select_output(output: Torch) -> tuple[str, Torch]:
@@ -29,11 +33,31 @@ def select_output(output: Torch) -> tuple[str, Torch]:
 
 
 def count_flips(expected: Torch, found: Torch | None) -> tuple[int, int]:
-    """Count at how many positions the likeliest token is another, and of how many."""
+    """Count at how many positions the likeliest token is another or cannot be told for NaN, and of how many."""
     if found is None or found.shape != expected.shape:
         return 0, 0
     ours, theirs = found.argmax(-1), expected.argmax(-1)
-    return int((ours != theirs).sum()), ours.numel()
+    lost = found.isnan().any(-1) | expected.isnan().any(-1)
+    return int(((ours != theirs) | lost).sum()), ours.numel()
+
+
+def find_lost_outputs(name: str, exact: Torch, found: Torch | None, *, allowed: bool) -> Iterator[CheckFinding]:
+    """Yield an error for outputs of the shards that are not finite though those of the unrounded source are.
+
+    A NaN is an error whatever the source has. If the record says that overflow was `allowed`, infinities are not, nor
+    are they where the source has about the lowest number of fp32, which masks add to logits.
+    """
+    if found is None or found.shape != exact.shape:
+        return
+    nans = found.isnan()
+    infinite = found.isinf() & exact.isfinite() & (exact.float() > _MASKED)
+    lost = nans if allowed else nans | infinite
+    if bool(lost.any()):
+        kind = "not a number" if bool(nans.any()) else "infinite"
+        message = f"{name} of the shards are {kind} in {int(lost.sum()):,} of {lost.numel():,} places"
+        if bool(exact.isfinite().all()):
+            message += "; those of the source before any cast are finite"
+        yield CheckFinding("error", "forward", message)
 
 
 def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: list[str]) -> ForwardResult:
