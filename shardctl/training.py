@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.box import Box
+from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
-from shardctl.manifest import ParameterGroup, TrainingState
+from shardctl.manifest import Chunk, ConstantFill, ParameterGroup, Tensor, TrainingState
 from shardctl.settings import Setting, as_setting, as_steps, is_text
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 
@@ -20,6 +23,10 @@ ROOT: Final = "optimizer"
 """The first word of the canonical name of every optimizer state."""
 SETTINGS: Final = "optimizer.json"
 """The file beside tensors that says what `TrainingState` has besides them, where the layout has no place of its own."""
+STEP: Final = "step"
+"""The state that counts an optimizer's steps, of trainers that count them for each parameter."""
+COUNTED: Final = "exp_avg"
+"""A state of optimizers that count steps."""
 MOMENTUM: Final = "momentum_buffer"
 """The state of Muon, and of no Adam."""
 _OF_MOMENTUM: Final = "momentum"
@@ -63,6 +70,28 @@ def add_states(manifest: Manifest) -> Manifest:
     if manifest.training is None or not manifest.training.states:
         return manifest
     return replace(manifest, tensors={**manifest.tensors, **manifest.training.states})
+
+
+def add_steps(have: Manifest) -> Manifest:
+    """Return the manifest with the number of steps as a state of every parameter of Adam's, if it is known for all."""
+    training = have.training
+    if training is None or training.step is None:
+        return have
+    kinds = {state for state, _ in map(_split_state, training.states)}
+    if STEP in kinds or COUNTED not in kinds:
+        return have
+    dtype = BY_NAME["F32"]
+    chunk = Chunk(Box((), ()), dtype, ConstantFill(struct.pack("<f", training.step)))
+    counted = dict.fromkeys(
+        p for state, p in map(_split_state, training.states) if state == COUNTED
+    )  # Muon counts none
+    names = [format_state_name(STEP, p) for p in counted]
+    steps = {name: Tensor(name, dtype, (), (chunk,)) for name in names}
+    return replace(have, training=replace(training, states={**training.states, **steps}))
+
+
+def _split_state(name: str) -> tuple[str, str]:
+    return split_state_name(name) or ("", name)
 
 
 def separate_states(manifest: Manifest, settings: bytes | None) -> Manifest:

@@ -71,7 +71,8 @@ def compare_model_configs(
         which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
         return None, tuple(f"configs were not compared: {name} has none" for name in which)
     derived = [each.source.name for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
-    found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast)
+    # The type that a library's settings name is the one that it computes in, whatever it stores.
+    found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast or bool(derived))
     return found, tuple(
         f"{name} has no config of transformers: the {found.compared} settings that its own library keeps were compared"
         for name in derived

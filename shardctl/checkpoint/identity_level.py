@@ -13,11 +13,11 @@ from shardctl.checkpoint.merge_comparison import explain_merge_differences
 from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
+from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
 from shardctl.dtype import BY_NAME, CASTABLE, SMALL_FLOATS
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
-from shardctl.training import split_state_name
 from shardctl.verify import content
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.finding import CheckFinding
@@ -84,9 +84,9 @@ def run_identity_level(
 
 def _pair_tensors(level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> list[_Pair]:
     """Pair the tensors of both whose values can be compared; what else differs is added to `level`."""
-    mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
-    if checkpoint.record is not None and any(map(split_state_name, checkpoint.record.tensors)):  # states were kept
-        mine, theirs = checkpoint.whole.tensors, other.whole.tensors
+    states = pair_states(checkpoint, other)
+    level.add(check_optimizer_settings(states))
+    mine, theirs = {**checkpoint.manifest.tensors, **states.ours}, {**other.manifest.tensors, **states.theirs}
     filtered = checkpoint.record is not None and checkpoint.record.filtered
     retyped = [name for name, tensor in mine.items() if name in theirs and tensor.dtype != theirs[name].dtype]
     cast = checkpoint.record is None or _has_cast(checkpoint)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.amounts import format_file_size, format_plural
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.catalogue import format_choice, load_layouts
-from shardctl.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
+from shardctl.manifest import OpaqueObject, Tensor
 from shardctl.models.fusion import TensorFusion
-from shardctl.training import SETTINGS, add_states, encode_settings, format_state_name, split_state_name
+from shardctl.training import (
+    SETTINGS,
+    add_states,
+    add_steps,
+    encode_settings,
+    format_state_name,
+    split_state_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -24,12 +28,9 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.placement import PartitionSpec
 
-_STEP: Final = "step"
 _TREES: Final = "orbax"
 _TREE: Final = "opt_state."
 """How names of an optimizer's states begin in a checkpoint of flax's `TrainState`."""
-_COUNTED: Final = "exp_avg"
-"""A state of optimizers that count steps."""
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
@@ -61,7 +62,7 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
     if wished == "keep" or (wished is None and layout.states == "by default" and known):
         said = have.warnings + tuple(_note_clipping(have, layout))
-        return add_states(replace(_add_steps(have) if layout.own_steps else have, warnings=said))
+        return add_states(replace(add_steps(have) if layout.own_steps else have, warnings=said))
     warnings = have.warnings + tuple(_note_tree_states(have))
     if there and wished is None:
         warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
@@ -87,24 +88,6 @@ def _note_clipping(have: Manifest, layout: Layout) -> Iterator[str]:
         f"{training.writer} clipped gradients to a norm of {training.clipping:g}: tell it to the trainer that goes on, "
         "which clips by a setting of its own (Megatron-LM: --clip-grad; DeepSpeed: gradient_clipping)"
     )
-
-
-def _add_steps(have: Manifest) -> Manifest:
-    """Return the manifest with the number of steps as a state of every parameter of Adam's, if it is known for all."""
-    training = have.training
-    if training is None or training.step is None:
-        return have
-    kinds = {state for state, _ in map(_split_name, training.states)}
-    if _STEP in kinds or _COUNTED not in kinds:
-        return have
-    dtype = BY_NAME["F32"]
-    chunk = Chunk(Box((), ()), dtype, ConstantFill(struct.pack("<f", training.step)))
-    counted = dict.fromkeys(
-        p for state, p in map(_split_name, training.states) if state == _COUNTED
-    )  # Muon counts none
-    names = [format_state_name(_STEP, p) for p in counted]
-    steps = {name: Tensor(name, dtype, (), (chunk,)) for name in names}
-    return replace(have, training=replace(training, states={**training.states, **steps}))
 
 
 def _describe_states(states: Collection[Tensor], layout: Layout) -> str:

@@ -10,10 +10,12 @@ from shardctl.checkpoint.companion_comparison import FileChange, compare_compani
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
+from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.checkpoint.unexplained_codes import list_plain_floats
 from shardctl.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.training import ROOT
 from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.cast_losses import CastLosses
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.checkpoint.state_comparison import OptimizerChange
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
@@ -33,12 +36,12 @@ if TYPE_CHECKING:
     from shardctl.verify.value_distance import ValueDistance
 
 _Pair = tuple["Tensor", "Tensor"]
-Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
+Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values", "setting"]
 
 
 @value_class
 class TensorChange:
-    """One tensor that is not the same."""
+    """One tensor that is not the same, or one setting of an optimizer, for kind `setting`."""
 
     tensor: str
     kind: Kind
@@ -106,11 +109,16 @@ def diff(
         right.source.heed(effort.stop)
         companions = compare_companions(left, right)
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
-        ours, theirs = first.manifest.tensors, second.manifest.tensors
+        states = pair_states(first, second)
+        ours, theirs = {**first.manifest.tensors, **states.ours}, {**second.manifest.tensors, **states.theirs}
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)
         plain = list_plain_floats(first) | list_plain_floats(second)
-        changes, pairs, narrower = list[TensorChange](), list[_Pair](), list[_Pair]()
+        changes, pairs, narrower = (
+            [_build_setting_change(each) for each in states.settings],
+            list[_Pair](),
+            list[_Pair](),
+        )
         for name in sorted({*ours, *theirs}):
             mine, other = ours.get(name), theirs.get(name)
             kind = _classify_change(mine, other)
@@ -139,6 +147,7 @@ def diff(
             (
                 *(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
                 *companions.notes,
+                *([f"not compared: {states.uncompared}"] if states.uncompared else ()),
                 *(
                     f"{name} is infinite in {format_plural(count, 'element')} in which the wider of the two is finite"
                     for name, count in sorted(losses.overflowed.items())
@@ -147,6 +156,10 @@ def diff(
             companions.config.changes if companions.config is not None else (),
             companions.files,
         )
+
+
+def _build_setting_change(change: OptimizerChange) -> TensorChange:
+    return TensorChange(f"{ROOT}.{change.name}", "setting", f"{change.a}{change.where}", change.b)
 
 
 def _decode_beside(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, effort: ExecutionOptions) -> OpenedCheckpoint:

@@ -18,6 +18,7 @@ from shardctl.checkpoint.merging import merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.quantising import quantise_as
 from shardctl.checkpoint.splitting import split_as
+from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.conversion.conversion_plan import choose_stages
 from shardctl.digest import compute_checkpoint_digest
 from shardctl.errors import UsageError
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.verify.consumer import ConsumerVerdict
 
-_OF_RANKS: Final = frozenset({alignment.CHECK, rank_parts.CHECK})
+_NO_HINDRANCE: Final = frozenset({alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER})
 """Checks of the structure that say nothing against reading the elements."""
 __all__ = ["LEVELS", "LevelResult", "LoadedRank", "VerifyOptions", "VerifyResult", "verify"]
 
@@ -136,7 +137,7 @@ class _VerifyRun:
                 first.add(iter(found))
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
-                if any(each.severity == "error" and each.check not in _OF_RANKS for each in found):
+                if any(each.severity == "error" and each.check not in _NO_HINDRANCE for each in found):
                     return self._cut_short(first, "the structure is wrong"), ""
                 if self.verify_options.consumer is not None:
                     profile, mesh = find_profile(self.verify_options.consumer), self.verify_options.mesh or Mesh.of()
@@ -151,6 +152,8 @@ class _VerifyRun:
                     other = quantise_as(checkpoint, self.unquantized, self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)
                 self.unchecked += _list_left_out(checkpoint, other)
+                if other is not None:
+                    self.unchecked += filter(None, [pair_states(checkpoint, other).uncompared])
                 if other is not None and _resolve_location(other.source) == _resolve_location(checkpoint.source):
                     self.unchecked.append(
                         "--against names the checkpoint itself, so its values were compared with no other"
@@ -272,6 +275,8 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole)
     yield from structure.check_gathered(checkpoint.manifest)
+    training = checkpoint.manifest.training
+    yield from structure.check_states(training.states if training is not None else ())
     if checkpoint.record:
         yield from structure.check_record(checkpoint.record, checkpoint.whole)
     elif checkpoint.model is None and checkpoint.model_error is not None:

@@ -11,12 +11,12 @@ from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
 from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
 from shardctl.record import RECORD, hash_source_spans
-from shardctl.training import split_state_name
+from shardctl.training import STEP, split_state_name
 from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from shardctl.storage import FileStat, Source
 
 _SHOWN: Final = 3
+OPTIMIZER: Final = "optimizer"
+"""The check of optimizer states."""
+_MOMENTS: Final = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
@@ -158,6 +161,25 @@ def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[Check
     for name, tensor in manifest.tensors.items():
         if name not in record.tensors and not _is_shared_state(name, tensor, record):
             yield CheckFinding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)
+
+
+def check_states(states: Iterable[str]) -> Iterator[CheckFinding]:
+    """Yield parameters that lack a moment of Adam's which others have beside the same states.
+
+    Other states are no reason: quantizing optimizers leave small parameters in fp32, and Adafactor has two forms.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in states:
+        state, parameter = split_state_name(name) or ("", name)
+        kinds.setdefault(parameter, set()).add(state)
+    every = {frozenset(each) for each in kinds.values()}
+    for parameter, held in kinds.items():
+        lacking = next((each - held - {STEP} for each in every if each > held and each - held - {STEP}), frozenset())
+        if lacking and lacking <= _MOMENTS:
+            message = (
+                f"{parameter} has no {' and '.join(sorted(lacking))}; other parameters have it beside the same states"
+            )
+            yield CheckFinding("error", OPTIMIZER, message, parameter)
 
 
 def _is_shared_state(name: str, tensor: Tensor, record: CheckpointRecord) -> bool:
