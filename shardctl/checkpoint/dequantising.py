@@ -54,9 +54,9 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         from shardctl.checkpoint.decoding_stored import decode_stored_weights  # which few checkpoints need
 
         return decode_stored_weights(checkpoint, dtype, threads)
-    model, plain, config = _require_plain_model(checkpoint)
+    model, plain, config = require_plain_model(checkpoint)
     encodings = _list_encodings(model)
-    decoded = _decode_weights(checkpoint, plain, encodings, dtype, threads)
+    decoded = decode_weights(checkpoint, plain, encodings, dtype, threads)
     stored, values = checkpoint.manifest.tensors, decoded.values
     tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
     left = [name for name in stored if name not in tensors and name not in decoded.needed]
@@ -89,7 +89,7 @@ def dequantise_modules(
             f"{checkpoint.stored_quantization.title} has no list of modules that are left as they are",
             hint="leave --dequantize out, and --dtype decodes all of them",
         )
-    model, _, _ = _require_plain_model(checkpoint)
+    model, _, _ = require_plain_model(checkpoint)
     return _decode_some_weights(checkpoint, _choose_weights(checkpoint, model, entries), dtype, threads)
 
 
@@ -143,14 +143,14 @@ def _decode_some_weights(
     """Return `checkpoint` with some weights decoded, which the settings of its config leave as they are."""
     from shardctl.checkpoint.spared_modules import spare_modules
 
-    model, plain, config = _require_plain_model(checkpoint)
+    model, plain, config = require_plain_model(checkpoint)
     if not model.encodings:
         raise UnsupportedError(
             f"which modules of {model.architecture} are quantized, no list of its config says",
             hint="leave --dequantize out, and --dtype decodes all of them",
         )
     encodings = {name: encoding for name, encoding in model.encodings.items() if name in chosen}
-    decoded = _decode_weights(checkpoint, plain, encodings, dtype, threads)
+    decoded = decode_weights(checkpoint, plain, encodings, dtype, threads)
     stored = checkpoint.manifest.tensors
     first = {encoding.name(encoding.arrays[0]): name for name, encoding in encodings.items()}
     gone = {encoding.name(array) for encoding in encodings.values() for array in encoding.arrays}
@@ -180,7 +180,7 @@ def _decode_some_weights(
 
 
 @value_class
-class _DecodedWeights:
+class DecodedWeights:
     """Weights that are decoded, and where from."""
 
     source: Source
@@ -192,7 +192,7 @@ class _DecodedWeights:
     """All stored arrays of these weights."""
 
 
-def _require_plain_model(checkpoint: OpenedCheckpoint) -> tuple[Model, Model, Mapping[str, Any]]:
+def require_plain_model(checkpoint: OpenedCheckpoint) -> tuple[Model, Model, Mapping[str, Any]]:
     """Return the model, the same without quantization, and the config; raises where any is not known."""
     model, config = checkpoint.model, checkpoint.config
     if model is None and checkpoint.model_error is not None:
@@ -202,9 +202,14 @@ def _require_plain_model(checkpoint: OpenedCheckpoint) -> tuple[Model, Model, Ma
     return model, model.plain, config
 
 
-def _decode_weights(
+def decode_weights(
     checkpoint: OpenedCheckpoint, plain: Model, encodings: Mapping[str, WeightEncoding], dtype: DType, threads: int
-) -> _DecodedWeights:
+) -> DecodedWeights:
+    """Decode some weights of a checkpoint to `dtype` when they are read.
+
+    Raises UnsupportedError for a method whose values nobody here can work out, SourceError for a weight of which some
+    arrays are missing.
+    """
     from shardctl.checkpoint.computed_source import ComputedSource
     from shardctl.models.dequantisation.weight import DECODING_BYTES
 
@@ -227,7 +232,7 @@ def _decode_weights(
     note = f"{len(values):,} quantised weights were decoded to {dtype}"
     if checkpoint.model is not None and 0 < len(encodings) < len(checkpoint.model.encodings):
         note += f", and {len(checkpoint.model.encodings) - len(encodings):,} stay quantized"
-    return _DecodedWeights(
+    return DecodedWeights(
         ComputedSource(checkpoint.source, weights, thread_bytes=threads * DECODING_BYTES, note=note),
         values,
         {encoding.name(array) for encoding in encodings.values() for array in _list_needed_arrays(encoding)},

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from shardctl.models.rounding.scales import ScaleRule
     from shardctl.models.rounding.stored_matrix import SharedPeak, StoredMatrix
 
+EXACT_RECIPE: Final = "fp8-block"
+"""The format that FP4 experts of a checkpoint of FP8 are converted to if it holds them exactly."""
+EXPERT_TYPE: Final = "expert_dtype"
+"""The key of config.json that says what the experts of DeepSeek-V4 are."""
 _KEY: Final = "quantization_config"
 _PLACE: Final = "{} (quantised)"
 """What the place of an array is called in messages."""
@@ -48,6 +52,22 @@ _FUSED: Final = (
     ("w1", "w3"),
 )
 """Modules that engines put into one matrix, with one global scale (LLM Compressor, observers/helpers.py)."""
+
+
+def get_expert_type(config: Mapping[str, object]) -> object:
+    """Return what a config says that experts are, in its settings of quantization or next to them."""
+    settings = models.find_quantisation_config(config)
+    inner = settings.values.get(EXPERT_TYPE) if settings is not None else None
+    return config.get(EXPERT_TYPE) if inner is None else inner
+
+
+def holds_fp4_experts(checkpoint: OpenedCheckpoint) -> bool:
+    """Return whether the config says that experts are FP4 in a checkpoint of FP8, as DeepSeek-V4's does."""
+    config = checkpoint.config or {}
+    settings = models.find_quantisation_config(config)
+    if settings is None or settings.values.get("quant_method") != "fp8" or settings.values.get("moe_quant_algo"):
+        return False
+    return get_expert_type(config) == "fp4" and checkpoint.model is not None and bool(checkpoint.model.encodings)
 
 
 def choose_recipe(name: str) -> RoundingRecipe:
@@ -78,6 +98,10 @@ def quantise_checkpoint(
     """
     model, config = checkpoint.model, checkpoint.config
     if config is not None and models.find_quantisation_config(config) is not None:
+        if recipe.name == EXACT_RECIPE and holds_fp4_experts(checkpoint):
+            from shardctl.checkpoint.exact_experts import convert_experts
+
+            return convert_experts(checkpoint, threads)
         raise UnsupportedError(
             "the source is quantised already",
             hint="add --dtype bf16, which takes its weights back to numbers first; the errors of both add up",
@@ -92,6 +116,10 @@ def quantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int
     """Return `source` quantised as `result` is, if that is in a format that follows from the weights alone."""
     if result.config is None or source.config is None or source.model is None:
         return source
+    if holds_fp4_experts(source) and get_expert_type(result.config) == "fp8":
+        from shardctl.checkpoint.exact_experts import convert_experts
+
+        return convert_experts(source, threads)
     settings = models.find_quantisation_config(result.config)
     recipe = find_recipe(settings.values) if settings is not None else None
     if recipe is None or settings is None or models.find_quantisation_config(source.config) is not None:

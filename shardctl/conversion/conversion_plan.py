@@ -26,7 +26,7 @@ from shardctl.checkpoint.dequantising import (
 from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.merging import ARITHMETIC_VERSION, MERGE_ARITHMETIC, MERGED, describe_adapters, merge_adapters
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
-from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
+from shardctl.checkpoint.quantising import choose_recipe, holds_fp4_experts, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.array_choice import NAMES, choose_arrays
 from shardctl.conversion.carried_files import list_carried_files
@@ -410,7 +410,8 @@ def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOpti
         raise UsageError("optimizer states do not belong to quantised weights", hint="leave --optimizer-states out")
     recipe = choose_recipe(reshard_options.quantize)
     checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, training=None))
-    checkpoint = unstack_experts(checkpoint, recipe.build_config(()))
+    if not holds_fp4_experts(checkpoint):
+        checkpoint = unstack_experts(checkpoint, recipe.build_config(()))
     return quantise_checkpoint(
         checkpoint,
         recipe,

@@ -31,8 +31,9 @@ class RoundingRecipe:
     weights: _Settings
     inputs: _Settings | None
     """How engines are to quantise activations, while they run; None if they are not to."""
-    scale: Literal["float", "exponent", "fp8"] = "float"
-    """What scales are: of the weight's type, exponents alone, or FP8 beside one number for the whole weight."""
+    scale: Literal["float", "exponent", "fp8", "exact"] = "float"
+    """What scales are: of the weight's type, exponents alone, or FP8 beside one number for the whole weight; or
+    exponents with which every value is held exactly, where that is an error otherwise."""
 
     @property
     def code_type(self) -> str:

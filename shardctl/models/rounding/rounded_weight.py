@@ -11,10 +11,11 @@ from collections import OrderedDict
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
+import ml_dtypes
 import numpy as np
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
+from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.rounding.codes import pack_codes, round_to_codes, widen_bits
 from shardctl.models.rounding.stored_matrix import TILE, StoredMatrix
 from shardctl.tiles import split_run
@@ -182,7 +183,19 @@ class RoundedWeight:
                     skipped = columns[0] - first * wide
                     numbers = numbers / np.repeat(by, wide, axis=1)[:, skipped : skipped + width]
             codes = round_to_codes(numbers, self.rule.recipe.number, self.rule.quotient_type)
+            if self.rule.recipe.scale == "exact":
+                self._check_codes(codes, numbers)
             yield pack_codes(codes, self.rule.recipe.per_unit)
+
+    def _check_codes(self, codes: NDArray[np.uint8], numbers: NDArray[np.float32]) -> None:
+        """Raise UnsupportedError unless every code is the number that was rounded to it."""
+        if np.array_equal(codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32), numbers):
+            return
+        high, wide = self.blocks
+        raise UnsupportedError(
+            f"{self.matrix.module}.weight has values that FP8 with one scale for {high} x {wide} does not hold exactly",
+            hint="--dtype bf16 --quantize fp8-block rounds all weights; without --quantize they stay as they are",
+        )
 
 
 @value_class
@@ -226,11 +239,13 @@ class RoundedScales:
     """The array of a weight's scales."""
 
     weight: RoundedWeight
+    suffix: str = "weight_scale"
+    """What it is called in its module."""
 
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self.weight.matrix.module}.weight_scale"
+        return f"{self.weight.matrix.module}.{self.suffix}"
 
     @property
     def dtype(self) -> DType:

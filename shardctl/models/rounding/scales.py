@@ -31,6 +31,8 @@ _OFFSETS: Final = {"fp8": 8, "fp4": 2}
 """The exponents of the largest numbers."""
 _TINIEST: Final = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
 _BIAS: Final = 127
+_HALF: Final = 0.5
+"""The smallest fraction of a number."""
 _LEAST_F16: Final = -24
 
 
@@ -44,7 +46,7 @@ class ScaleRule:
     @property
     def stored_type(self) -> str:
         """The element type of the scales."""
-        return {"float": self.dtype, "exponent": "U8", "fp8": "F8_E4M3"}[self.recipe.scale]
+        return {"float": self.dtype, "exponent": "U8", "fp8": "F8_E4M3", "exact": "F8_E8M0"}[self.recipe.scale]
 
     @property
     def quotient_type(self) -> str:
@@ -67,6 +69,8 @@ class ScaleRule:
 
         `whole` is the number beside scales in FP8.
         """
+        if self.recipe.scale == "exact":
+            return self._compute_exact_exponents(peaks)
         if self.recipe.scale == "exponent":
             return self._compute_exponents(peaks)
         scales = narrow_numbers(widen_bits(peaks, self.dtype) / _HALF_RANGES[self.recipe.number], self.dtype)
@@ -90,6 +94,13 @@ class ScaleRule:
             found = np.where(found < _LEAST_F16 + _BIAS, _BIAS, found)
         return found.astype(np.uint8)
 
+    def _compute_exact_exponents(self, peaks: NDArray[Any]) -> NDArray[np.uint8]:
+        """Compute biased powers of two: the smallest with which the largest code holds the peak."""
+        fractions, exponents = np.frexp(widen_bits(peaks, self.dtype) / FP8_MOST)
+        found = np.where(fractions > _HALF, exponents, exponents - 1)
+        biased: NDArray[np.uint8] = np.clip(np.where(fractions == 0, 0, found) + _BIAS, 0, 2 * _BIAS).astype(np.uint8)
+        return biased
+
     def find_overflow(self, peaks: NDArray[Any]) -> bool:
         """Return whether a scale would be infinite, whereupon compressed-tensors has zeros for the whole block."""
         if self.recipe.scale != "exponent":
@@ -99,7 +110,7 @@ class ScaleRule:
 
     def compute_divisors(self, scales: NDArray[Any], whole: float) -> NDArray[np.float32]:
         """Compute what the weights are divided by, from the bits of stored scales."""
-        if self.recipe.scale == "exponent":
+        if self.recipe.scale in ("exponent", "exact"):
             powers: NDArray[np.float32] = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS)
             return powers
         if self.recipe.scale == "fp8":
