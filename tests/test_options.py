@@ -15,7 +15,13 @@ from shardctl.options import (
     SourceOptions,
     VerifyOptions,
 )
-from shardctl.options.declaration import declared_options, effort_options, flat_options
+from shardctl.options.declaration import (
+    declared_options,
+    effort_options,
+    flat_options,
+    permission_options,
+    withdraw_permissions,
+)
 
 KINDS = (DestinationOptions, InspectOptions, PlanOptions, ReshardOptions, SourceOptions, VerifyOptions)
 
@@ -57,6 +63,15 @@ def test_a_type_of_plan_is_a_cast_or_a_question(dtype, cast, quantised):
 def test_what_a_plan_file_leaves_open_shapes_no_byte():
     assert effort_options(ReshardOptions) == ("allow_expansion", "host_memory", "threads")
     assert "strict" in effort_options(SourceOptions)
+
+
+@pytest.mark.parametrize("kind", [ReshardOptions, SourceOptions])
+def test_a_permission_is_given_to_the_run_and_beside_a_plan(kind):
+    permissions = permission_options(kind)
+    assert set(permissions) <= set(effort_options(kind)), "shapes_result=False: no plan file decides it"
+    assert all(
+        getattr(withdraw_permissions(kind(**dict.fromkeys(permissions, True))), name) is False for name in permissions
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

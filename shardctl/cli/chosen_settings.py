@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
 import typer
 
 from shardctl.errors import UsageError
-from shardctl.options.declaration import PathAccess
+from shardctl.options.declaration import PERMISSION, PathAccess
+from shardctl.report.visible import hide_passwords
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
 from shardctl.value import value_class
 
@@ -35,8 +36,6 @@ _NOT_OF_PROJECTS: Final = frozenset(
 )
 """Options that permit something, run a program, send a key, write a file, choose what is read, or hide what was set:
 a project may be downloaded, and must not decide that for its user."""
-_PERMISSION: Final = "--allow-"
-"""How options begin that permit something, too."""
 _TRUE: Final = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _PAIR: Final = 2
 
@@ -55,10 +54,10 @@ class OptionSetting:
 
     def document(self) -> dict[str, Any]:
         """Build it for JSON."""
-        return {"option": self.option, "verb": self.verb, "value": self.value, "origin": self.origin}
+        return {"option": self.option, "verb": self.verb, "value": _hide_value(self.value), "origin": self.origin}
 
     def __str__(self) -> str:
-        return f"{self.option}{'' if self.value is True else f' {self.value}'} from {self.origin}"
+        return f"{self.option}{'' if self.value is True else f' {_hide_value(self.value)}'} from {self.origin}"
 
 
 @value_class
@@ -178,7 +177,7 @@ def _suggest_variable(name: str, options: Mapping[str, frozenset[str]]) -> str:
 
 def _refuse_permission(setting: OptionSetting) -> None:
     """Raise UsageError for what a project must not say."""
-    if setting.option in _NOT_OF_PROJECTS or setting.option.startswith(_PERMISSION):
+    if setting.option in _NOT_OF_PROJECTS or setting.option.startswith(PERMISSION):
         raise UsageError(
             f"{setting.origin} sets {setting.option}, which a project cannot permit",
             hint="give it on the command line, in a variable, or in the user's config.toml",
@@ -195,6 +194,13 @@ def _require_inside(setting: OptionSetting, project: Path) -> None:
                 "project",
                 hint="give it on the command line, in a variable, or in the user's config.toml",
             )
+
+
+def _hide_value(value: Any) -> Any:  # noqa: ANN401 - a setting's
+    """Return the value of a setting as it may be shown."""
+    if isinstance(value, tuple):
+        return tuple(map(_hide_value, value))
+    return hide_passwords(value) if isinstance(value, str) else value
 
 
 def list_defaults(chosen: Mapping[str, OptionSetting], function: Callable[..., Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from shardctl.report.visible import hide_passwords
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,5 +19,5 @@ def remember_command(args: Sequence[str]) -> None:
 
 
 def recall_command() -> tuple[str, ...]:
-    """Return the whole command line, with the name of the program."""
-    return ("shardctl", *_COMMAND.get())
+    """Return the whole command line, with the name of the program and without passwords in addresses."""
+    return ("shardctl", *map(hide_passwords, _COMMAND.get()))

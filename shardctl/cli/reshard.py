@@ -15,7 +15,7 @@ from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
 from shardctl.errors import UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
-from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess, flat_options
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess, flat_options, permission_options
 
 if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
@@ -85,7 +85,7 @@ def reshard(
         source_options = replace(
             file.source_options,
             strict=source_options.strict or file.source_options.strict,
-            allow_unverified=source_options.allow_unverified or file.source_options.allow_unverified,
+            **{name: getattr(source_options, name) for name in permission_options(SourceOptions)},
         )
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:

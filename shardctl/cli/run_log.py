@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from shardctl.amounts import format_duration
 from shardctl.errors import AccessError, DestinationError
 from shardctl.options.talk_options import TalkOptions
+from shardctl.report.visible import escape_ci_commands, hide_passwords
 from shardctl.value import state_class
 from shardctl.version import __version__
 
@@ -50,7 +51,8 @@ class RunLog:
             return
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            self.file.writelines(f"{now} {line}\n" for line in content.splitlines())
+            lines = hide_passwords(content).splitlines()
+            self.file.writelines(escape_ci_commands(f"{now} {line}\n") for line in lines)
             self.file.flush()
         except OSError:
             self.file = None

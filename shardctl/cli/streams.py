@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 from shardctl.cli.run_log import RunLog
 from shardctl.errors import AccessError, DestinationError
 from shardctl.report.failure import format_warning
+from shardctl.report.visible import escape_ci_commands, hide_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -135,21 +136,27 @@ def print_text(content: str) -> None:
 def print_message(content: str) -> None:
     """Say something that is not data."""
     RUN.write(content)
-    _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
+    _write_text(sys.stderr, _fit_terminal(hide_passwords(content), sys.stderr))
+
+
+def print_annotations(content: str) -> None:
+    """Print lines that are commands to the runner of a CI job, as `report.annotations` makes them."""
+    RUN.write(content)
+    _write_text(sys.stderr, content, commands=True)
 
 
 def print_progress(content: str) -> None:
     """Say how a run goes on, which who wants quiet does not want to know."""
     RUN.write(content)
     if not RUN.talk.quiet:
-        _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
+        _write_text(sys.stderr, _fit_terminal(hide_passwords(content), sys.stderr))
 
 
 def print_detail(content: str) -> None:
     """Say what only who asked for more wants to know."""
     RUN.write(content)
     if RUN.talk.verbose:
-        _write_text(sys.stderr, _fit_terminal(content, sys.stderr))
+        _write_text(sys.stderr, _fit_terminal(hide_passwords(content), sys.stderr))
 
 
 def write_report(path: Path, content: str | bytes) -> None:
@@ -203,15 +210,16 @@ def _fit_terminal(content: str, stream: TextIO | None) -> str:
     return wrap_terminal_lines(content, shutil.get_terminal_size().columns)
 
 
-def _write_text(stream: TextIO | None, content: str) -> None:
+def _write_text(stream: TextIO | None, content: str, *, commands: bool = False) -> None:
     """Write and flush; a reader or a terminal that has left is not an error, and the work goes on.
 
+    Only `commands` are commands to a CI job; nothing else may be, whatever the names in a checkpoint are.
     Data that is lost otherwise, as on a full disk, is one; talk that is lost must not fail what it is about.
     """
     if stream is None:  # the descriptor was closed when the program began
         return
     try:
-        stream.write(_escape_unencodable(content, stream))
+        stream.write(_escape_unencodable(content if commands else escape_ci_commands(content), stream))
         stream.flush()
     except OSError as error:
         if stream is not sys.stderr and not _is_gone(stream, error):

@@ -79,9 +79,10 @@ def verify(
 
 
 def _build_unread_result(src: str, error: str) -> "VerifyResult":
+    from shardctl.report.visible import hide_passwords
     from shardctl.verify.level import VerifyResult
 
-    return VerifyResult(src, "", "", (), error=error)
+    return VerifyResult(hide_passwords(src), "", "", (), error=error)
 
 
 def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | None, report: Path | None) -> None:
@@ -100,7 +101,7 @@ def _write_reports(found: "VerifyResult", junit: Path | None, summary: Path | No
     if os.environ.get("GITHUB_ACTIONS"):
         from shardctl.report.annotations import format_github_annotations
 
-        streams.print_message(format_github_annotations(found))
+        streams.print_annotations(format_github_annotations(found))
 
 
 def _find_newest(

@@ -1,10 +1,11 @@
 """Reads and writes plan files: `shardctl plan --out FILE` makes one, and `reshard --plan FILE` follows it.
 
 The file is JSON with `"schema": "shardctl.plan-file/1"`: the source with its files, every option that shapes the result
-(the mesh, the layout and the layers of each stage as they came out), and a hash of the plan itself. Of the files that
-hold tensors it has the size and a hash of what their headers say; of `config.json`, of the record of an earlier
-conversion and of files named by options a hash of all bytes; of other files that travel along the size. The values of
-elements are no part of it.
+(the mesh, the layout and the layers of each stage as they came out), and a hash of the plan itself. It carries no
+permission: `--allow-expansion` and the like count only when the run itself is given them. Of the files that hold
+tensors it has the size and a hash of what their headers say; of `config.json`, of the record of an earlier conversion
+and of files named by options a hash of all bytes; of other files that travel along the size. The values of elements are
+no part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.models.quantisation.settings import SIDECAR
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
+from shardctl.options.declaration import (
+    Chosen,
+    declared_options,
+    effort_options,
+    make_options,
+    withdraw_permissions,
+)
 from shardctl.record import RECORD
 from shardctl.storage.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
@@ -67,7 +74,7 @@ class PlanFile:
     files: Mapping[str, SourceFileState]
     """By path: relative to the source, or absolute for those that options name."""
     reshard_options: ReshardOptions
-    """What to make of the source; nothing in it is left to be decided."""
+    """What to make of the source; nothing in it is left to be decided, and nothing is permitted."""
     source_options: SourceOptions
     """How the source is understood."""
     identity: str
@@ -143,8 +150,8 @@ def write_plan_file(path: str | Path, work: PlannedConversion, source_options: S
                 for name, seen in _record_source_files(work.checkpoint, source_options).items()
             },
         },
-        "reshard_options": _encode_options(reshard_options),
-        "source_options": _encode_options(source_options),
+        "reshard_options": _encode_options(withdraw_permissions(reshard_options)),
+        "source_options": _encode_options(withdraw_permissions(source_options)),
         "plan": work.identity(),
     }
     with translate_os_errors(path, "writing"):
@@ -260,8 +267,10 @@ class _PlanFileReader:
             version=self.text(top["version"], "version"),
             source=self.path_text(source["path"], "source.path"),
             files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
-            reshard_options=self.options(top["reshard_options"], "reshard_options", ReshardOptions),
-            source_options=self.options(top["source_options"], "source_options", SourceOptions),
+            reshard_options=withdraw_permissions(
+                self.options(top["reshard_options"], "reshard_options", ReshardOptions)
+            ),
+            source_options=withdraw_permissions(self.options(top["source_options"], "source_options", SourceOptions)),
             identity=self.text(top["plan"], "plan"),
         )
 

@@ -10,9 +10,9 @@ program inspects their types when it starts.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, MISSING, fields
+from dataclasses import KW_ONLY, MISSING, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, get_args
 
 from shardctl.value import value_class
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 Chosen = TypeVar("Chosen")
+PERMISSION: Final = "--allow-"
+"""How flags begin that permit something: only the run itself may be given them, no plan file and no project."""
 
 
 class HelpPanel(StrEnum):
@@ -175,6 +177,21 @@ def given_options(options: object, panel: HelpPanel) -> tuple[str, ...]:
         for declared, option in flat_options(type(options))
         if option.panel == panel and getattr(options, declared.name) != declared.default
     )
+
+
+def permission_options(kind: type[object]) -> tuple[str, ...]:
+    """List the fields that permit something.
+
+    >>> from shardctl.options import SourceOptions
+    >>> permission_options(SourceOptions)
+    ('allow_unverified',)
+    """
+    return tuple(each.name for each, _ in flat_options(kind) if each.flag.startswith(PERMISSION))
+
+
+def withdraw_permissions(options: Chosen) -> Chosen:
+    """Return the options of a dataclass with nothing permitted."""
+    return replace(options, **dict.fromkeys(permission_options(type(options)), False))  # type: ignore[type-var]
 
 
 def make_options(kind: type[Chosen], values: Mapping[str, object]) -> Chosen:

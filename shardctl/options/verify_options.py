@@ -28,6 +28,9 @@ def parse_engine(text: str) -> str:
     """Refuse what is neither the name of an engine nor an address."""
     if text not in ENGINES and not is_running(text):
         raise UsageError(f"unknown --engine {text!r}", hint=f"use {', '.join(ENGINES)}, or http://HOST:PORT")
+    from shardctl.storage.addresses import refuse_user_part
+
+    refuse_user_part(text)
     return text
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from typing import Any, Final
 
 from shardctl.errors import HostileError, MachineError, ShardctlError, UnsupportedError
-from shardctl.report.visible import escape_control_characters
+from shardctl.report.visible import escape_control_characters, hide_passwords
 from shardctl.value import value_class
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
@@ -50,6 +51,11 @@ class FailureReport:
 
 def describe_failure(error: BaseException) -> FailureReport:
     """Return what to say about an error; one of another kind is a bug, unless the system's message is enough."""
+    described = _describe_failure(error)
+    return replace(described, message=hide_passwords(described.message), hint=hide_passwords(described.hint))
+
+
+def _describe_failure(error: BaseException) -> FailureReport:
     if isinstance(error, ShardctlError):
         hint = error.hint or _HINTS.get(error.exit_code, _BUG)
         if isinstance(error, UnsupportedError) and not error.hint:
@@ -70,4 +76,4 @@ def describe_failure(error: BaseException) -> FailureReport:
 
 def format_warning(message: str) -> str:
     """Format a warning's line."""
-    return f"warning: {escape_control_characters(message)}\n"
+    return f"warning: {escape_control_characters(hide_passwords(message))}\n"

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _SCHEME: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ADDRESSES: Final = ("a path", "owner/name[@revision]", "hf://owner/name[@revision][/folder]", "s3://, gs:// or az://")
+_USER_PART: Final = re.compile(
+    r"(?!hf://)[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*|[^/@:]+:(?!\d{1,5}(?:/|$)).*)@", re.DOTALL
+)
+"""How an address begins that names a user, perhaps with a password."""
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@.+)?")
 """What a model of the Hub is called; a path of two parts looks the same, and wins where it exists."""
 
@@ -80,6 +84,18 @@ def check_destination(place: str | Path) -> None:
         )
 
 
+def refuse_user_part(address: str) -> None:
+    """Raise UsageError, without repeating it, for an address that names a user or holds a password.
+
+    Nothing reads it there, and it would be shown, logged and recorded wherever the address is.
+    """
+    if _USER_PART.match(address) is not None:
+        raise UsageError(
+            f"the address {address.partition('://')[0]}://... names a user or holds a password",
+            hint="leave that out: credentials come from the environment, such as AWS_SECRET_ACCESS_KEY or VLLM_API_KEY",
+        )
+
+
 def check_written_file(place: str | Path) -> None:
     """Raise UsageError for an address of any kind: plans and reports are files of this machine."""
     scheme = _parse_scheme(place)
@@ -91,6 +107,8 @@ def check_written_file(place: str | Path) -> None:
 
 
 def _check_name(place: str | Path) -> None:
+    if isinstance(place, str):
+        refuse_user_part(place)
     if not is_name(str(place)):
         raise UsageError(f"{str(place)!r} is not a path: it holds characters that no name can have")
 

@@ -9,12 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from cli_checkpoints import llama
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.conversion import plan_file
+from shardctl.conversion import expansion, plan_file
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.errors import ChangedError, DestinationError, SourceError, UsageError
+from shardctl.errors import ChangedError, DestinationError, HostileError, SourceError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD
@@ -357,3 +358,37 @@ def test_the_work_for_many_ranks_with_files_of_their_own_grows_with_their_number
         profile.runcall(planning.plan, source, ReshardOptions(to="ranks", mesh=Mesh.of(fsdp=ranks)))
         calls.append(sum(entry.callcount for entry in profile.getstats()))
     assert calls[2] < 5 * calls[1]
+
+
+def test_a_plan_file_permits_nothing(say, tmp_path, monkeypatch):
+    """Neither as it is written, nor after an edit by hand; the run itself is given the permission."""
+    monkeypatch.setattr(expansion, "_FREE", 0)
+    source = tmp_path / "shared.pt"
+    torch.save(dict.fromkeys((f"t{n}" for n in range(80)), torch.zeros(1 << 12)), source)
+    assert say("plan", source, "--fsdp", 1, "--allow-expansion", "--out", tmp_path / "plan.json").code == 0
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["reshard_options"]["allow_expansion"] is document["source_options"]["allow_unverified"] is False
+    document["reshard_options"]["allow_expansion"] = document["source_options"]["allow_unverified"] = True
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    found = say("reshard", "--plan", tmp_path / "plan.json", tmp_path / "out")
+    assert (found.code, "add --allow-expansion" in found.err) == (4, True)
+    read = plan_file.read_plan_file(tmp_path / "plan.json")
+    assert not read.reshard_options.allow_expansion
+    assert not read.source_options.allow_unverified
+    with pytest.raises(HostileError):
+        reshard(source, tmp_path / "out", plan=read)
+    assert not (tmp_path / "out").exists()
+    assert say("reshard", "--plan", tmp_path / "plan.json", tmp_path / "out", "--allow-expansion").code == 0
+
+
+def test_a_plan_file_does_not_say_that_a_result_may_be_replaced(say, plan, copied, tmp_path):
+    assert say("reshard", copied, tmp_path / "out").code == 0
+    document = json.loads(plan.read_text())
+    for place in (document, document["reshard_options"], document["source_options"]):
+        place["overwrite"] = True
+        plan.write_text(json.dumps(document))
+        found = say("reshard", "--plan", plan, tmp_path / "out")
+        assert (found.code, "overwrite, which this shardctl does not know" in found.err) == (4, True)
+        del place["overwrite"]
+    plan.write_text(json.dumps(document))
+    assert say("reshard", "--plan", plan, tmp_path / "out").code == 6
