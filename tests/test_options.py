@@ -61,7 +61,7 @@ def test_a_type_of_plan_is_a_cast_or_a_question(dtype, cast, quantised):
 
 
 def test_what_a_plan_file_leaves_open_shapes_no_byte():
-    assert effort_options(ReshardOptions) == ("allow_expansion", "host_memory", "threads")
+    assert effort_options(ReshardOptions) == ("allow_partial_adapter", "allow_expansion", "host_memory", "threads")
     assert "strict" in effort_options(SourceOptions)
 
 

@@ -17,7 +17,7 @@ from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
-from shardctl.libraries.peft.modules import sort_tensors
+from shardctl.libraries.peft.modules import require_elements, sort_tensors
 from shardctl.libraries.peft.settings import parse_settings
 from shardctl.mesh import EXPERT_FSDP
 from shardctl.models.config import ModelConfig
@@ -149,6 +149,10 @@ def summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:
         values = read_json(checkpoint.source, ADAPTER_CONFIG, CONFIG_TEXT)
         base = ModelConfig(values, ADAPTER_CONFIG).text("base_model_name_or_path", "")
         return AdapterSummary(str(values.get("peft_type")), base, 0, 0, (), problem=error.message)
+    try:
+        require_elements(checkpoint.manifest.tensors.values())
+    except SourceError as error:
+        return AdapterSummary(settings.kind, settings.base, 0, 0, settings.targets, problem=error.message)
     ranks = {module.up.shape[1] for module in found.modules.values() if module.up is not None and not module.inside}
     experts = [module for module in found.modules.values() if module.inside or settings.parameters]
     return AdapterSummary(
@@ -165,6 +169,7 @@ def summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:
 
 def build_adapter_model(base: Model, stored: Manifest, settings: AdapterSettings) -> Model:
     """Build the model of an adapter of `base`; raises SourceError for what the base does not have."""
+    require_elements(stored.tensors.values())
     found = sort_tensors(stored.tensors.values())
     tensors: dict[str, ModelTensor] = {}
     stacked = False

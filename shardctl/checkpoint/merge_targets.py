@@ -10,6 +10,7 @@ from shardctl.bands import ChunkIndex
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -124,6 +125,15 @@ def _find_matrix(
         raise UnsupportedError(
             f"{module.module} is an embedding with DoRA, whose norms PEFT adds up in an order that depends on threads"
         )
+    parts = {"magnitude": (module.magnitude, settings.dora), "bias": (module.bias, settings.biased)}
+    for part, (tensor, declared) in parts.items():
+        if declared != (tensor is not None):
+            has, says = ("a", "has none") if tensor is not None else ("no", "has")
+            raise SourceError(
+                f"the adapter has {has} {part} of {module.module}, but by {ADAPTER_CONFIG} it {says} "
+                "(use_dora, lora_bias)",
+                hint="the config may belong to another adapter, or the file is truncated",
+            )
     rank = module.down.shape[0]
     made = (module.down.shape[1], module.up.shape[0]) if by_input else (module.up.shape[0], module.down.shape[1])
     _check_fit(module, rank, settings.find_rank(module.module), module.up.shape[1])

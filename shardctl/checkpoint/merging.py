@@ -12,13 +12,12 @@ from shardctl import models
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.libraries.files.impostors import ADAPTER_CONFIG
-from shardctl.libraries.peft.adapter import open_adapter
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, list_adapter_files, warn_of_adapter
 from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
 from shardctl.value import state_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from shardctl.checkpoint.computed_source import ComputedArray
@@ -40,17 +39,38 @@ Version 1, which records do not name, depended on the processor.
 """
 
 
-def merge_adapters(checkpoint: OpenedCheckpoint, paths: Sequence[Path], threads: int) -> OpenedCheckpoint:
+def merge_adapters(
+    checkpoint: OpenedCheckpoint, paths: Sequence[Path], threads: int, *, partial: bool = False
+) -> OpenedCheckpoint:
     """Return `checkpoint` with adapters merged into it one after the other, which is done when weights are read.
 
-    Raises SourceError where an adapter does not fit the checkpoint, UnsupportedError for one of a kind that cannot be
-    merged, and for a checkpoint whose weights are quantised.
+    What an adapter lacks of what its config lists is a warning if it may be `partial`, or if it lies next to the model:
+    transformers applies what it has then, and the result computes the same. Raises SourceError otherwise, and where an
+    adapter does not fit the checkpoint, UnsupportedError for one of a kind that cannot be merged, and for a checkpoint
+    whose weights are quantised.
     """
+    if not paths:
+        return checkpoint
+    from shardctl.libraries.peft.adapter import open_adapter
+
     for number, path in enumerate(paths):
         adapter = checkpoint.resources.enter_context(open_adapter(path))
         label = adapter.folder.resolve().name + (f" ({number + 1})" if number else "")
-        checkpoint = _AdapterMerge(checkpoint, adapter, label).merge(threads)
+        folder = checkpoint.source.folder
+        beside = folder is not None and path.samefile(folder)
+        checkpoint = _AdapterMerge(checkpoint, adapter, label).merge(threads, partial=partial or beside)
+        if beside:
+            checkpoint = _drop_merged_files(checkpoint)
     return checkpoint
+
+
+def _drop_merged_files(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Leave out an adapter that lay next to the model and is merged, because transformers would apply it again."""
+    manifest, own = checkpoint.manifest, {*list_adapter_files(checkpoint.source), ADAPTER_CONFIG}
+    objects = tuple(replace(each, policy="drop") if each.name in own else each for each in manifest.objects)
+    said = warn_of_adapter(checkpoint.source)
+    warnings = tuple(text for text in manifest.warnings if text not in said)
+    return replace(checkpoint, manifest=replace(manifest, objects=objects, warnings=warnings))
 
 
 @state_class
@@ -69,8 +89,8 @@ class _AdapterMerge:
         """The path that the adapter's tensors have in the result's source."""
         return f"{self.label}/{self.adapter.file}"
 
-    def merge(self, threads: int) -> OpenedCheckpoint:
-        """Return the checkpoint with the adapter merged into it."""
+    def merge(self, threads: int, *, partial: bool) -> OpenedCheckpoint:
+        """Return the checkpoint with the adapter merged into it; see `merge_adapters`."""
         from shardctl.checkpoint.computed_source import ComputedSource
         from shardctl.models.adaptation.adapted_weight import ADAPTING_BYTES
 
@@ -87,6 +107,7 @@ class _AdapterMerge:
         for target in targets:
             self._adapt(target)
         changed = {n: t for n, t in before.manifest.tensors.items() if self.tensors[n] is not t}
+        warnings = self._find_gaps(changed, partial=partial)
         others = {self.file: (adapter.source, adapter.file)}
         files = {**before.manifest.files, self.file: CheckpointFile(self.file, adapter.size)}
         note = f"{len(changed):,} tensors have the adapter {self.label} merged into them ({adapter.settings.kind})"
@@ -94,9 +115,25 @@ class _AdapterMerge:
         return replace(
             before,
             source=ComputedSource(before.source, self.arrays, thread_bytes=thread_bytes, note=note, others=others),
-            manifest=replace(before.manifest, tensors=self.tensors, files=files),
+            manifest=replace(
+                before.manifest,
+                tensors=self.tensors,
+                files=files,
+                warnings=(*before.manifest.warnings, *warnings),
+            ),
             adapted=(*before.adapted, *changed.values()),
         )
+
+    def _find_gaps(self, changed: Collection[str], *, partial: bool) -> tuple[str, ...]:
+        """Find what the adapter lacks, as warnings; raises SourceError unless it may be `partial`."""
+        from shardctl.checkpoint.listed_modules import find_gaps
+
+        before = self.checkpoint
+        shapes = {name: tensor.shape for name, tensor in before.manifest.tensors.items()}
+        gaps = find_gaps(self.adapter.settings, shapes, changed, model=before.model, config=before.config)
+        if not partial:
+            gaps.require_none()
+        return (*gaps.notes, *((gaps.describe(),) if gaps.missing else ()))
 
     def _find_targets(self) -> list[MergeTarget]:
         """Find what each module of the adapter changes; raises SourceError for modules that the base does not have."""

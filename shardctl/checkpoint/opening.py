@@ -15,7 +15,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
 from shardctl.checkpoint.config_files import ConfigReading, read_config
@@ -28,7 +28,7 @@ from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.catalogue import get_schema
-from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
 
+
+_LOADED_WITH_ADAPTER: Final = frozenset({"safetensors", "torch"})
+"""Formats that transformers loads, with an adapter that lies next to them."""
 
 __all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
@@ -118,6 +121,8 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
         etp=source_options.source_etp,
     )
     cautions = source.cautions()
+    if stored.format in _LOADED_WITH_ADAPTER and stored.files.keys().isdisjoint(ADAPTERS):
+        cautions = (*cautions, *warn_of_adapter(source))
     stored = replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
     if stored.training is not None:
         return stored

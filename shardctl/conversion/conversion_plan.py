@@ -360,6 +360,8 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
     """Refuse options that would be ignored: whoever gave them expects something of them."""
     if reshard_options.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
+    if reshard_options.allow_partial_adapter and not reshard_options.merge:
+        raise UsageError("--allow-partial-adapter has an effect only with --merge", hint="leave it out")
     if reshard_options.keep_fp32 is not None and reshard_options.dtype == "keep":
         raise UsageError("--keep-fp32 has an effect only with a cast", hint="add --dtype bf16 or fp16")
     for name in (*sorted(_COMMON_OPTIONS), *_SPECIAL_OPTIONS):
@@ -381,7 +383,7 @@ def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptio
         checkpoint = _decode_modules(checkpoint, reshard_options, threads, quantised=declared)
     elif (declared or checkpoint.stored_quantization is not None) and reshard_options.dtype != "keep":
         checkpoint = dequantise_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
-    return merge_adapters(checkpoint, reshard_options.merge, threads)
+    return merge_adapters(checkpoint, reshard_options.merge, threads, partial=reshard_options.allow_partial_adapter)
 
 
 def _decode_modules(

@@ -178,6 +178,15 @@ class ReshardOptions:
         ),
     ] = ()
     """Modules that are decoded while all others stay quantized; the config's list of modules that are left has them."""
+    allow_partial_adapter: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Merge an adapter that lacks some of the modules that its config lists.",
+            shapes_result=False,
+        ),
+    ] = False
+    """What it lacks is then a warning."""
     quantize: Annotated[
         str | None,
         CommandOption(

@@ -147,7 +147,7 @@ class _VerifyRun:
                     other = stack.enter_context(open_checkpoint(self.verify_options.against, options))
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
-                    other = merge_adapters(other, self.verify_options.merge, self.effort.threads)
+                    other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
                     self.unquantized = split_as(checkpoint, other)
                     other = quantise_as(checkpoint, self.unquantized, self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)

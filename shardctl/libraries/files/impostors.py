@@ -80,6 +80,8 @@ def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
 ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 """What peft calls the weights of an adapter."""
 ADAPTER_CONFIG: Final = "adapter_config.json"
+NEW_EMBEDDINGS: Final = "new_embeddings.safetensors"
+"""What vLLM once called the rows of a larger vocabulary beside an adapter (vllm/lora/lora_model.py of 0.10)."""
 ADAPTER_PREFIX: Final = "base_model.model."
 """How the names of an adapter's tensors begin."""
 LIVE_MATRIX: Final = re.compile(
@@ -120,8 +122,30 @@ def refuse_adapter(source: Source) -> None:
 def _list_weights(source: Source) -> tuple[set[str], set[str]]:
     """List the files of an adapter, and the other files of weights."""
     weights = {path for path in source.files() if "/" not in path and path.endswith(LOADED_SUFFIXES)}
-    adapters = weights & {*ADAPTERS}
-    return adapters, weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}
+    own = list_adapter_files(source)
+    return own & {*ADAPTERS}, weights - own - {"training_args.bin", "optimizer.pt", "scheduler.pt"}
+
+
+def list_adapter_files(source: Source) -> set[str]:
+    """List the files of weights that belong to an adapter in the source, and not to a model beside it."""
+    adapters = {*ADAPTERS} & source.files().keys()
+    return adapters | ({NEW_EMBEDDINGS} & source.files().keys() if adapters else set())
+
+
+def warn_of_adapter(source: Source) -> tuple[str, ...]:
+    """Warn of an adapter next to a model, which transformers loads together with it.
+
+    transformers 5.24 (integrations/peft.py, `maybe_load_adapters`) takes a directory with `adapter_config.json` for an
+    adapter, and if it has a `config.json` as well, for its base.
+    """
+    if ADAPTER_CONFIG not in source.files():
+        return ()
+    files = [ADAPTER_CONFIG, *(name for name in ADAPTERS if name in source.files())]
+    text = (
+        f"{' and '.join(files)} lie next to the model: where peft is installed, transformers applies that adapter to "
+        "the weights as well; move the files away if they were merged already"
+    )
+    return (text,)
 
 
 FOREIGN: Final = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.amounts import format_plural
 from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, WEIGHT_SUFFIXES
-from shardctl.libraries.files.impostors import ADAPTERS
+from shardctl.libraries.files.impostors import ADAPTERS, list_adapter_files
 from shardctl.libraries.files.links import check_link
 from shardctl.manifest import OpaqueObject
 
@@ -68,13 +68,16 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     unused = []
     folders: dict[str, int] = {}
     own = set(map(_get_folder, weights))
+    adapters = list_adapter_files(source)
     trained = {_get_folder(path) for path in source.files() if _TRAINED.fullmatch(path)} - own
     for path, stat in source.files().items():
         if path in weights or _is_remade(path):
             continue
         of_another = _get_folder(path) in trained or (bool(trained) and path in _TRACKERS)
         policy, warn = _choose_policy(path)
-        if of_another:
+        if path in adapters:
+            policy, warn = "carry", False
+        elif of_another:
             policy, warn = "drop", True
         if policy == "carry":
             check_link(source, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UsageError
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS
-from shardctl.libraries.peft.modules import AdapterTensors, sort_tensors
+from shardctl.libraries.peft.modules import AdapterTensors, require_elements, sort_tensors
 from shardctl.libraries.peft.settings import AdapterSettings, parse_settings
 from shardctl.libraries.safetensors.reading import scan_safetensors
 from shardctl.libraries.torch_save.reading import scan_torch_save
@@ -67,7 +67,9 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     settings = parse_settings(values)
     source = open_source(folder / file)
     try:
-        tensors = sort_tensors(scan_adapter_file(source).tensors.values())
+        stored = scan_adapter_file(source).tensors.values()
+        require_elements(stored)
+        tensors = sort_tensors(stored)
         size = source.files()[file].size
         yield Adapter(folder, settings, tensors, file, source, size, sha256(content).hexdigest())
     finally:

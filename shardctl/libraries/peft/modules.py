@@ -11,12 +11,12 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.impostors import ADAPTER_PREFIX
 from shardctl.value import state_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from shardctl.manifest import Tensor
 
@@ -58,6 +58,20 @@ class AdapterTensors:
     modules: dict[tuple[str, int], AdaptedModule] = field(default_factory=dict)
     replaced: dict[str, Tensor] = field(default_factory=dict)
     """Whole tensors that take the place of those of the base, by their names there."""
+
+
+def require_elements(tensors: Collection[Tensor]) -> None:
+    """Raise SourceError for an adapter without tensors, or with matrices that were saved without their elements."""
+    hint = (
+        "ZeRO-3 and FSDP leave such files where parameters are not gathered for saving: save again within "
+        "deepspeed.zero.GatheredParameters or FullyShardedDataParallel.summon_full_params"
+    )
+    if not tensors:
+        raise SourceError("the adapter's file holds no tensors", hint=hint)
+    empty = [tensor.name for tensor in tensors if not tensor.size]
+    if empty:
+        count = f"{len(empty):,} of {len(tensors):,} tensors"
+        raise SourceError(f"{count} of the adapter have no elements: {format_first_few(empty)}", hint=hint)
 
 
 def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:

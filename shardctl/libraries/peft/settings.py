@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
+from shardctl.libraries.peft.target_modules import parse_target_modules, read_names
 from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.expressions import compile_expression
 from shardctl.value import value_class
@@ -19,6 +20,7 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.libraries.peft.target_modules import TargetModules
     from shardctl.models.quantisation.expressions import ModuleExpression
 
 _REFUSED: Final = {
@@ -53,12 +55,16 @@ class AdapterSettings:
     stabilised: bool
     """Whether the scaling divides by the root of the rank (rsLoRA)."""
     dora: bool
+    biased: bool
+    """Whether each product has a bias (`lora_bias`)."""
     transposed: bool
     """Whether weights are `[in, out]` (`fan_in_fan_out`)."""
     targets: tuple[str, ...]
     """The modules and parameters that it says that it changes, as names or endings of names."""
     parameters: tuple[str, ...]
     """Those of them that are parameters, such as all experts of a layer."""
+    modules: TargetModules
+    """Which modules of a base they are."""
     version: tuple[int, ...]
     """Of PEFT, of which 0.18 and later say theirs; empty otherwise."""
     ranks: tuple[tuple[ModuleExpression, int], ...] = ()
@@ -98,7 +104,7 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
         _check_mergeable(values)
     config = ModelConfig(values, ADAPTER_CONFIG)
     dora, stabilised = (config.switch(key, default=False) for key in ("use_dora", "use_rslora"))
-    parameters = _read_names(values, "target_parameters")
+    parameters = read_names(values, "target_parameters")
     return AdapterSettings(
         base=config.text("base_model_name_or_path", ""),
         kind=" with ".join(filter(None, ("DoRA" if dora else "", "rsLoRA" if stabilised else ""))) or "LoRA",
@@ -106,8 +112,10 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
         alpha=_read_number(values.get("lora_alpha", 8), "lora_alpha"),
         stabilised=stabilised,
         dora=dora,
+        biased=config.switch("lora_bias", default=False),
         transposed=config.switch("fan_in_fan_out", default=False),
-        targets=(*_read_names(values, "target_modules"), *parameters),
+        targets=(*read_names(values, "target_modules"), *parameters),
+        modules=parse_target_modules(values),
         parameters=parameters,
         version=tuple(int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if part.isdecimal()),
         ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
@@ -125,15 +133,6 @@ def _check_mergeable(values: Mapping[str, Any]) -> None:
             f"the training of this adapter changed the base, too (init_lora_weights is {start!r:.50})",
             hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",
         )
-
-
-def _read_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Read one expression, or a list of names."""
-    found = values.get(key) or []
-    names = [found] if isinstance(found, str) else found
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SourceError(f"{ADAPTER_CONFIG} has {key} = {found!r:.100} where a list of names is expected")
-    return tuple(sorted(names))
 
 
 def _read_pattern(values: Mapping[str, Any], key: str) -> list[tuple[ModuleExpression, float]]:

@@ -16,6 +16,7 @@ from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE
 from shardctl.libraries.files.impostors import (
     ADAPTERS,
     find_lone_adapter,
+    list_adapter_files,
     list_unfinished_downloads,
     refuse_adapter,
     refuse_unfinished,
@@ -124,7 +125,8 @@ def _choose_files(source: Source) -> FileChoice:
     given = find_given_file(source)
     if given is not None:
         return choose_given_file(given, SAFETENSORS)
-    names = [p for p in source.files() if "/" not in p and p.endswith(SAFETENSORS) and p not in ADAPTERS]
+    adapters = list_adapter_files(source)
+    names = [p for p in source.files() if "/" not in p and p.endswith(SAFETENSORS) and p not in adapters]
     names = names or list_saved_apart(source)
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
     if any(_RANK_FILE.fullmatch(name) for name in names):
