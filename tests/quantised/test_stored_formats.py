@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.inspect import inspect
@@ -309,3 +310,70 @@ def test_plan_says_what_reshard_would():
     assert found.warnings[0].startswith("the result leaves out")
     with pytest.raises(UnsupportedError, match="quantized: quanto qint8"):
         plan(source, ReshardOptions(mesh=Mesh.of(tp=2)), source_options=SourceOptions())
+
+
+# Methods that transformers 5.24 declares ------------------------------------------------------------------------
+
+
+def pack_metal(weight):
+    from transformers.integrations.metal_quantization import _affine_quantize_tensor
+
+    codes, scales, biases = _affine_quantize_tensor(weight, 32, 4)
+    return {"weight": codes, "scales": scales, "qbiases": biases}
+
+
+def unpack_metal(arrays):
+    from transformers.integrations.metal_quantization import _affine_dequantize_tensor
+
+    return _affine_dequantize_tensor(arrays["weight"], arrays["scales"], arrays["qbiases"], 32, 4)
+
+
+def pack_mxfp8(weight):
+    groups = weight.float().reshape(weight.shape[0], -1, 32)
+    exponents = torch.floor(torch.log2(groups.abs().amax(2))) - 8
+    codes = (groups / torch.exp2(exponents)[..., None]).to(torch.float8_e4m3fn).reshape(weight.shape)
+    return {"weight": codes, "weight_scale_inv": (exponents + 127).to(torch.uint8)}
+
+
+def unpack_mxfp8(arrays):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    return Fp8Dequantize(None)._dequantize_one(arrays["weight"], arrays["weight_scale_inv"], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pack", "unpack"),
+    [
+        ({"quant_method": "metal", "bits": 4, "group_size": 32}, pack_metal, unpack_metal),
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, pack_mxfp8, unpack_mxfp8),
+    ],
+    ids=["metal", "mxfp8"],
+)
+def test_methods_of_transformers_are_decoded_to_its_numbers(tmp_path, settings, pack, unpack):
+    state, expected = {}, {}
+    for name, tensor in plain_state(LLAMA).items():
+        if ".layers." not in name or tensor.ndim == 1:
+            state[name] = tensor
+            continue
+        arrays = pack(tensor)
+        expected[name] = unpack(arrays)
+        state |= {f"{name.removesuffix('weight')}{own}": array for own, array in arrays.items()}
+    source = write(tmp_path / "source", {**LLAMA, "quantization_config": settings}, state)
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="fp32"))
+    found = read(tmp_path / "out")
+    assert all(torch.equal(found[name], numbers) for name, numbers in expected.items())
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(read(tmp_path / "back"), state)
+
+
+@pytest.mark.parametrize("prefix", ["model", "backbone"])
+def test_a_config_may_have_another_prefix_of_the_class(prefix):
+    config = json.loads((FIXTURES / "configs/nemotron_h.json").read_text())
+    names = [t.name for t in describe_model(config).own() if t.name.endswith("_proj.weight") and len(t.shape) == 2]
+    layers = {f"{prefix}.{n.partition('.')[2].removesuffix('.weight')}": {"quant_algo": "FP8"} for n in names}
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert describe_model({**config, "quantization_config": settings}).encodings.keys() == set(names)
+    settings["quantized_layers"] = {f"other.{name}": said for name, said in layers.items()}
+    with pytest.raises(UnsupportedError, match="has none of them"):
+        describe_model({**config, "quantization_config": settings})

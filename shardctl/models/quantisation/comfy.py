@@ -74,7 +74,7 @@ def find_comfy_weights(stored: Manifest, _config: Mapping[str, object]) -> Store
         modules = dict.fromkeys(name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE))
         listing = partial(_list_scaled_weights, tensors, modules)
         title = "ComfyUI scaled fp8"
-    markers = {name for name in tensors if name.rpartition(".")[2] == _MARKER}
+    markers = {name for name in tensors if name.replace("/", ".").rpartition(".")[2] == _MARKER}
     if not modules and not markers:
         return None
     owns = ("weight", "scale_weight", "weight_scale", "weight_scale_2", "pre_quant_scale", *_ACTIVATIONS)

@@ -2,8 +2,9 @@
 
 DeepSeek-V3 and Qwen3 have blocks of 128 x 128 with `weight_scale_inv` (transformers,
 integrations/finegrained_fp8.py, `FP8Linear`). In DeepSeek-V4 it is `scale`, an exponent alone, and routed experts are
-fp4, two codes in a byte, with such a scale for each 32 of a row (vLLM, models/deepseek_v4/nvidia/model.py). vLLM's own
-`fp8` has one `weight_scale` a tensor (vllm/model_executor/layers/quantization/fp8.py); FBGEMM has one a row
+fp4, two codes in a byte, with such a scale for each 32 of a row (vLLM, models/deepseek_v4/nvidia/model.py).
+transformers 5.24 calls it `mxfp8` if blocks are 1 x 32 and scales are exponents in bytes (quantizers/auto.py). vLLM's
+own `fp8` has one `weight_scale` a tensor (vllm/model_executor/layers/quantization/fp8.py); FBGEMM has one a row
 (integrations/fbgemm_fp8.py).
 """
 
@@ -108,7 +109,7 @@ def _parse_fbgemm_scheme(config: ModelConfig) -> QuantisationScheme:
 
 
 FINE_GRAINED: Final = QuantisationMethod(
-    ("fp8",), _parse_scheme, build_list_extension("modules_to_not_convert", "ignored_layers")
+    ("fp8", "mxfp8"), _parse_scheme, build_list_extension("modules_to_not_convert", "ignored_layers")
 )
 FBGEMM: Final = QuantisationMethod(
     ("fbgemm_fp8",), _parse_fbgemm_scheme, build_list_extension("modules_to_not_convert")

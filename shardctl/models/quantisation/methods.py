@@ -14,6 +14,7 @@ from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.hqq import HQQ
+from shardctl.models.quantisation.metal import METAL
 from shardctl.models.quantisation.mlx import find_mlx_settings
 from shardctl.models.quantisation.modelopt import MODELOPT
 from shardctl.models.quantisation.mxfp4 import MXFP4
@@ -36,6 +37,7 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
     FINE_GRAINED,
     GPTQ,
     HQQ,
+    METAL,
     MODELOPT,
     QUARK,
     TORCHAO,

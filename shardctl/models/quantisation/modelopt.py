@@ -191,7 +191,12 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantisationScheme:
         return next((storages[module] for module in around if module in storages), None)
 
     usual = next(iter(storages.values()))  # of what is quantised though the config does not name it
-    return QuantisationScheme(lambda names: find(names) or usual, lambda names: find(names) is None, heads=True)
+    return QuantisationScheme(
+        lambda names: find(names) or usual,
+        lambda names: find(names) is None,
+        heads=True,
+        example=next(iter(storages)),
+    )
 
 
 def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], plain: Sequence[str]) -> Mapping[str, Any]:

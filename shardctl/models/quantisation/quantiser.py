@@ -144,6 +144,12 @@ class _ModelQuantiser:
                 tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
         fusions |= {stack.name: stack for stack in stack_arrays_alike(stacks, encodings)}
+        if self.scheme.example and not encodings:
+            raise UnsupportedError(
+                f"config.json names each quantized module, such as {self.scheme.example}, and "
+                f"{self.plain.architecture} has none of them",
+                hint="the names may have another prefix, or the config may belong to another model",
+            )
         warnings = self.plain.warnings
         if self.contrary:
             warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantised, but it is",)
@@ -269,8 +275,10 @@ class _ModelQuantiser:
     def names(self, module: str) -> Names:
         """Return the module's name with the base model's prefix and without, today's and older ones."""
         prefix = f"{self.plain.prefix}."
-        names = (module, module[len(prefix) :]) if module.startswith(prefix) else (module,)
-        older = list_older_names(self.plain, names[-1]) if self.plain.legacy else ()
+        names: Names = (module, module[len(prefix) :]) if module.startswith(prefix) else (module,)
+        if len(names) > 1 and len(self.plain.prefixes) > 1:  # a config may have another of the class's prefixes
+            names += tuple(f"{each}.{names[1]}" for each in self.plain.prefixes if each != self.plain.prefix)
+        older = list_older_names(self.plain, names[1] if len(names) > 1 else module) if self.plain.legacy else ()
         if not older:
             return names
         return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))

@@ -343,6 +343,8 @@ class QuantisationScheme:
     """Whether the config expressly leaves a module as it is."""
     heads: bool = False
     """Whether an output head is quantised unless the config says otherwise."""
+    example: str = ""
+    """A quantized module, if the config names each of them, so that a model without any is an error."""
 
 
 @value_class
