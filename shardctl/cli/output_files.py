@@ -60,7 +60,8 @@ def require_separate_outputs(
     """Raise DestinationError if an output, by its flag, is a file of something that is read or replaced.
 
     `read` has what names each place, and the place. A new file within a source is no harm, and neither is an earlier
-    output there: it is replaced as anywhere else. Raises UsageError if two outputs are one file.
+    output there: it is replaced as anywhere else. A file that is no text is replaced nowhere. Raises UsageError if two
+    outputs are one file.
     """
     for (one, path), (other, second) in combinations(outputs.items(), 2):
         if are_same_file(path, second) and not _is_device(path):
@@ -80,8 +81,13 @@ def require_separate_outputs(
 
 
 def _require_foreign(flag: str, path: Path, read: Sequence[tuple[str, str]]) -> None:
-    """Raise DestinationError if an existing file belongs to something that is read."""
-    earlier = _is_earlier_output(path)
+    """Raise DestinationError if an existing file belongs to something that is read, or is no text, such as weights."""
+    head = _read_head(path)
+    if b"\0" in head:
+        raise DestinationError(
+            f"{flag} {path} exists and is not a text file, and would be overwritten", hint="choose another name"
+        )
+    earlier = _EARLIER_OUTPUT.match(head) is not None
     for label, place in read:
         for folder in _list_local_places(place):
             if _holds_file(folder, path, earlier=earlier):
@@ -98,12 +104,12 @@ def _holds_file(place: Path, path: Path, *, earlier: bool) -> bool:
     return not earlier and (is_same_or_inside(path, place) or find_same_file(path, place) is not None)
 
 
-def _is_earlier_output(path: Path) -> bool:
+def _read_head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return _EARLIER_OUTPUT.match(file.read(_HEAD_BYTES)) is not None
-    except OSError:
-        return False
+            return file.read(_HEAD_BYTES)
+    except OSError:  # whoever writes it says so
+        return b""
 
 
 def _is_device(path: Path) -> bool:

@@ -26,6 +26,9 @@ OUTPUTS = [
 ]
 
 
+WEIGHTS = ("model/model.safetensors", "hard", "soft")
+
+
 def read_all(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -108,17 +111,26 @@ class TestOutputs:
     @pytest.mark.parametrize(("verb", "option"), OUTPUTS)
     def test_no_output_replaces_a_file_of_the_source(self, say, place, verb, option):
         os.link("model/model.safetensors", "hard")
+        os.link("model/config.json", "config")
         Path("soft").symlink_to("model/model.safetensors")
         Path("folder").symlink_to("model")
         before = read_all(place)
         destination = ["out"] if verb == "reshard" else []
         for path in (
-            *("model/model.safetensors", "model/config.json", "hard", "soft", "folder/config.json"),
+            *("model/model.safetensors", "model/config.json", "hard", "soft", "folder/config.json", "config"),
             *("model/../model/tokenizer.json", place / "model" / "config.json"),
         ):
             code, _, err = say(verb, "model", *destination, option, path)
             assert code == 6, path
-            assert f"error: {option} {path} is a file of SRC model, and would be overwritten" in err
+            which = "exists and is not a text file" if path in WEIGHTS else "is a file of SRC model"
+            assert f"error: {option} {path} {which}, and would be overwritten" in err
+        assert read_all(place) == before
+
+    def test_weights_that_are_not_read_are_not_replaced_either(self, say, place):
+        shutil.copytree("model", "other")
+        before = read_all(place)
+        for option in ("--junit", "--summary", "--log"):
+            assert say("verify", "model", option, "other/model.safetensors").code == 6
         assert read_all(place) == before
 
     @pytest.mark.parametrize(
