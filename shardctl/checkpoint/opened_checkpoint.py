@@ -10,7 +10,7 @@ from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.binding import is_maxtext
-from shardctl.training import add_states
+from shardctl.training import add_states, split_state_name
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
     from shardctl.models.quantisation.stored_weight import StoredQuantization
+    from shardctl.placement import PartitionSpec
     from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
 
@@ -148,6 +149,12 @@ class OpenedCheckpoint:
             return self.require_placement(mesh)
         except (SourceError, UnsupportedError):
             return None
+
+    def find_spec(self, name: str) -> PartitionSpec | None:
+        """Find how a tensor, or the parameter of an optimizer state, is cut; None where nobody knows."""
+        model = self.model or (self.find_placement(self.mesh) if self.mesh is not None else None)
+        known = model.tensors.get((split_state_name(name) or ("", name))[1]) if model is not None else None
+        return known.spec if known is not None else None
 
     def note_placement(self, mesh: Mesh) -> tuple[str, ...]:
         """Return what was taken from names and shapes to place tensors on a mesh, as warnings.

@@ -103,7 +103,7 @@ def move_share(
     tensors += (*work.checkpoint.encoded, *work.checkpoint.adapted)
     if isinstance(work.checkpoint.source, ComputedSource):
         work.checkpoint.source.track(tracker)
-    require_agreement(tensors, work.checkpoint.source, effort)
+    require_agreement(tensors, work.checkpoint.source, effort, work.checkpoint.find_spec)
     reflink = work.reshard_options.reflink
     target = LocalTarget(tree, sharing=reflink)
     sharer = prepare_sharing(work.checkpoint.source, work.have, target) if reflink else None

@@ -111,8 +111,8 @@ def diff(
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
         states = pair_states(first, second)
         ours, theirs = {**first.manifest.tensors, **states.ours}, {**second.manifest.tensors, **states.theirs}
-        require_agreement(list(ours.values()), first.source, effort)
-        require_agreement(list(theirs.values()), second.source, effort)
+        require_agreement(list(ours.values()), first.source, effort, first.find_spec)
+        require_agreement(list(theirs.values()), second.source, effort, second.find_spec)
         plain = list_plain_floats(first) | list_plain_floats(second)
         changes, pairs, narrower = (
             [_build_setting_change(each) for each in states.settings],

@@ -74,7 +74,7 @@ def digest(
         chunks, held = sum([len(tensor.chunks) for tensor in tensors]), checkpoint.source.held_bytes
         budget = divide_reading_memory(len(tensors), chunks, host_memory, effort.threads, held)
         effort = replace(effort, threads=budget.threads, block=min(effort.block, budget.block))
-        require_agreement(tensors, checkpoint.source, effort)
+        require_agreement(tensors, checkpoint.source, effort, checkpoint.find_spec)
         found = measure_content(tensors, checked_reader(checkpoint), effort, values=False)
         checkpoint.prove()
         digests = dict(zip([t.name for t in tensors], found.compute_digests(), strict=True))

@@ -273,7 +273,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
         yield CheckFinding("warning", "config", warning)
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
-    yield from structure.check_coverage(checkpoint.whole)
+    yield from structure.check_coverage(checkpoint.whole, checkpoint.find_spec)
     yield from structure.check_gathered(checkpoint.manifest)
     training = checkpoint.manifest.training
     yield from structure.check_states(training.states if training is not None else ())

@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
     from shardctl.bands import ByteReader
     from shardctl.manifest import Tensor
+    from shardctl.verify.structure import SpecFinder
     from shardctl.workers import ExecutionOptions
 
 
-def require_agreement(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> None:
+def require_agreement(
+    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, find_spec: SpecFinder | None = None
+) -> None:
     """Raise SourceError, naming the place, if two stored versions of an element differ: one of them would be lost.
 
     Reads only what is stored more than once. Boxes that overlap in part are refused even where their values agree:
-    they are left over from another mesh.
+    they are left over from another mesh. `find_spec` as in `find_overlaps`.
     """
     for tensor in tensors:
-        for found in find_overlaps(tensor):
+        for found in find_overlaps(tensor, find_spec):
             raise SourceError(found.message, hint="a file may be left over from a save on another mesh; remove it")
     for difference in compare_replicas(tensors, reader, effort):
         tensor = next(t for t in tensors if t.name == difference.tensor)

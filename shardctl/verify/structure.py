@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
@@ -16,12 +17,15 @@ from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
+    from shardctl.placement import PartitionSpec
     from shardctl.record import CheckpointRecord
     from shardctl.storage import FileStat, Source
+
+    SpecFinder = Callable[[str], PartitionSpec | None]
 
 _SHOWN: Final = 3
 OPTIMIZER: Final = "optimizer"
@@ -78,14 +82,14 @@ def check_gathered(manifest: Manifest) -> Iterator[CheckFinding]:
         yield CheckFinding("error", "empty", message, tensor=empty[0])
 
 
-def check_coverage(manifest: Manifest) -> Iterator[CheckFinding]:
-    """Yield elements stored nowhere, and chunks that overlap others in part."""
+def check_coverage(manifest: Manifest, find_spec: SpecFinder | None = None) -> Iterator[CheckFinding]:
+    """Yield elements stored nowhere, and chunks that overlap others in part; `find_spec` as in `find_overlaps`."""
     for tensor in manifest.tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
             continue
         (unfolded,) = unfold_tensors(tensor)
         yield from _find_holes(unfolded)
-        yield from find_overlaps(unfolded)
+        yield from find_overlaps(unfolded, find_spec)
 
 
 def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
@@ -102,8 +106,11 @@ def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
         )
 
 
-def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
+def find_overlaps(tensor: Tensor, find_spec: SpecFinder | None = None) -> Iterator[CheckFinding]:
     """Find the first place where two chunks overlap without being copies of each other, if there is one.
+
+    `find_spec` says how a tensor is cut, by its name: a chunk that spans several sections is one of each. The last rank
+    of a fused q|k|v whose only key/value head all ranks hold has its queries and that head in one chunk.
 
     Only chunks of one array in several files may not: an embedding that is whole in one array, and cut in that of a
     head that is tied to it, is stored twice on purpose, and so is a row that pads its own array.
@@ -116,7 +123,10 @@ def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
         arrays.setdefault(chunk.name, {}).setdefault(chunk.box, set()).add(file)
     for places in arrays.values():
         boxes = list(places)
-        if sum(box.size for box in boxes) == sum(part.size for _, part in make_disjoint(boxes)):
+        if _are_copies_or_apart(boxes):
+            continue
+        spec = find_spec(tensor.name) if find_spec is not None else None
+        if spec is not None and _are_copies_or_apart(_split_sections(boxes, spec)):
             continue
         index = BoxIndex(boxes)
         for position, box in enumerate(boxes):
@@ -133,6 +143,28 @@ def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
                         box=str(common),
                     )
                     return  # one place a tensor is enough to look at
+
+
+def _are_copies_or_apart(boxes: list[Box]) -> bool:
+    return sum(box.size for box in boxes) == sum(part.size for _, part in make_disjoint(boxes))
+
+
+def _split_sections(boxes: list[Box], spec: PartitionSpec) -> list[Box]:
+    """Split boxes where a dim's sections end, which are cut each by itself; equal boxes are one."""
+    for dim, cuts in enumerate(spec.cuts):
+        for end in {end for cut in cuts for end in accumulate(section.size for section in cut.sections)}:
+            boxes = [part for box in boxes for part in _split_box(box, dim, end)]
+    return list(dict.fromkeys(boxes))
+
+
+def _split_box(box: Box, dim: int, at: int) -> Iterator[Box]:
+    if dim >= len(box.shape) or not box.origin[dim] < at < box.stop[dim]:
+        yield box
+        return
+    extent = at - box.origin[dim]
+    yield Box(box.origin, (*box.shape[:dim], extent, *box.shape[dim + 1 :]))
+    behind = (*box.origin[:dim], at, *box.origin[dim + 1 :])
+    yield Box(behind, (*box.shape[:dim], box.shape[dim] - extent, *box.shape[dim + 1 :]))
 
 
 def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[CheckFinding]:
