@@ -172,6 +172,8 @@ class OwnConfig:
     """Its content; a `vocab_size` of None says that the files only tell to how many rows it was padded."""
     warnings: tuple[str, ...] = ()
     """What had to be guessed."""
+    assumed: frozenset[str] = frozenset()
+    """The settings, by path, whose values are guesses, because the files do not say them: not to be compared."""
     replaces: bool = False
     """Whether what the container calls `config.json` is that description, and none of transformers."""
 

@@ -70,13 +70,12 @@ def compare_model_configs(
     if ours is None or theirs is None:
         which = [each.source.name for each, config in ((a, ours), (b, theirs)) if config is None]
         return None, tuple(f"configs were not compared: {name} has none" for name in which)
-    derived = [each.source.name for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
+    derived = [each for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
+    assumed = {key for each in derived for key in _list_assumed(each)}
     # The type that a library's settings name is the one that it computes in, whatever it stores.
-    found = compare_configs(ours, theirs, common_only=bool(derived), cast=cast or bool(derived))
-    return found, tuple(
-        f"{name} has no config of transformers: the {found.compared} settings that its own library keeps were compared"
-        for name in derived
-    )
+    cast = cast or bool(derived)
+    found = compare_configs(ours, theirs, common_only=bool(derived), assumed=assumed, cast=cast)
+    return found, tuple(_describe_derived(each, found.compared) for each in derived)
 
 
 def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison) -> Iterator[CheckFinding]:
@@ -110,6 +109,18 @@ def _read_stored_config(checkpoint: OpenedCheckpoint) -> Mapping[str, object] | 
 def _is_derived(checkpoint: OpenedCheckpoint, config: Mapping[str, object]) -> bool:
     own = checkpoint.stored.own_config
     return own is not None and config.keys() <= own.values.keys()
+
+
+def _list_assumed(checkpoint: OpenedCheckpoint) -> frozenset[str]:
+    own = checkpoint.stored.own_config
+    return own.assumed if own is not None else frozenset()
+
+
+def _describe_derived(checkpoint: OpenedCheckpoint, compared: int) -> str:
+    """Say what was compared of a checkpoint without a config, and what was not because it is a guess."""
+    name, assumed = checkpoint.source.name, sorted(_list_assumed(checkpoint))
+    text = f"{name} has no config of transformers: the {compared} settings that its own library keeps were compared"
+    return f"{text}, but not {', '.join(assumed)}, which it does not keep" if assumed else text
 
 
 def _compare_files(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool) -> Iterator[FileChange]:

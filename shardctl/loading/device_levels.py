@@ -313,8 +313,12 @@ def _run_forward(
     from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint
 
     right = other or checkpoint
+    named = right.stored if _has_loadable_names(right) else right.manifest
+    if named is not right.stored:
+        whose = "the source" if other is not None else "the checkpoint"
+        level.notes += (f"{whose} has names of its own, which shardctl and not transformers translated",)
     original = OriginalCheckpoint(
-        stored=right.stored,
+        stored=named,
         manifest=right.manifest,
         reader=right.source,
         config=right.config or checkpoint.config,
@@ -347,6 +351,21 @@ def _run_forward(
         level.skip(result.reason)
     elif result.status == "failed":
         level.status = "failed"
+
+
+def _has_loadable_names(checkpoint: OpenedCheckpoint) -> bool:
+    """Return whether a class of transformers understands the stored names, as far as the model's table knows.
+
+    Other libraries have arrays of their own, and trainers put wrappers before the names.
+    """
+    if checkpoint.stored.dialect is not None:
+        return False
+    names = {
+        name
+        for tensor in checkpoint.manifest.tensors.values()
+        for name in (tensor.name, *tensor.ties, *(tensor.spelling or ()))
+    }
+    return checkpoint.model is None or names >= checkpoint.stored.tensors.keys()
 
 
 def _compare_on_devices(

@@ -16,7 +16,7 @@ from shardctl.models import list_assumed_values
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 ABSENT: Final = "absent"
 _OF_THE_FILE: Final = frozenset(
@@ -66,17 +66,24 @@ class ConfigComparison:
 
 
 def compare_configs(
-    a: Mapping[str, object], b: Mapping[str, object], *, common_only: bool = False, cast: bool = False
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    *,
+    common_only: bool = False,
+    assumed: Collection[str] = (),
+    cast: bool = False,
 ) -> ConfigComparison:
     """Compare two decoded configs of transformers.
 
-    `common_only` looks only at what both say, where one is derived from what another library keeps.
+    `common_only` looks only at what both say, where one is derived from what another library keeps, and `assumed` are
+    settings, by path, that are a guess in one of them.
     `cast` lets the element types differ.
 
     >>> compare_configs({"rope_theta": 1e4, "vocab_size": 9}, {"rope_theta": 5e3, "vocab_size": 9}).changes
     (ConfigChange(key='rope_parameters.rope_theta', a='10000.0', b='5000.0', harmless=False, certain=True),)
     """
     ours, theirs = _list_settings(a), _list_settings(b)
+    ours, theirs = ({key: value for key, value in each.items() if key not in assumed} for each in (ours, theirs))
     both = ours.keys() & theirs.keys()
     unequal = sorted(key for key in both if not _is_same(ours[key], theirs[key]) and not (cast and _is_dtype(key)))
     single = [] if common_only else sorted(key for key in ours.keys() ^ theirs.keys() if not _is_dtype(key))
@@ -84,7 +91,7 @@ def compare_configs(
     filled = [_list_settings(config) for config in read if config is not None]
     changes = [_build_change(key, ours, theirs, alike=_read_alike(key, filled)) for key in unequal]
     named = [_name_classes(config) for config in (a, b)]
-    if named[0] and named[1] and named[0] != named[1]:
+    if named[0] and named[1] and named[0] != named[1] and "architectures" not in assumed:
         changes.insert(0, ConfigChange("architectures", json.dumps(named[0]), json.dumps(named[1])))
     quantised = [key for key in single if _QUANTISATION in key.split(".")]  # of which no class knows a default
     changes += [replace(_build_change(key, ours, theirs), certain=True) for key in quantised]

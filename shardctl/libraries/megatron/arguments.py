@@ -99,6 +99,10 @@ LATENT: Final = {
 }
 
 
+_ASSUMED: Final = frozenset({"architectures", "model_type"})
+"""What args never say: they describe an architecture, and several classes may have it."""
+
+
 def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | None:
     """Return the config that `args` describe; `tied` if no head is stored beside the embedding, or a copy of it is.
 
@@ -109,7 +113,9 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         return None
     if is_hybrid_model(arguments):
         found = convert_hybrid_arguments(ModelConfig(arguments), tied=tied)
-        return OwnConfig(found, (_warn_of_class(str(found["model_type"])),)) if found is not None else None
+        if found is None:
+            return None
+        return OwnConfig(found, (_warn_of_class(str(found["model_type"])),), _ASSUMED)
     family = _find_model_type(arguments)
     own = _OWN.get(family or "", set())
     if any(arguments.get(name, value) != value for name, value in (USUAL | _UNKNOWN).items() if name not in own):
@@ -134,7 +140,7 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
     elif isinstance(left, int):
         values |= {"use_sliding_window": True, "sliding_window": left + 1, "layer_types": _list_layer_types(said)}
-    return OwnConfig(values, (_warn_of_class(family),))
+    return OwnConfig(values, (_warn_of_class(family),), _ASSUMED)
 
 
 def _warn_of_class(family: str) -> str:

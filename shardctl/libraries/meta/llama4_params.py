@@ -113,7 +113,11 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
             "original_max_position_embeddings": _ORIGINAL,
         }
     said = f"max_position_embeddings {text['max_position_embeddings']:,}"
+    assumed = {"max_position_embeddings"}
+    if scaled and "rope_scaling_factor" not in given:
+        assumed.add("rope_parameters.factor")
     if vocabulary == _VOCABULARY:
+        assumed |= {"bos_token_id", "eos_token_id", "pad_token_id"}
         text |= {"bos_token_id": 200_000, "eos_token_id": 200_001, "pad_token_id": 200_018}
         said += " and bos_token_id 200,000"
     version = "Llama 4 Scout" if scaled else "Llama 4 Maverick"
@@ -123,7 +127,7 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
     )
     seen = _read_part(given, "vision_args")
     if not seen:
-        return OwnConfig({"architectures": ["Llama4ForCausalLM"], **text}, (warning,))
+        return OwnConfig({"architectures": ["Llama4ForCausalLM"], **text}, (warning,), frozenset(assumed))
     whole = {
         "architectures": ["Llama4ForConditionalGeneration"],
         "model_type": "llama4",
@@ -131,7 +135,7 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
         "text_config": text,
         "vision_config": _build_vision_config(seen),
     }
-    return OwnConfig(whole, (warning,))
+    return OwnConfig(whole, (warning,), frozenset(f"text_config.{key}" for key in assumed))
 
 
 def _build_vision_config(seen: Mapping[str, Any]) -> dict[str, object]:

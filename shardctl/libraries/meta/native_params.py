@@ -98,7 +98,8 @@ def _build_mistral_config(
         "sliding_window": window,
         "tie_word_embeddings": bool(given.get("tied_embeddings", "output.weight" not in shapes)),
     }
-    return OwnConfig(config, (warning,)), ()
+    assumed = frozenset({"max_position_embeddings"} if stated is None else ())
+    return OwnConfig(config, (warning,), assumed), ()
 
 
 def _parse_window(value: Any) -> int | None:  # noqa: ANN401 - what JSON holds

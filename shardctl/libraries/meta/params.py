@@ -78,7 +78,7 @@ class MetaParams:
             "mlp_bias": False,
             "tie_word_embeddings": "output.weight" not in shapes,
         }
-        said = f"max_position_embeddings {context:,}"
+        said, assumed = f"max_position_embeddings {context:,}", {"max_position_embeddings"}
         if scaled:
             # Llama 3.2, whose models of text have at most 3,072, scales by 32; its file does not say so
             factor = self.given.get("rope_scaling_factor") or (32.0 if self.dim < 4_096 else 8.0)  # noqa: PLR2004
@@ -89,15 +89,18 @@ class MetaParams:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8_192,
             }
-            said += f" and rope_scaling's factor {factor:g}" if "rope_scaling_factor" not in self.given else ""
+            if "rope_scaling_factor" not in self.given:
+                said += f" and rope_scaling's factor {factor:g}"
+                assumed.add("rope_parameters.factor")
         if vocabulary == _LLAMA3_VOCABULARY:
             config |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
             said += " and bos_token_id 128,000"
+            assumed |= {"bos_token_id", "eos_token_id"}
         warning = (
             f"config.json is made from {PARAMS}, which does not say {said}; the values of {version} are "
             "taken (--config gives others)"
         )
-        return OwnConfig(config, (warning,))
+        return OwnConfig(config, (warning,), frozenset(assumed))
 
     def _ffn(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Return inner elements of the MLP, by the tensors, else by the rule of `FeedForward`."""

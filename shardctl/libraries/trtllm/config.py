@@ -166,8 +166,14 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
         said["block_configs"] = config.values.get("block_configs") or read_layers(config, heads)
     said |= _build_expert_settings(config, kind)
     guessed = "the tokens that begin and end texts" + (", nor a sliding window" if windowed else "")
+    assumed = {"architectures", "model_type", "sliding_window"}
+    if config.values.get("max_position_embeddings") is None:
+        assumed.add("max_position_embeddings")
     return OwnConfig(
-        said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (--config gives them)",), True
+        said,
+        (f"config.json is made from {TITLE}'s, which does not say {guessed} (--config gives them)",),
+        frozenset(assumed),
+        replaces=True,
     )
 
 

@@ -35,7 +35,7 @@ class OriginalCheckpoint:
     """The checkpoint that is right."""
 
     stored: Manifest
-    """Under the names of its files, which transformers is to understand by itself."""
+    """Under the names of its files, if transformers is to understand them by itself; else under canonical names."""
     manifest: Manifest
     """Under canonical names, where the model is known."""
     reader: ByteReader
