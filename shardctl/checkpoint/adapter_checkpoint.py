@@ -182,11 +182,12 @@ def build_adapter_model(base: Model, stored: Manifest, settings: AdapterSettings
         else:
             parts = _place_parts(base, module, weight)
         tensors.update((tensor.name, tensor) for tensor in parts)
-    for name, tensor in found.replaced.items():
+    for name, tensor in (*found.replaced.items(), *found.rows.items(), *found.copies):
         known = base.tensors.get(models.find_weight_name(base, name))
-        if known is None or known.shape != tensor.shape:
+        if known is None or known.shape[1:] != tensor.shape[1:]:  # a resized vocabulary has other rows
             raise _refuse_module(name, settings)
-        tensors[tensor.name] = _build_tensor(tensor, known, known.spec.cuts)
+        whole = tensor is found.rows.get(name)
+        tensors[tensor.name] = _build_tensor(tensor, known, ((), ()) if whole else known.spec.cuts)
     ordered = {name: tensors[name] for name in stored.tensors}
     title = f"an adapter of {base.architecture}"
     return models.Model("", title, base.layers, ordered, warnings=(_EXPERTS,) if stacked else ())

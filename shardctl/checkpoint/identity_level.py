@@ -74,7 +74,7 @@ def run_identity_level(
             f"{format_plural(len(alike), 'tensor')} were not read from {against}, because "
             f"{format_plural(len(equal), 'file')} here have the hashes that it states"
         )
-    _compare_values(level, checkpoint, other, pairs, against, effort, unread=full and not alike)
+    _compare_values(level, checkpoint, other, pairs, against, effort, merged=merged, unread=full and not alike)
     if full and unquantized is not None and unquantized is not other:
         _measure_quantization(level, checkpoint, unquantized, effort)
     level.tensors, level.nbytes = len(alike) + len(pairs), sum(t.nbytes for t, _ in pairs)
@@ -118,6 +118,7 @@ def _compare_values(
     against: str,
     effort: ExecutionOptions,
     *,
+    merged: bool,
     unread: bool,
 ) -> None:
     """Compare the elements of the pairs, and what the files of `other` state of theirs."""
@@ -125,8 +126,9 @@ def _compare_values(
     theirs_read = CrcReader(other.source.read_at, tracker)
     in_file_order(pairs, checkpoint, other)
     differences = content.compare_tensors(pairs, checkpoint.source, theirs_read, effort, "identity", losses)
-    differences, explained = explain_merge_differences(checkpoint, other, differences)
-    level.add(explained)
+    if merged:
+        differences, explained = explain_merge_differences(checkpoint, other, differences)
+        level.add(explained)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         message += f" ({d.distance})" if d.distance is not None else ""

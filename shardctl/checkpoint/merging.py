@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
+from shardctl.checkpoint.adapted_base import fit_base
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, list_adapter_files, warn_of_adapter
-from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Region, Tensor, compute_dense_strides
 from shardctl.value import state_class
 
 if TYPE_CHECKING:
@@ -100,9 +101,16 @@ class _AdapterMerge:
                 "an adapter cannot be merged into quantised weights",
                 hint="add --dtype bf16, which takes them back to numbers first",
             )
+        self.checkpoint, whole = fit_base(before, adapter)
+        before = self.checkpoint
         self.tensors = dict(before.manifest.tensors)
-        for name, tensor in adapter.tensors.replaced.items():
+        for name, tensor in whole.items():
             self._replace(name, tensor)
+        self._require_rows(whole)
+        known = before.model.tensors if before.model is not None else before.manifest.tensors
+        for name, tensor in adapter.tensors.rows.items():
+            if name in known or models.find_weight_name(before.model, name) not in adapter.tensors.rows:
+                self._replace_rows(name, tensor)  # those of a tied head are the embedding's again
         targets = self._find_targets()
         for target in targets:
             self._adapt(target)
@@ -169,11 +177,7 @@ class _AdapterMerge:
         if base.shape != tensor.shape:
             raise SourceError(
                 f"the adapter has a {name} of {list(tensor.shape)}, but the base has one of {list(base.shape)}",
-                hint="the vocabulary may have been resized before training; resize that of the base as well",
-            )
-        if base.ties:
-            raise UnsupportedError(
-                f"the adapter has its own {name}, which the base shares with {', '.join((base.name, *base.ties))}"
+                hint="it may have been trained on another model",
             )
         view = StridedView.of(tensor).in_file(self.file)
         if base.dtype == tensor.dtype:
@@ -183,6 +187,48 @@ class _AdapterMerge:
         path = self._name_path(canonical)
         flat = replace(view, shape=(tensor.size,), where=Region(self.file, view.where.offset, (view.dtype.unit_bytes,)))
         self.arrays[path] = AdaptedVector(canonical, flat.index(), base.dtype)
+        self.tensors[canonical] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
+
+    def _require_rows(self, whole: Collection[str]) -> None:
+        """Raise SourceError for a table of tokens that the adapter's vocabulary leaves without rows."""
+        filled = (
+            name
+            for name, tensor in self.tensors.items()
+            if any(isinstance(c.where, ConstantFill) for c in tensor.chunks)
+        )
+        lacking = [name for name in filled if name not in whole]
+        if lacking:
+            raise SourceError(
+                f"the adapter has another vocabulary than the base, but no {format_first_few(lacking)}",
+                hint="save it with save_embedding_layers=True, or resize the base and give that",
+            )
+
+    def _replace_rows(self, name: str, rows: Tensor) -> None:
+        """Put rows of the adapter in the place of some of a table of tokens."""
+        from shardctl.bands import ChunkIndex
+        from shardctl.models.adaptation.adapted_rows import AdaptedRows
+        from shardctl.models.adaptation.strided_view import StridedView
+
+        canonical = models.find_weight_name(self.checkpoint.model, name)
+        base = self.tensors.get(canonical)
+        if base is None:
+            self._refuse_missing([name])
+            return
+        module = name.removesuffix(".weight")
+        tokens = self.adapter.settings.tokens
+        numbers = next((found for end, found in tokens if not end or f".{module}".endswith(f".{end}")), ())
+        if (len(numbers), *base.shape[1:]) != rows.shape or max(numbers, default=0) >= base.shape[0]:
+            raise SourceError(
+                f"the adapter has rows of {list(rows.shape)} for {name} of {list(base.shape)}, but {ADAPTER_CONFIG} "
+                f"names {len(numbers)} rows (trainable_token_indices), up to {max(numbers, default=0)}",
+                hint="the config may belong to another adapter",
+            )
+        view = StridedView.of(rows).in_file(self.file)
+        self._check_computable(base, view)
+        if any(self._is_computed(chunk) for chunk in base.chunks):
+            raise UnsupportedError(f"the adapter updates {base.name} twice, in different ways")
+        path = self._name_path(canonical)
+        self.arrays[path] = AdaptedRows(canonical, base.shape, ChunkIndex(cover_tensor(base)), view.index(), numbers)
         self.tensors[canonical] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
 
     def _adapt(self, target: MergeTarget) -> None:

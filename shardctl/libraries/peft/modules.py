@@ -29,6 +29,8 @@ _PARTS: Final = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
+_ROWS: Final = ".token_adapter.trainable_tokens_delta"
+"""How the rows of `trainable_token_indices` are called."""
 _PART: Final = re.compile(
     rf"(?P<module>.+?)(?P<inside>(?:\.base_layer)*)\.(?P<part>{'|'.join(map(re.escape, _PARTS))})"
 )
@@ -58,6 +60,10 @@ class AdapterTensors:
     modules: dict[tuple[str, int], AdaptedModule] = field(default_factory=dict)
     replaced: dict[str, Tensor] = field(default_factory=dict)
     """Whole tensors that take the place of those of the base, by their names there."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """Rows that take the place of some of the base's, by the name of the tensor there."""
+    copies: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Tensors that PEFT saves, and does not read where it merges: the replaced ones, and their originals, again."""
 
 
 def require_elements(tensors: Collection[Tensor]) -> None:
@@ -90,7 +96,7 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
         if match is None:
             if "lora_" in name:
                 raise UnsupportedError(f"shardctl does not know the adapter tensor {tensor.name!r:.200}")
-            found.replaced[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = tensor
+            _add_whole(found, name, tensor)
             continue
         key = match["module"], match["inside"].count(".base_layer")
         module = found.modules.setdefault(key, AdaptedModule(*key))
@@ -100,3 +106,26 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
         if module.down is None or module.up is None:
             raise SourceError(f"the adapter has only one of the two matrices of {module.module}")
     return found
+
+
+def _add_whole(found: AdapterTensors, name: str, tensor: Tensor) -> None:
+    """Add a tensor without a product, by the name of the base's tensor that it replaces.
+
+    Where PEFT saves the embeddings of a resized vocabulary, it saves a module that was trained whole thrice: as it is
+    merged, by its place in the wrapper, and as it was (utils/save_and_load.py, `get_peft_model_state_dict`).
+    """
+    if name.endswith(_ROWS):
+        found.rows[name.removesuffix(_ROWS) + ".weight"] = tensor
+        return
+    plain = name
+    for wrapper in (".token_adapter.base_layer.", ".base_layer.", ".modules_to_save.", ".original_module."):
+        plain = plain.replace(wrapper, ".")
+    if ".original_module." in name:
+        found.copies.append((plain, tensor))
+    elif ".modules_to_save." not in name and plain in found.replaced:
+        found.copies.append((plain, found.replaced[plain]))
+        found.replaced[plain] = tensor
+    elif plain in found.replaced:
+        found.copies.append((plain, tensor))
+    else:
+        found.replaced[plain] = tensor

@@ -18,7 +18,7 @@ from shardctl.models.quantisation.expressions import compile_expression
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardctl.libraries.peft.target_modules import TargetModules
     from shardctl.models.quantisation.expressions import ModuleExpression
@@ -28,7 +28,6 @@ _REFUSED: Final = {
     "arrow_config": "it chooses between adapters for each token (Arrow)",
     "layer_replication": "it repeats layers of the base",
     "megatron_config": "it was trained on layers of Megatron-LM",
-    "trainable_token_indices": "it replaces rows of the embedding",
     "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
     "use_qalora": "its inputs are pooled (QA-LoRA)",
     "kasa_config": "it is a KaSA adapter",
@@ -67,6 +66,10 @@ class AdapterSettings:
     """Which modules of a base they are."""
     version: tuple[int, ...]
     """Of PEFT, of which 0.18 and later say theirs; empty otherwise."""
+    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The rows that it replaces of tables of tokens, by the end of the module's name (`trainable_token_indices`)."""
+    tied: bool = False
+    """Whether it keeps the head tied to an embedding that was trained whole (`ensure_weight_tying`)."""
     ranks: tuple[tuple[ModuleExpression, int], ...] = ()
     alphas: tuple[tuple[ModuleExpression, float], ...] = ()
     """Ranks and alphas of their own of modules whose names match."""
@@ -118,6 +121,8 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
         modules=parse_target_modules(values),
         parameters=parameters,
         version=tuple(int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if part.isdecimal()),
+        tokens=tuple(_read_tokens(values)),
+        tied=config.switch("ensure_weight_tying", default=False),
         ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
         alphas=tuple(_read_pattern(values, "alpha_pattern")),
     )
@@ -143,6 +148,17 @@ def _read_pattern(values: Mapping[str, Any], key: str) -> list[tuple[ModuleExpre
         (compile_expression(rf"(.*\.)?({entry})$", ADAPTER_CONFIG, entry), _read_number(value, f"{key} of {entry}"))
         for entry, value in found.items()
     ]
+
+
+def _read_tokens(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Read which rows an adapter replaces: a list is of the embedding."""
+    found = values.get("trainable_token_indices") or {}
+    for name, rows in ({"": found} if isinstance(found, list) else found).items():
+        if not isinstance(rows, list) or not all(isinstance(row, int) and row >= 0 for row in rows):
+            raise SourceError(f"{ADAPTER_CONFIG} has trainable_token_indices = {found!r:.100} where rows are expected")
+        if len({*rows}) != len(rows):
+            raise SourceError(f"{ADAPTER_CONFIG} names a row twice in trainable_token_indices")
+        yield name, tuple(rows)
 
 
 def _read_number(value: object, what: str) -> float:
