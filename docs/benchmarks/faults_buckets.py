@@ -1,14 +1,17 @@
-"""Kills and network faults of conversions into and out of buckets; prints a Markdown table.
+"""Kills, network faults and races of conversions into and out of buckets; prints a Markdown table.
 
-python docs/benchmarks/faults_buckets.py WORKDIR [--points 12] [--stores s3,gs,az]
+python docs/benchmarks/faults_buckets.py WORKDIR [--points 12] [--rounds 32] [--stores s3,gs,az]
 
 Each case is a process of its own, over a proxy that counts requests: it is killed (SIGKILL) after some of them, or one
 answer is lost or is a 500 or 503. After a kill there must be no record, or that of a checkpoint which is whole; the
 same commands run again must end with exit code 0 and the bytes that a directory has. After a fault the first run must.
+In a round of a race two commands begin within a second, and some are killed: a finished place must hold what one of
+them makes and nothing else, and a further command must finish.
 az needs Azurite (`npm install --prefix .venv/azurite azurite`).
 """
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -16,6 +19,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -161,10 +165,42 @@ def disturbed(site, scenario, fault, points, generator):
     return found
 
 
+def raced(site, rounds, generator):
+    """Two commands at once, with and without a checkpoint to replace; every third time one of them is killed."""
+    found = Counter()
+    site.place.proxy.turns = threading.Lock()  # moto looks at a condition and writes in two steps, which no store does
+    for number in range(rounds):
+        overwrite = ["--overwrite"] * (number % 2)
+        site.prepare("--overwrite" if overwrite else "")
+        pair = [start(site.environment, "reshard", site.source, site.place.address("out"), *CUT, *overwrite)]
+        time.sleep(generator.random())
+        pair.append(start(site.environment, "reshard", site.source, site.place.address("out"), *ONE, *overwrite))
+        if number % 3 == 0:
+            time.sleep(generator.random())
+            generator.choice(pair).kill()
+        for process in pair:
+            process.join()
+        winners = [name for name, process in zip(("cut", "one"), pair, strict=True) if process.exitcode == 0]
+        objects = site.place.held("out/")
+        whole = [name for name, wanted in site.wanted.items() if objects == wanted]
+        kept = {k: v for k, v in objects.items() if not k.startswith(".shardctl/")} == site.wanted["one"]
+        if winners:
+            sound = bool(whole) and set(whole) <= set(winners)
+        else:
+            sound = bool(whole) or "shardctl.json" not in objects or (kept and bool(overwrite))
+        start(site.environment, "reshard", site.source, site.place.address("out"), *CUT, "--overwrite").join()
+        found["looked finished and was not"] += not sound
+        found["right"] += sound and site.right("cut")
+        found["cases"] += 1
+    site.place.proxy.turns = contextlib.nullcontext()
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--points", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--stores", default=",".join(sorted(KINDS)))
     options = parser.parse_args()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -187,6 +223,10 @@ def main():
                     row = found["cases"], found["right"]
                     cases, good = cases + row[0], good + row[1]
                     print(f"| {scheme} | {scenario} | {name} | {row[0]} | {row[1]} | 0 | {rest} |", flush=True)
+            found = raced(site, options.rounds, generator)
+            row = found["cases"], found["right"], found["looked finished and was not"]
+            cases, good = cases + row[0], good + row[1]
+            print(f"| {scheme} | two commands at once | race | {row[0]} | {row[1]} | {row[2]} | |", flush=True)
             site.place.close()
         finally:
             store.close()

@@ -63,7 +63,11 @@ def list_runs(work: Path) -> list[TrustRun]:
         TrustRun("Pickles with changed opcodes", "0", (script("fuzz_pickles.py"),), (), ("--cases", "3000")),
         *(
             TrustRun(
-                f"Kills and faults of buckets, {store}", "15", (*buckets, "--stores", store), (), ("--points", "2")
+                f"Kills and faults of buckets, {store}",
+                "15",
+                (*buckets, "--stores", store),
+                (),
+                ("--points", "2", "--rounds", "2"),
             )
             for store in ("s3", "gs", "az")
         ),

@@ -15,9 +15,10 @@ from shardctl.conversion.bucket_output import (
 )
 from shardctl.conversion.pending_record import PendingRecord, draft_record, encode_record_draft, parse_record_draft
 from shardctl.errors import Mismatch, SourceError, format_first_few
+from shardctl.execute.bucket_claim import BucketClaim, PlaceTakenError, noted_plan, published_record
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.part import WorkerPart, is_touched, merge_parts, require_one_source
-from shardctl.execute.uploads import BucketUploads, noted_plan, published_record
+from shardctl.execute.uploads import BucketUploads
 from shardctl.execute.worker import WorkerId
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.cloud.bucket import CloudBucket
@@ -105,9 +106,9 @@ def publish_shares(
                 hint="shardctl reshard SRC DST --worker 0/3 is the first of three",
             )
         if published is not None:
-            BucketUploads(bucket, plan or {}).forget()
+            BucketClaim(bucket, plan or {}).end(bucket.objects())
         return parse_record(content), None, [], ()
-    uploads = BucketUploads(bucket, plan)
+    uploads = BucketUploads(bucket, BucketClaim(bucket, plan))
     objects = bucket.objects()
     workers = [WorkerId(number, plan["workers"]) for number in range(plan["workers"])]
     found = {worker: uploads.worker_done(worker, objects) for worker in workers}
@@ -123,5 +124,11 @@ def publish_shares(
     frame = parse_record_draft(next(frame for _, frame in filter(None, found.values()) if frame is not None))
     with stop_on_signals(stop):
         bucket.stop = stop
-        record = publish_parts(frame, list(parts.values()), uploads, stop, sha256=bool(plan["sha256"]))
+        try:
+            record = publish_parts(frame, list(parts.values()), uploads, stop, sha256=bool(plan["sha256"]))
+        except PlaceTakenError:  # another `finish` was quicker, or is about to be
+            published = published_record(bucket, {**plan, **(noted_plan(bucket) or {})})
+            if published is None:
+                raise
+            return parse_record(published), None, [], ()
     return record, frame, list(parts.values()), replacement_warnings(bucket, uploads)

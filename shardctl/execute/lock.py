@@ -88,10 +88,10 @@ class DestinationLock:
             return False
         owner = _parse_owner(os.pread(descriptor, 4096, 0))
         replaced = self._run and owner.get("run") == self._run
-        if owner and not replaced and not _is_owner_dead(owner, alone=alone):
+        if owner and not replaced and not (alone and _is_of_this_kernel(owner)) and not is_process_gone(owner):
             raise self._taken(owner)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({**_describe_process(), "run": self._run}).encode(), 0)
+        os.pwrite(descriptor, json.dumps({**describe_process(), "run": self._run}).encode(), 0)
         os.fsync(descriptor)
         return True
 
@@ -120,13 +120,30 @@ class DestinationLock:
             self._descriptor = None
 
 
-def _describe_process() -> dict[str, Any]:
+def describe_process() -> dict[str, Any]:
+    """Describe this process so that others can find out whether it still runs."""
     return {
         "host": socket.gethostname(),
         "boot": _read_boot_id(),
         "pid": os.getpid(),
+        "space": _read_process_space(),
         "start": _read_start_time(os.getpid()),
     }
+
+
+def is_process_gone(owner: Mapping[str, Any]) -> bool:
+    """Return whether a process that was described cannot be running any more.
+
+    That can be known only of this machine, and of processes that this one can see: containers number their own.
+    """
+    if not _is_of_this_kernel(owner):
+        return owner.get("host") == socket.gethostname()  # this machine, before it was started anew
+    seen = owner.get("space", "") in {"", _read_process_space()}
+    return seen and _read_start_time(owner["pid"]) != owner.get("start")
+
+
+def _is_of_this_kernel(owner: Mapping[str, Any]) -> bool:
+    return owner.get("boot") == _read_boot_id()
 
 
 def _parse_owner(text: bytes) -> dict[str, Any]:
@@ -138,19 +155,20 @@ def _parse_owner(text: bytes) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
 
 
-def _is_owner_dead(owner: Mapping[str, Any], *, alone: bool) -> bool:
-    """Return whether the owner cannot be running any more: only of our own machine can that be known."""
-    if owner.get("boot") != _read_boot_id():
-        return owner.get("host") == socket.gethostname()  # this machine, before it was started anew
-    return alone or _read_start_time(owner["pid"]) != owner.get("start")
-
-
 def _read_boot_id() -> str:
     """Read what tells this running kernel from every other one, whatever its containers call themselves."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def _read_process_space() -> str:
+    """Read in which space process numbers are; empty where there is only one."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - its text is no path
+    except OSError:
+        return ""
 
 
 def _read_start_time(pid: int) -> str:
@@ -162,6 +180,9 @@ def _read_start_time(pid: int) -> str:
     except PermissionError:
         pass
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        found = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (
+            found[19] if found[0] not in {"Z", "X"} else ""
+        )  # dead, though its parent has not asked what became of it
     except (OSError, IndexError):
         return "running"

@@ -2,8 +2,8 @@
 
 Objects have no names to exchange, so they get their final ones at once, and what makes a checkpoint of them comes last:
 
-1. The plan is noted before the first object, below `.shardctl/`, where no loader looks, and only where none is: of two
-   runs that begin at the same moment one is refused.
+1. The plan is noted before the first object, below `.shardctl/`, where no loader looks. `shardctl.execute.bucket_claim`
+   decides which run has the place.
 2. An object is complete or absent: its parts become an object when the last one is there.
 3. A group is noted after its objects, with their ETags: a rerun keeps those that still have them.
 4. Objects with tensors come first, then index and side files, `config.json` next to last, `shardctl.json` last; before
@@ -16,46 +16,48 @@ Objects have no names to exchange, so they get their final ones at once, and wha
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import DestinationError, OccupiedDestinationError, SourceError, format_first_few
+from shardctl.execute.bucket_claim import (
+    PLAN,
+    SCHEMA,
+    BucketClaim,
+    PlaceTakenError,
+    changed_by_another,
+    describe_terms,
+    locate_object,
+    noted_plan,
+    published_record,
+    write_record,
+)
 from shardctl.execute.crew import other_plan
 from shardctl.execute.part import encode_part, parse_part
-from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, ReplacedObjects, replaced_by
+from shardctl.execute.replacement import STATE
 from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardctl.execute.part import WorkerPart
+    from shardctl.execute.replacement import ReplacedObjects
     from shardctl.execute.worker import WorkerId
     from shardctl.storage.cloud.bucket import BucketObject, CloudBucket
-
-_PLAN: Final = f"{STATE}plan.json"
-_SCHEMA: Final = "shardctl.uploads/2"
-
-
-class NotedPlan(TypedDict):
-    """What every plan that is noted has, beside what its conversion says of itself."""
-
-    schema: Literal["shardctl.uploads/2"]
-    files: list[str]
-    held: list[str]
-    replaces: ReplacedObjects | None
 
 
 class BucketUploads:
     """The state of one destination in a bucket, for one writer."""
 
-    def __init__(self, bucket: CloudBucket, plan: Mapping[str, Any], worker: WorkerId | None = None) -> None:
-        """Of a plan as it is noted there; `begin` notes it."""
-        self._bucket = bucket
-        self._plan = dict(plan)
+    def __init__(self, bucket: CloudBucket, claim: BucketClaim, worker: WorkerId | None = None) -> None:
+        """Of a claim that is noted there; `begin` notes it."""
+        self._bucket, self._claim = bucket, claim
         self._worker = worker
         self._etags: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
+        """The ETags of the objects that this run itself wrote, by key."""
         self.published: bytes | None = None
         """The record, if an earlier run was killed when it had written it: then only the notes are left to remove."""
 
@@ -77,9 +79,9 @@ class BucketUploads:
         Raises DestinationError if there is a finished checkpoint that may not be replaced, anything that
         shardctl did not write, or several workers with another plan.
         """
-        wanted = {"schema": _SCHEMA, **header, "files": sorted(files), "held": sorted(held)}
+        terms = {"schema": SCHEMA, **header, "files": sorted(files), "held": sorted(held)}
         earlier = noted_plan(bucket)
-        same = earlier is not None and wanted == {key: earlier[key] for key in earlier if key != "replaces"}
+        same = earlier is not None and describe_terms(earlier) == terms
         published = published_record(bucket, earlier)
         if same and published is not None and worker is not None:
             raise DestinationError(
@@ -87,21 +89,16 @@ class BucketUploads:
                 hint=f"shardctl finish {bucket.name} removes what they left",
             )
         if same and published is not None and resume:
-            uploads = cls(bucket, earlier or wanted)
+            uploads = cls(bucket, BucketClaim(bucket, earlier or terms))
             uploads.published = published
             return uploads
         if earlier is not None and not same and published is None:
-            _require_own(bucket, earlier, wanted)
+            _require_own(bucket, earlier, terms)
         replaces = require_free_destination(bucket, overwrite=overwrite)
-        if earlier is not None and (not same or (not resume and worker is None)):
-            if published is None:
-                _remove_uploads(bucket, earlier)
-            _remove_notes(bucket)
-            earlier = None
-        plan = earlier or {**wanted, "replaces": replaces}
-        if earlier is None:
-            _claim_place(bucket, plan)
-        uploads = cls(bucket, plan, worker)
+        if earlier is not None and published is not None:
+            BucketClaim(bucket, earlier).end(bucket.objects())
+        claim = BucketClaim.take(bucket, terms, replaces, anew=not resume and worker is None)
+        uploads = cls(bucket, claim, worker)
         if worker is not None and not resume:
             uploads.forget_worker(worker)
         return uploads
@@ -109,17 +106,22 @@ class BucketUploads:
     @property
     def plan(self) -> Mapping[str, Any]:
         """What is noted of the conversion."""
-        return self._plan
+        return self._claim.plan
+
+    @property
+    def _header(self) -> dict[str, Any]:
+        """What the notes of groups and workers are bound to."""
+        return {**describe_terms(self.plan), "replaces": self.plan["replaces"]}
 
     @property
     def replacing(self) -> bool:
         """Whether there is a finished checkpoint to be replaced."""
-        return bool(self._plan["replaces"])
+        return bool(self.plan["replaces"])
 
     def group(self, number: int) -> WorkerPart | None:
         """Return a group that an earlier run finished, if its objects are still the ones that it wrote."""
         content = self._bucket.read(self._note(number))
-        part, etags = (parse_part(content, self._plan) if content is not None else None) or (None, None)
+        part, etags = (parse_part(content, self._header) if content is not None else None) or (None, None)
         if part is None or etags is None:
             return None
         objects = {path: self._bucket.head(self._at(path)) for path in part.files}
@@ -130,27 +132,35 @@ class BucketUploads:
 
     def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
         """Write the objects of a group, and note it; raises DestinationError if another command has taken the place."""
-        self._require_place()
-        etags = {path: self._bucket.upload(self._at(path), tree / path, size).etag for path, size in part.files.items()}
-        self._etags |= etags
-        self.note_group(number, part)
+        with self._claim.section(self._sent), self._claim.watching():
+            for path, size in part.files.items():
+                self._etags[path] = self._sent[self._at(path)] = self._bucket.upload(
+                    self._at(path), tree / path, size
+                ).etag
+            self._write_note(number, part)
         return part
 
     def note_group(self, number: int, part: WorkerPart) -> None:
-        """Note that the objects of a group are there."""
+        """Note again that the objects of a group are there."""
+        with self._claim.section(self._sent):
+            self._write_note(number, part)
+
+    def _write_note(self, number: int, part: WorkerPart) -> None:
         etags = {path: self._etags[path] for path in part.files}
-        self._bucket.write(self._note(number), encode_part(part, self._plan, etags))
+        key = self._note(number)
+        self._sent[key] = self._bucket.write(key, encode_part(part, self._header, etags)).etag
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file of the result."""
-        self._bucket.write(self._at(path), content)
+        with self._claim.section(self._sent):
+            self._sent[self._at(path)] = self._bucket.write(self._at(path), content).etag
 
     def note_worker(self, worker: WorkerId, part: WorkerPart, frame: Mapping[str, Any] | None) -> None:
         """Note that a worker is done: all that it wrote, and the frame of the record from the one that has it."""
-        self._require_place()
         etags = {path: self._etags[path] for path in part.files}
-        content = encode_part(part, {**self._plan, "worker": worker.number}, {"etags": etags, "frame": frame})
-        self._bucket.write(_format_done_path(worker), content)
+        content = encode_part(part, {**self._header, "worker": worker.number}, {"etags": etags, "frame": frame})
+        with self._claim.section(self._sent):
+            self._sent[_format_done_path(worker)] = self._bucket.write(_format_done_path(worker), content).etag
 
     def worker_done(
         self, worker: WorkerId, objects: Mapping[str, BucketObject]
@@ -160,7 +170,10 @@ class BucketUploads:
         And the record's frame.
         """
         content = self._bucket.read(_format_done_path(worker)) if _format_done_path(worker) in objects else None
-        part, more = (parse_part(content, {**self._plan, "worker": worker.number}) if content else None) or (None, None)
+        part, more = (parse_part(content, {**self._header, "worker": worker.number}) if content else None) or (
+            None,
+            None,
+        )
         if part is None or more is None:
             return None
         for path, etag in more["etags"].items():
@@ -187,39 +200,41 @@ class BucketUploads:
         """Remove what was written so far; of several workers, what this one has noted."""
         if self._worker is not None:
             self.forget_worker(self._worker)
-        else:
-            _remove_uploads(self._bucket, self._plan)
+            return
+        with contextlib.suppress(PlaceTakenError), self._claim.section(self._sent):
+            objects = self._bucket.objects()
+            if not self.replacing:
+                self._bucket.delete([path for path in self.plan["files"] if path in objects])
+            self._claim.end(objects)
 
     def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
-        """Write the record, if everything it speaks of is there, and remove the notes."""
-        there = self._bucket.objects()
-        for path, size in sizes.items():
-            etag, found = self._etags.get(path), there.get(self._at(path))
-            if found is None or found.size != size or etag not in {None, found.etag}:
-                raise DestinationError(
-                    f"{self._bucket.name}/{path} was changed by another program",
-                    hint="run the same command again; only one run may write to a destination",
-                )
-        staged = {path: size for path, size in sizes.items() if self._at(path) != path}
-        if staged or self.replacing:
-            replacement = BucketReplacement(record.decode(), staged, self._plan["replaces"] or ReplacedObjects())
-            replacement.note(self._bucket)
-            replacement.carry_out(self._bucket)
-        else:
-            self._bucket.write(RECORD, record)
-        self.forget()
+        """Write the record, if everything it speaks of is there and nothing of other runs is, and remove the notes."""
+        self._claim.wait_for_others()
+        with self._claim.section(self._sent):
+            there = self._bucket.objects()
+            for path, size in sizes.items():
+                etag, found = self._etags.get(path), there.get(self._at(path))
+                if found is None or found.size != size or etag not in {None, found.etag}:
+                    raise changed_by_another(self._bucket, path)
+            self._remove_strays(there, {*map(self._at, sizes), *sizes})
+            self._claim.commit(record)
+            write_record(self._bucket, self.plan)
+            self._claim.end(self._bucket.objects())
+
+    def _remove_strays(self, there: Iterable[str], own: Collection[str]) -> None:
+        """Remove what runs with other plans sent before they noticed that this one has their place."""
+        named = [path for path in self.plan.get("earlier", ()) if path in there and path not in own]
+        strays = [path for path in named if self._bucket.is_ours(path)]
+        if strays:
+            self._bucket.delete(strays)
 
     def forget(self) -> None:
         """Remove the notes of a result that is published."""
-        _remove_notes(self._bucket)
-
-    def _require_place(self) -> None:
-        if noted_plan(self._bucket) != self._plan:
-            raise _taken(self._bucket)
+        self._claim.end(self._bucket.objects())
 
     def _at(self, path: str) -> str:
         """Return the key of a file of the result until it is published."""
-        return f"{NEW}{path}" if self.replacing or path in self._plan["held"] else path
+        return locate_object(self.plan, path)
 
     def _note(self, number: int) -> str:
         return f"{_format_worker_path(self._worker) if self._worker is not None else STATE}group-{number:05d}"
@@ -246,7 +261,7 @@ def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) ->
                 hint="move or remove that first, or choose another prefix",
             )
         return {"files": {path: objects[path].etag for path in others}, "etag": objects[RECORD].etag}
-    if others and _PLAN not in objects:
+    if others and PLAN not in objects:
         raise DestinationError(
             f"{bucket.name} is not empty and was not written by shardctl: it holds {format_first_few(others)}",
             hint="choose another prefix",
@@ -262,57 +277,6 @@ def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
         raise DestinationError(f"{bucket.name}/{RECORD} cannot be read: {error.message}", hint=error.hint) from error
 
 
-def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
-    """Return the plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
-    import msgspec
-
-    content = bucket.read(_PLAN)
-    if content is None:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(content)
-        msgspec.convert(found, NotedPlan)
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise DestinationError(
-            f"{bucket.name}/{_PLAN} is damaged: {error}", hint=f"remove everything in {bucket.name}"
-        ) from error
-    return found
-
-
-def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> bytes | None:
-    """Return the record of a plan's result, if that is complete.
-
-    A replacement that was interrupted is carried out first.
-    """
-    replacement = replaced_by(bucket)
-    if replacement is not None:
-        replacement.carry_out(bucket)
-    there = bucket.head(RECORD) if plan is not None else None
-    if plan is None or there is None or there.etag == (plan["replaces"] or {}).get("etag"):
-        return None
-    return bucket.read(RECORD)
-
-
-def _claim_place(bucket: CloudBucket, plan: Mapping[str, Any]) -> None:
-    """Note a plan; raises DestinationError if another run did so, or finished, since this one looked."""
-    if not bucket.create(_PLAN, json.dumps(plan).encode()):
-        if noted_plan(bucket) != plan:
-            raise _taken(bucket)
-        return
-    known = (plan["replaces"] or {}).get("files", {})
-    beside = [path for path in bucket.objects() if not path.startswith(STATE) and path not in plan["files"]]
-    if any(path not in known for path in beside):
-        bucket.delete([_PLAN])
-        raise _taken(bucket)
-
-
-def _taken(bucket: CloudBucket) -> DestinationError:
-    return DestinationError(
-        f"{bucket.name} was taken by another run, which has finished or is still running",
-        hint="only one run may write to a destination: choose another prefix for this one",
-    )
-
-
 def _require_own(bucket: CloudBucket, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise DestinationError if what another plan left is that of several workers."""
     if "workers" in found:
@@ -323,22 +287,6 @@ def _require_own(bucket: CloudBucket, found: Mapping[str, Any], wanted: Mapping[
             f"{bucket.name} is being written by several workers",
             hint=f"shardctl finish {bucket.name} completes it; to give it up, {give_up}",
         )
-
-
-def _remove_uploads(bucket: CloudBucket, plan: Mapping[str, Any]) -> None:
-    """Remove what an earlier run wrote, and nothing else."""
-    objects = bucket.objects()
-    if not plan["replaces"]:
-        bucket.delete([path for path in plan["files"] if path in objects])
-    _remove_notes(bucket)
-
-
-def _remove_notes(bucket: CloudBucket) -> None:
-    """Remove what tells of an unfinished run; the plan goes last, because without it nobody knows whose the rest is."""
-    notes = [path for path in bucket.objects() if path.startswith(STATE)]
-    bucket.delete([path for path in notes if path == REPLACEMENT])
-    bucket.delete([path for path in notes if path not in {REPLACEMENT, _PLAN}])
-    bucket.delete([_PLAN])
 
 
 def _format_worker_path(worker: WorkerId) -> str:

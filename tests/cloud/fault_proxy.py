@@ -1,5 +1,6 @@
 """A store as its network makes it: a proxy on loopback that passes requests on, or does to them what a test asks."""
 
+import contextlib
 import http.client
 import sys
 import threading
@@ -18,6 +19,8 @@ class FaultProxy:
         self.upstream = urllib.parse.urlsplit(upstream)
         self.fault = lambda method, path: None  # noqa: ARG005 - the names are the protocol
         self.requests = []
+        self.turns = contextlib.nullcontext()
+        """Held while the store carries a request out; a lock makes it carry out one after another."""
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -61,9 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         upstream = http.client.HTTPConnection(self.proxy.upstream.netloc, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOPS}
-        upstream.request(self.command, self.path, body or None, headers | {"Content-Length": str(len(body))})
-        answer = upstream.getresponse()
-        content = answer.read()
+        with self.proxy.turns:
+            upstream.request(self.command, self.path, body or None, headers | {"Content-Length": str(len(body))})
+            answer = upstream.getresponse()
+            content = answer.read()
         upstream.close()
         if fault == LOST:
             self.close_connection = True

@@ -39,9 +39,14 @@ class GoogleStore:
         self.server.shutdown()
         self.server.server_close()
 
-    def put(self, bucket, key, content, meta, etag=None):
-        """Store an object; an ETag is the MD5 of what was put at once, and means nothing of what came in parts."""
+    def put(self, bucket, key, content, meta, etag=None, wanted=None):
+        """Store an object, if the generation there is the `wanted` one (0 for none); None if it is not.
+
+        An ETag is the MD5 of what was put at once, and means nothing of what came in parts.
+        """
         with self._lock:
+            if wanted is not None and int(wanted) != self.buckets[bucket].get(key, (None, None, 0))[2]:
+                return None
             generation = next(self._generations)
             etag = etag or f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
             self.buckets[bucket][key] = (content, etag, generation, meta)
@@ -126,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         self._answer(206, content[start:stop], headers)
 
-    def _put(self, objects):
+    def _put(self, _):
         if "uploadId" in self.query:
             upload = self.store.uploads.get(self.query["uploadId"])
             if upload is None:
@@ -145,10 +150,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(404, "NoSuchKey")
                 return
             content, _, _, meta = found
-        elif self.headers.get("x-goog-if-generation-match") == "0" and self.key in objects:
+        wanted = self.headers.get("x-goog-if-generation-match")
+        done = self.store.put(self.bucket, self.key, content, meta, wanted=wanted)
+        if done is None:
             self._refuse(412, "PreconditionFailed")
             return
-        etag, generation = self.store.put(self.bucket, self.key, content, meta)
+        etag, generation = done
         self._answer(200, headers={"ETag": etag, "x-goog-generation": generation})
 
     def _post(self, _):

@@ -10,11 +10,12 @@ import contextlib
 import importlib
 import secrets
 import tempfile
+from dataclasses import field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shardctl.errors import AccessError, UsageError
+from shardctl.errors import AccessError, DestinationError, UsageError
 from shardctl.extras import format_install_command
 from shardctl.storage.bounded_text import RECORD_TEXT, check_size
 from shardctl.storage.cloud.refusals import RefusalReader
@@ -61,6 +62,8 @@ class BucketObject:
     size: int
     etag: str
     """Another one for another content; without the quotes, which Azure leaves out of its listings only."""
+    version: str = field(default="", compare=False)
+    """Google's generation, by which a conditional write there names the object that it replaces."""
 
 
 class CloudBucket:
@@ -80,6 +83,8 @@ class CloudBucket:
         self.root = f"{scheme}://{name}"
         self.prefix = "/".join(parts)
         self.stop = StopRequest()
+        self.lost: DestinationError | None = None
+        """What ends an upload in the middle, because nobody wants it any more."""
         self._obstore: Any = _import_obstore()
         self._refusals = RefusalReader(self.root, writing, self._obstore.exceptions)
 
@@ -144,17 +149,25 @@ class CloudBucket:
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small object; None if there is none."""
+        found = self.read_object(path)
+        return found[0] if found is not None else None
+
+    def read_object(self, path: str) -> tuple[bytes, BucketObject] | None:
+        """Return the content of a small object, and which one it is; None if there is none."""
         found = self.head(path)
         if found is None:
             return None
         check_size(found.size, path, RECORD_TEXT)
         content = bytearray(found.size)
         self.fetch(path, 0, memoryview(content), found.etag)
-        return bytes(content)
+        return bytes(content), found
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes) -> BucketObject:
         """Put a small object: all of it, or nothing."""
-        self._tried("writing", path, lambda: self._obstore.put(self._store, self._key(path), content))
+        attributes = {_MARK: secrets.token_hex(16)}
+        put = partial(self._obstore.put, self._store, self._key(path), content, attributes=attributes)
+        done = self._tried("writing", path, put)
+        return BucketObject(len(content), _strip_etag(done["e_tag"]), done["version"] or "")
 
     def create(self, path: str, content: bytes) -> bool:
         """Put a small object if there is none of that name; returns whether it was put.
@@ -174,6 +187,40 @@ class CloudBucket:
             return True
 
         return self._tried("writing", path, put)
+
+    def replace(self, path: str, content: bytes, found: BucketObject) -> BucketObject | None:
+        """Put a small object in the place of the one that was `found`; None if that is not there any more.
+
+        A store that has no conditional writes says that they are not implemented, and puts it in any case.
+        """
+        library = self._obstore.exceptions
+        mode = {"e_tag": f'"{found.etag}"', **({"version": found.version} if found.version else {})}
+
+        def put() -> BucketObject | None:
+            try:
+                done = self._obstore.put(self._store, self._key(path), content, mode=mode)
+            except (library.PreconditionError, library.AlreadyExistsError, library.NotFoundError, FileNotFoundError):
+                there = self.read_object(path)  # which is what was put, if the first answer was lost
+                return there[1] if there is not None and there[0] == content else None
+            except library.BaseError as error:
+                if "NotImplemented" not in str(error):
+                    raise
+                done = self._obstore.put(self._store, self._key(path), content)
+            return BucketObject(len(content), _strip_etag(done["e_tag"]), done["version"] or "")
+
+        return self._tried("writing", path, put)
+
+    def is_ours(self, path: str) -> bool:
+        """Return whether shardctl wrote an object, whoever ran it; False if there is none."""
+
+        def look() -> bool:
+            try:
+                answer = self._obstore.get(self._store, self._key(path), options={"head": True})
+            except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
+                return False
+            return _MARK in answer.attributes
+
+        return self._tried("looking at", path, look)
 
     def upload(self, path: str, file: Path, size: int) -> BucketObject:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays.
@@ -228,7 +275,7 @@ class CloudBucket:
     def _pieces(self, file: Path, piece: int) -> Iterator[bytes]:
         with file.open("rb", buffering=0) as data:
             while part := data.read(piece):
-                if self.stop:
+                if self.stop or self.lost is not None:
                     raise _UploadStopped
                 yield part
 
@@ -283,6 +330,8 @@ class CloudBucket:
             yield
         except _UploadStopped:
             raise_if_stopped(self.stop)
+            if self.lost is not None:
+                raise self.lost from None
             raise
         except (self._obstore.exceptions.BaseError, FileNotFoundError, PermissionError) as error:
             raise_if_stopped(self.stop)
@@ -305,7 +354,7 @@ def _import_obstore() -> Any:  # noqa: ANN401 - a module
 
 
 def _parse_object(meta: Any) -> BucketObject:  # noqa: ANN401 - obstore's dictionary
-    return BucketObject(int(meta["size"]), _strip_etag(meta.get("e_tag")))
+    return BucketObject(int(meta["size"]), _strip_etag(meta.get("e_tag")), meta.get("version") or "")
 
 
 def _strip_etag(etag: str | None) -> str:
