@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from shardctl.amounts import format_plural
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.computed_source import ComputedSource
-from shardctl.checkpoint.dequantising import dequantise_checkpoint
+from shardctl.checkpoint.dequantising import QUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.merge_comparison import explain_merge_differences
 from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
-from shardctl.dtype import BY_NAME, CASTABLE, SMALL_FLOATS
+from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, SMALL_FLOATS
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
@@ -22,9 +22,11 @@ from shardctl.verify import content
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult
+from shardctl.verify.partial_casts import CHECK as CAST
+from shardctl.verify.partial_casts import find_partial_casts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
@@ -97,6 +99,8 @@ def _pair_tensors(level: LevelResult, checkpoint: OpenedCheckpoint, other: Opene
             f"{RECORD} that says why: the source was cast to the types here before it was compared"
         )
         level.add(iter([CheckFinding("warning", "identity", message)]))
+        level.add(find_partial_casts([(mine[name], theirs[name]) for name in mine if name in theirs]))
+    level.add(_find_unrecorded_casts(checkpoint, mine, theirs))
     companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))
     level.add(check_companions(checkpoint, companions))
     level.notes += companions.notes
@@ -108,6 +112,21 @@ def _pair_tensors(level: LevelResult, checkpoint: OpenedCheckpoint, other: Opene
         elif name in mine:
             pairs.append((mine[name], theirs[name]))
     return pairs
+
+
+def _find_unrecorded_casts(
+    checkpoint: OpenedCheckpoint, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> Iterator[CheckFinding]:
+    """Find tensors of other types than the recorded cast gives; layouts that choose types of their own are left out."""
+    options = checkpoint.record.options if checkpoint.record is not None else {}
+    dtype = FLOATS.get(options.get("dtype", ""))
+    if dtype is None or "retyped" in options or QUANTISED in options:
+        return
+    for name, tensor in mine.items():
+        if name not in theirs or tensor.dtype in (dtype, theirs[name].dtype) or tensor.dtype.name not in CASTABLE:
+            continue
+        message = f"{name} is {tensor.dtype}, but {RECORD} says that {theirs[name].dtype} was cast to {dtype}"
+        yield CheckFinding("error", CAST, message, name)
 
 
 def _compare_values(

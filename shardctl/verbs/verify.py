@@ -24,6 +24,7 @@ from shardctl.digest import compute_checkpoint_digest
 from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.libraries.consumers.profile import find_profile
+from shardctl.libraries.reader import find_given_file
 from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.loading.engine_level import require_engine, run_engine_level
 from shardctl.mesh import Mesh
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.verify.consumer import ConsumerVerdict
 
-_NO_HINDRANCE: Final = frozenset({alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER})
+_NO_HINDRANCE: Final = frozenset({alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER, structure.INDEX})
 """Checks of the structure that say nothing against reading the elements."""
 __all__ = ["LEVELS", "LevelResult", "LoadedRank", "VerifyOptions", "VerifyResult", "verify"]
 
@@ -274,6 +275,8 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole, checkpoint.find_spec)
+    if find_given_file(checkpoint.source) is None:
+        yield from structure.check_index(checkpoint.source.files(), checkpoint.stored.files)
     yield from structure.check_gathered(checkpoint.manifest)
     training = checkpoint.manifest.training
     yield from structure.check_states(training.states if training is not None else ())

@@ -36,6 +36,7 @@ _OF_THE_RUN: Final = frozenset(
 """Keys that change what a run returns or keeps, and no number that the model computes."""
 _ROTARY: Final = ("rope_theta", "partial_rotary_factor")
 _DTYPE: Final = "dtype"
+_MODEL_TYPE: Final = "model_type"
 _QUANTISATION: Final = "quantization_config"
 _SHOWN: Final = 100
 """Characters of a value in a message."""
@@ -89,13 +90,18 @@ def compare_configs(
     single = [] if common_only else sorted(key for key in ours.keys() ^ theirs.keys() if not _is_dtype(key))
     read = [_read_with_class(config) for config in (a, b)] if unequal or single else []
     filled = [_list_settings(config) for config in read if config is not None]
-    changes = [_build_change(key, ours, theirs, alike=_read_alike(key, filled)) for key in unequal]
+    alike = {key: _read_alike(key, filled) and (common_only or key != _MODEL_TYPE) for key in unequal}
+    changes = [_build_change(key, ours, theirs, alike=alike[key]) for key in unequal]
     named = [_name_classes(config) for config in (a, b)]
-    if named[0] and named[1] and named[0] != named[1] and "architectures" not in assumed:
-        changes.insert(0, ConfigChange("architectures", json.dumps(named[0]), json.dumps(named[1])))
-    quantised = [key for key in single if _QUANTISATION in key.split(".")]  # of which no class knows a default
-    changes += [replace(_build_change(key, ours, theirs), certain=True) for key in quantised]
-    single = [key for key in single if key not in quantised]
+    if named[0] != named[1] and (all(named) or not common_only) and "architectures" not in assumed:
+        ours_named, theirs_named = (json.dumps(classes) if classes else ABSENT for classes in named)
+        changes.insert(0, ConfigChange("architectures", ours_named, theirs_named, harmless=not named[1]))
+    # No class knows a default of these: AutoConfig chooses the class by the type of the model.
+    sure = [key for key in single if key == _MODEL_TYPE or _QUANTISATION in key.split(".")]
+    for key in sure:
+        change = _build_change(key, ours, theirs, alike=key == _MODEL_TYPE and key not in theirs)
+        changes.append(replace(change, certain=True))
+    single = [key for key in single if key not in sure]
     if single and len(filled) == len(read):
         ours, theirs = filled
         named_anew = {_last_part(key) for key in unequal if key not in ours}

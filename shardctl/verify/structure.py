@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     SpecFinder = Callable[[str], PartitionSpec | None]
 
 _SHOWN: Final = 3
+INDEX: Final = "index"
+"""The check of indexes."""
+_NUMBERED: Final = re.compile(
+    r"(?P<folder>(.*/)?)(?P<stem>model|pytorch_model|diffusion_pytorch_model)(\.[A-Za-z0-9_]+)?-[0-9]{5}-of-[0-9]{5}"
+    r"\.(?P<suffix>safetensors|bin)"
+)
+"""Names that transformers and diffusers look up in an index; a variant such as `fp16` stands before the numbers."""
 OPTIMIZER: Final = "optimizer"
 """The check of optimizer states."""
 _MOMENTS: Final = frozenset({"exp_avg", "exp_avg_sq"})
@@ -80,6 +88,27 @@ def check_gathered(manifest: Manifest) -> Iterator[CheckFinding]:
         count = f"{len(empty):,} of {len(manifest.tensors):,} tensors"
         message = f"{count} have no elements ({format_first_few(empty)}); {UNGATHERED_HINT}"
         yield CheckFinding("error", "empty", message, tensor=empty[0])
+
+
+def check_index(files: Collection[str], used: Collection[str]) -> Iterator[CheckFinding]:
+    """Yield numbered files of transformers and diffusers beside a config that no index names: loaders refuse them.
+
+    `used` are the files that hold the checkpoint's tensors.
+    """
+    for path in sorted(used):
+        found = _NUMBERED.fullmatch(path)
+        if found is None or f"{found['folder']}config.json" not in files:
+            continue
+        head = f"{found['folder']}{found['stem']}"
+        if f"{head}.{found['suffix']}" in files or any(
+            name.startswith(f"{head}.") and name.endswith(".json") and ".index." in name for name in files
+        ):
+            continue
+        message = (
+            f"there is no {head}.{found['suffix']}.index.json beside {path}: from_pretrained refuses such a directory"
+        )
+        yield CheckFinding("error", INDEX, message, file=path)
+        return
 
 
 def check_coverage(manifest: Manifest, find_spec: SpecFinder | None = None) -> Iterator[CheckFinding]:

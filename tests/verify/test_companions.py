@@ -85,6 +85,27 @@ def test_a_setting_that_is_not_the_source_s_is_an_error(pair, name, key):
     assert key == "num_hidden_layers" or changes
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_type": "mistral"}, {"model_type": "absent"}, {"architectures": "absent"}, {"architectures": []}],
+    ids=["another type", "no type", "no class", "an empty list of classes"],
+)
+def test_what_names_the_class_must_be_the_source_s_and_there(pair, changes):
+    whole, shards = pair("llama")
+    edit(shards / "config.json", **changes)
+    (key,) = changes
+    errors = [each.message for each in find_identity(verify(shards, VerifyOptions(against=whole))).errors]
+    assert any(message.startswith(f"config.json has {key} ") for message in errors)
+    assert key in {change.key for change in diff(whole, shards).config_changes}
+
+
+def test_a_class_that_only_the_result_names_is_no_error(pair):
+    whole, shards = pair("llama")
+    named = shutil.copytree(whole, shards.with_name("nameless"))
+    edit(named / "config.json", architectures="absent")
+    assert find_identity(verify(shards, VerifyOptions(against=named))).status == "passed"
+
+
 def test_both_values_are_named(pair, capfd):
     whole, shards = pair("llama")
     edit(shards / "config.json", rms_norm_eps=0.25)
