@@ -14,14 +14,14 @@ from dataclasses import field, replace
 from functools import lru_cache
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.box import list_flat_boxes
 from shardctl.errors import UnsupportedError
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardctl.box import Box
     from shardctl.dialect import LibraryDialect
@@ -179,6 +179,19 @@ class OwnConfig:
 
 
 @value_class
+class LibrarySettings:
+    """What another library keeps of the model beside its weights, by names of its own."""
+
+    title: str
+    """What messages call it, such as `args`."""
+    values: Mapping[str, object]
+    expect: Callable[[Mapping[str, object], Any], Mapping[str, object]]
+    """Returns what they are for a config of transformers and its `Model`; raises UnsupportedError if there is none."""
+    partial: bool = False
+    """Whether only those that `expect` returns say what the model is, and others are of the run."""
+
+
+@value_class
 class ParameterGroup:
     """Parameters that an optimizer treats alike."""
 
@@ -230,6 +243,8 @@ class Manifest:
     """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
     dialect: LibraryDialect | None = None
     """Set if `tensors` are arrays of another library's making; once they are bound to a model, they are the model's."""
+    settings: LibrarySettings | None = None
+    """What the container keeps of the model in another library's words, also where there is a `config.json`."""
     own_config: OwnConfig | None = None
     """What follows from a description that the container has of its own, where there is no `config.json`."""
 

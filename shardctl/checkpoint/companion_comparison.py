@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.pipeline_parts import is_pipeline
+from shardctl.checkpoint.settings_comparison import compare_library_settings
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors
 from shardctl.models.quantisation.settings import QUANTISATION_FILES
@@ -55,6 +57,10 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
     """
     found, notes = compare_model_configs(a, b, cast=cast)
+    settings = compare_library_settings(a, b)
+    if settings:
+        compared = found or ConfigComparison((), 0)
+        found = replace(compared, changes=(*compared.changes, *settings))
     loaded = is_plain_safetensors(a.stored) and find_given_file(a.source) is None
     lacks = loaded and a.config is None and b.config is not None
     return CompanionComparison(found, tuple(_compare_files(a, b, cast=cast)), notes, lacks_config=lacks)
@@ -83,11 +89,11 @@ def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison
     if compared.lacks_config:
         yield CheckFinding("error", "config", f"{CONFIG} is missing; the source has one", file=CONFIG)
     for change in compared.config.changes if compared.config is not None else ():
-        message = f"config.json has {change.key} {change.a}; the source has {change.b}"
+        message = f"{change.file} has {change.key} {change.a}; the source has {change.b}"
         if not change.certain:
             message += "; without the model's class of transformers, shardctl cannot tell whether that is the default"
         severe = change.certain and not change.harmless
-        yield CheckFinding("error" if severe else "warning", "config", message, file=CONFIG)
+        yield CheckFinding("error" if severe else "warning", "config", message, file=change.file)
     left_out = checkpoint.record is not None and checkpoint.record.filtered
     for each in compared.files:
         if each.kind == "content":

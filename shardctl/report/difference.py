@@ -22,7 +22,7 @@ def render_difference(diffed: DiffResult) -> RenderableType:
     """Render ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
     return Group(
         *(render_line(_format_change(change), _STYLES.get(change.kind, "")) for change in diffed.changes),
-        *(render_line(f"~ config.json {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
+        *(render_line(f"~ {each.file} {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
         *(render_line(f"{_SIGNS[each.kind]} {each.file}", _STYLES.get(each.kind, "")) for each in diffed.file_changes),
         render_line(_format_summary(diffed)),
     )

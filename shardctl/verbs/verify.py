@@ -17,6 +17,7 @@ from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.merging import merge_adapters
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.quantising import quantise_as
+from shardctl.checkpoint.settings_comparison import list_contradictions
 from shardctl.checkpoint.splitting import split_as
 from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.conversion.conversion_plan import choose_stages
@@ -270,7 +271,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     yield from list_warnings(checkpoint)
     if not checkpoint.whole.tensors:
         yield CheckFinding("error", "tensors", "there is no tensor in it")
-    for warning in (*lint_config(checkpoint), *lint_tokenizer(checkpoint)):
+    for warning in (*lint_config(checkpoint), *lint_tokenizer(checkpoint), *list_contradictions(checkpoint)):
         yield CheckFinding("warning", "config", warning)
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())

@@ -55,6 +55,8 @@ class ConfigChange:
     """Whether the model computes the same with either value: it concerns the run, or transformers reads both alike."""
     certain: bool = True
     """Whether both configs give a value; otherwise the absent one may have a default that is equal."""
+    file: str = "config.json"
+    """What holds the setting: the config, or what another library keeps instead."""
 
 
 @value_class
@@ -86,7 +88,7 @@ def compare_configs(
     ours, theirs = _list_settings(a), _list_settings(b)
     ours, theirs = ({key: value for key, value in each.items() if key not in assumed} for each in (ours, theirs))
     both = ours.keys() & theirs.keys()
-    unequal = sorted(key for key in both if not _is_same(ours[key], theirs[key]) and not (cast and _is_dtype(key)))
+    unequal = sorted(key for key in both if not is_same_value(ours[key], theirs[key]) and not (cast and _is_dtype(key)))
     single = [] if common_only else sorted(key for key in ours.keys() ^ theirs.keys() if not _is_dtype(key))
     read = [_read_with_class(config) for config in (a, b)] if unequal or single else []
     filled = [_list_settings(config) for config in read if config is not None]
@@ -109,7 +111,7 @@ def compare_configs(
         single = [
             key
             for key in sorted((ours.keys() | theirs.keys()) - known)
-            if not _is_dtype(key) and not _is_same(ours.get(key), theirs.get(key))
+            if not _is_dtype(key) and not is_same_value(ours.get(key), theirs.get(key))
         ]
         changes += [replace(_build_change(key, ours, theirs), certain=True) for key in single]
     else:
@@ -121,7 +123,7 @@ def _read_alike(key: str, filled: Sequence[Mapping[str, object]]) -> bool:
     """Return whether the config class gives one meaning to both values of a setting; types it was told."""
     if _is_dtype(key):
         return False
-    return len(filled) == 2 and all(key in each for each in filled) and _is_same(filled[0][key], filled[1][key])  # noqa: PLR2004
+    return len(filled) == 2 and all(key in each for each in filled) and is_same_value(filled[0][key], filled[1][key])  # noqa: PLR2004
 
 
 def _build_change(
@@ -156,12 +158,12 @@ def _name_classes(config: Mapping[str, object]) -> list[str]:
     return [str(each) for each in named] if isinstance(named, list) else []
 
 
-def _is_same(a: object, b: object) -> bool:
+def is_same_value(a: object, b: object) -> bool:
     """Return whether two values mean the same; a number is no switch, but it may be written with a point."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_is_same, a, b))
+        return len(a) == len(b) and all(map(is_same_value, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_same_value(a[key], b[key]) for key in a)
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 

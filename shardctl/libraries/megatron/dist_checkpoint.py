@@ -28,6 +28,7 @@ from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, s
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
+from shardctl.libraries.megatron.library_settings import build_library_settings
 from shardctl.manifest import Manifest, OpaqueObject, TrainingState
 from shardctl.training import MOMENTUM, format_state_name
 
@@ -101,6 +102,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
             mesh,
             centred=common is not None and has_zero_centred_norms(common.arguments),
         ),
+        settings=build_library_settings(common.arguments) if common is not None else None,
         own_config=build_own_config(common, tensors),
     )
 

@@ -12,13 +12,18 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError, format_fi
 from shardctl.libraries.files.sharded_backend import TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
-from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
+from shardctl.libraries.megatron.arguments import (
+    LAST_ROW,
+    convert_arguments_to_config,
+    has_zero_centred_norms,
+)
 from shardctl.libraries.megatron.directory import choose_iteration, list_rank_folders
 from shardctl.libraries.megatron.dist_common import USED, USED_OF_STATES, collect_progress, find_step
 from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.expert_degree import infer_expert_degree
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, ZERO_CENTRED
+from shardctl.libraries.megatron.library_settings import build_library_settings
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.megatron.rank_file import read_rank_file
 from shardctl.libraries.megatron.ranks import TITLE, build_least_mesh
@@ -97,6 +102,7 @@ def read_megatron_ranks(source: Source, etp: int | None, weights: Weights) -> Ma
             tuple(sum(counts[stage :: mesh.degree("pp")]) for stage in range(mesh.degree("pp"))),
             {megatron.LAYERS: counts, **_collect_facts(first, files, mesh)},
         ),
+        settings=build_library_settings(first.arguments),
         own_config=convert_arguments_to_config(first.arguments, tied=tied),
     )
 

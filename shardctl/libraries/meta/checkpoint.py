@@ -11,7 +11,7 @@ from shardctl.errors import UnsupportedError
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.meta import llama4_arrays
-from shardctl.libraries.meta.params import PARAMS, read_params
+from shardctl.libraries.meta.params import PARAMS, build_library_settings, read_params
 from shardctl.libraries.meta.parts import BUFFERS, EMBEDDING, MetaRankFile, join_parts
 from shardctl.libraries.torch_save.reading import read_weights
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
@@ -66,6 +66,7 @@ def join_meta_files(source: Source, paths: list[str]) -> Manifest:
         objects=objects,
         warnings=(*warnings, *left),
         training=TrainingState(writer="Meta's Llama", ranks=len(parts), notes=tuple(notes)),
+        settings=build_library_settings(params),
         own_config=config,
     )
 
@@ -99,6 +100,7 @@ def _build_llama4_manifest(
         dialect=LibraryDialect(
             llama4_arrays.NAME, Mesh.of(tp=len(parts)), {rank: format_rank_prefix(rank) for rank in range(len(parts))}
         ),
+        settings=build_library_settings(params),
         own_config=config,
     )
 

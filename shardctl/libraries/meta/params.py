@@ -10,13 +10,15 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
-from shardctl.manifest import OwnConfig
+from shardctl.manifest import LibrarySettings, OwnConfig
+from shardctl.models.rope import parse_rope
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.models import Model
     from shardctl.storage import Source
 
 PARAMS: Final = "params.json"
@@ -121,6 +123,28 @@ def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tupl
     if theta > 10_000:  # noqa: PLR2004 - the theta of all before
         return "Code Llama", 16_384
     return "Llama 2", 4_096
+
+
+def build_library_settings(params: MetaParams | None) -> LibrarySettings | None:
+    """Build the settings that are compared with a config or with another `params.json`; None if there is no file."""
+    return LibrarySettings(PARAMS, params.given, _expect_params) if params is not None else None
+
+
+def _expect_params(config: Mapping[str, Any], model: Model) -> Mapping[str, object]:
+    """Return the fields that follow from a config of Llama 1 to 3, but for those that say the same in several ways."""
+    if model.family != "llama":
+        return {}
+    said, heads = parse_rope(config), config["num_attention_heads"]
+    q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"].shape for part in ("q", "k"))
+    return {
+        "dim": q[1],
+        "n_layers": model.layers,
+        "n_heads": heads,
+        "n_kv_heads": k[0] * heads // q[0],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": said.theta,
+        "use_scaled_rope": said.as_llama3,
+    }
 
 
 def read_params(source: Source) -> MetaParams | None:

@@ -1,0 +1,63 @@
+"""Compares the settings of a model that another library keeps, such as Megatron-LM's args, with those of a source."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from shardctl.checkpoint.config_files import CONFIG
+from shardctl.errors import ShardctlError
+from shardctl.verify.config_comparison import ABSENT, ConfigChange, is_same_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
+
+_OF_THE_RUN: Final = frozenset({"max_position_embeddings", "max_seq_len", "max_batch_size", "seq_length"})
+"""Settings that limit a run, and change no number that the model computes."""
+
+
+def compare_library_settings(a: OpenedCheckpoint, b: OpenedCheckpoint) -> tuple[ConfigChange, ...]:
+    """Compare the settings that the library of `a` keeps with those of `b`: of the same library, else of its config."""
+    ours, theirs = a.stored.settings, b.stored.settings
+    if ours is None:
+        return ()
+    expected = expect_library_settings(a, b)
+    if theirs is not None and theirs.title == ours.title:
+        keys = expected.keys() if ours.partial else ours.values.keys() | theirs.values.keys()
+        both = {key: (ours.values.get(key), theirs.values.get(key)) for key in keys}
+    else:
+        both = {key: (ours.values[key], value) for key, value in expected.items() if key in ours.values}
+    return tuple(_list_changes(ours.title, both))
+
+
+def list_contradictions(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    """List the settings of its library that contradict the config beside them, as warnings."""
+    own = checkpoint.stored.settings
+    if own is None or CONFIG not in checkpoint.source.files():  # else the config was made of them
+        return
+    expected = expect_library_settings(checkpoint, checkpoint)
+    both = {key: (own.values[key], value) for key, value in expected.items() if key in own.values}
+    for change in _list_changes(own.title, both):
+        if not change.harmless:
+            said = f"{own.title} has {change.key} {change.a}, but {CONFIG} means {change.b}"
+            yield f"{said}: which one counts depends on the loader"
+
+
+def expect_library_settings(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Mapping[str, object]:
+    """Return what the library of `a` would keep of the model that the config of `b` describes; empty if unknown."""
+    if a.stored.settings is None or b.config is None or b.model is None:
+        return {}
+    try:
+        return a.stored.settings.expect(b.config, b.model)
+    except (ShardctlError, KeyError):  # the library has no such model, or the table has other names
+        return {}
+
+
+def _list_changes(title: str, both: Mapping[str, tuple[object, object]]) -> Iterator[ConfigChange]:
+    for key, (mine, other) in sorted(both.items()):
+        if is_same_value(mine, other):
+            continue
+        ours, theirs = (ABSENT if value is None else json.dumps(value, default=str) for value in (mine, other))
+        yield ConfigChange(key, ours, theirs, harmless=key in _OF_THE_RUN, file=title)
