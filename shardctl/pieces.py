@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import field
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import CutError, UsageError
 from shardctl.mesh import REPLICATING, build_holding_key
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.placement import PartitionSpec
     from shardctl.tensor_groups import HeldTensors
+
+_DIVISIONS: Final = {"transformers": "first", "transformers@5.24": "first", "transformers@5.23": "last"}
+"""Names for the division of layers that versions of transformers make: which stages have those that are left over."""
 
 
 @value_class
@@ -242,19 +245,22 @@ def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
 def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
     """Parse layers per stage from text such as ``20,20,22,18``; raises UsageError unless they add up.
 
-    ``transformers`` stands for what its `DistributedConfig` does with `pp_size`: as many on every stage, and what is
-    left over on the last (transformers 5.23, `distributed/pipeline_parallel.py`, `layer_range_for_rank`).
+    ``transformers`` stands for what its `DistributedConfig` does with `pp_size` (`distributed/pipeline_parallel.py`,
+    `layer_range_for_rank`): from 5.24 on, the first stages have one more of the layers that are left over; in 5.23,
+    ``transformers@5.23`` here, the last stage has them all.
 
-    >>> parse_stages("transformers", layers=32, count=3)
-    (10, 10, 12)
+    >>> parse_stages("transformers", layers=32, count=3), parse_stages("transformers@5.23", layers=32, count=3)
+    ((11, 11, 10), (10, 10, 12))
     """
-    if text == "transformers" and layers >= count:
-        return (*(layers // count for _ in range(count - 1)), layers - layers // count * (count - 1))
+    if text in _DIVISIONS:
+        even, fewest = split_layers_evenly(layers, count), layers // count
+        return even if _DIVISIONS[text] == "first" else (*[fewest] * (count - 1), layers - fewest * (count - 1))
     try:
         stages = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(
-            f"cannot read --stages {text!r}", hint="write layers per stage, such as 20,20,22,18, or transformers"
+            f"cannot read --stages {text!r}",
+            hint="write layers per stage, such as 20,20,22,18, or transformers, or transformers@5.23 for older ones",
         ) from error
     if min(stages) < 1:
         raise UsageError(f"--stages {text} leaves a stage without layers", hint="every stage has at least one layer")

@@ -203,8 +203,12 @@ def test_balanced_stages_are_as_light_as_can_be(costs, first, last, data):
 
 def test_stages_must_add_up():
     assert parse_stages("3,2", 5, 2) == (3, 2)
-    with pytest.raises(UsageError, match="cannot read --stages 'transformers'"):
-        parse_stages("transformers", 2, 3)
+    for text in ("transformers", "transformers@5.23"):
+        with pytest.raises(CutError, match="pp=3 needs at least 3 layers, but the model has 2"):
+            parse_stages(text, 2, 3)
+    with pytest.raises(UsageError, match="cannot read --stages 'transformers@4'") as error:
+        parse_stages("transformers@4", 2, 2)
+    assert "transformers@5.23" in (error.value.hint or "")
     for text, layers, count in [("3,3", 5, 2), ("5", 5, 2), ("5,0", 5, 2), ("a,b", 5, 2)]:
         with pytest.raises(UsageError):
             parse_stages(text, layers, count)

@@ -54,7 +54,8 @@ class ReshardOptions:
         str | None,
         CommandOption(
             HelpPanel.MESH,
-            "Number of layers in each stage, or transformers for its own division. Default: balanced by bytes.",
+            "Number of layers in each stage, or transformers for its own division (transformers@5.23 before 5.24). "
+            "Default: balanced by bytes.",
             metavar="N,N,...",
         ),
     ] = None
