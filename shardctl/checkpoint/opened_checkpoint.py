@@ -73,6 +73,8 @@ class OpenedCheckpoint:
     """Of an adapter: the config of its base, if anybody says which that is."""
     remade_config: bool = False
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
+    dropped_rows: int = 0
+    """Rows of padding that the stored vocabulary has and `manifest` does not."""
     remade_files: Mapping[str, bytes] = field(default_factory=dict)
     """Auxiliary files that say something else than the source's, by name."""
     stored_quantization: StoredQuantization | None = None

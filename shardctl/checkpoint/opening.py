@@ -150,8 +150,15 @@ def _read_checkpoint(
     if own is not None and (config is None or (own.replaces and source_options.config is None)):
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
-    config = _set_vocabulary(config, stored, source_options)
-    return _bind_checkpoint(source_options, record, source, stored, config)
+    said, config = config, _set_vocabulary(config, stored, source_options)
+    dropped, remade = 0, stored.dialect is None and config is not said
+    if source_options.unpadded and record is None:
+        from shardctl.checkpoint.padded_vocabulary import fit_vocabulary
+
+        fitted = fit_vocabulary(source, stored, config, source_options)
+        stored, config, dropped, remade = fitted.stored, fitted.config, fitted.dropped, remade or fitted.remade
+    checkpoint = _bind_checkpoint(source_options, record, source, stored, config)
+    return replace(checkpoint, dropped_rows=dropped, remade_config=remade) if dropped or remade else checkpoint
 
 
 def _bind_checkpoint(
@@ -289,7 +296,7 @@ def _set_vocabulary(
                 "--true-vocab changes the model's config, and these files say too little to make one of",
                 hint="give the config of the model with --config PATH; it has the vocabulary's size",
             )
-        if stored.dialect is None or config is None:
+        if config is None or (stored.dialect is None and not source_options.unpadded):
             raise UsageError(
                 "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",
                 hint="leave it out",

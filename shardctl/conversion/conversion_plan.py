@@ -268,6 +268,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
+        | ({"dropped_rows": str(checkpoint.dropped_rows)} if checkpoint.dropped_rows else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})

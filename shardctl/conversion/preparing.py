@@ -55,6 +55,7 @@ def open_conversion(
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
     excluded = compile_pattern("--exclude", wanted.exclude) if wanted.exclude is not None else None
     options = source_options or (plan.source_options if plan else None)
+    options = replace(options or SourceOptions(), unpadded=True)
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
     if wanted.consumer is not None:
         path, options = locate_run(path, options or SourceOptions())

@@ -55,11 +55,19 @@ class SourceOptions:
         int | None,
         CommandOption(
             HelpPanel.SOURCE,
-            "Vocabulary size without padding, for files that do not say it, such as Megatron-LM's.",
+            "Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more rows.",
             metavar="N",
             least=1,
         ),
     ] = None
+    keep_padding: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of leaving them "
+            "out.",
+        ),
+    ] = False
     source_etp: Annotated[
         int | None,
         CommandOption(
@@ -108,5 +116,7 @@ class SourceOptions:
     ] = False
     unbound: bool = False
     """Whether arrays in another library's form are accepted as they are; the verb sets this, not an option."""
+    unpadded: bool = False
+    """Whether a padded vocabulary is fitted to the config; the verb sets this, not an option."""
     described: bool = False
     """Whether a config without weights is enough, for verbs that read no bytes; the verb sets this, not an option."""

@@ -62,7 +62,7 @@ def plan(
         prepare_source_options(source_options, reshard_options), reshard_options, plan_options
     )
     excluded = compile_pattern("--exclude", reshard_options.exclude) if reshard_options.exclude is not None else None
-    with open_checkpoint(path, replace(source_options, described=True), excluded=excluded) as whole:
+    with open_checkpoint(path, replace(source_options, described=True, unpadded=True), excluded=excluded) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
         trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"

@@ -146,7 +146,9 @@ class _VerifyRun:
                     self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
                 other = None
                 if self.verify_options.against is not None:
-                    other = stack.enter_context(open_checkpoint(self.verify_options.against, options))
+                    other = stack.enter_context(
+                        open_checkpoint(self.verify_options.against, replace(options, unpadded=True))
+                    )
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
