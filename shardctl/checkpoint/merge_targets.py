@@ -60,7 +60,7 @@ class MergeTarget:
         magnitude = parts["magnitude"].index() if "magnitude" in parts else None
         members = range(base.shape[0]) if len(base.shape) == _STACK else (0,)
         for member in members:
-            left, right = self._find_factors(parts, shape, self.view.origin[0] if self.view else member)
+            left, right = self.find_factors(parts, shape, self.view.origin[0] if self.view else member)
             product = LowRankProduct(left.index(), right.index(), self.rank, self.scaling, self.rounded)
             if len(base.shape) == _MATRIX:
                 box, stored, name = Box.whole(shape), ChunkIndex(chunks), base.name
@@ -70,7 +70,7 @@ class MergeTarget:
                 name = f"{base.name}, expert {member}"
             yield box, AdaptedWeight(name, shape, stored, product, magnitude, self.by_input)
 
-    def _find_factors(
+    def find_factors(
         self, parts: Mapping[str, StridedView], shape: tuple[int, int], expert: int
     ) -> tuple[StridedView, StridedView]:
         """Find the two matrices whose product is added to the tensor, or to an expert of it."""

@@ -204,6 +204,11 @@ def draft_conversion(
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
     check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
+    split = checkpoint.adapter and reshard_options.experts == "split"
+    if split:
+        from shardctl.checkpoint.expert_adapters import split_expert_adapter
+
+        checkpoint = split_expert_adapter(checkpoint)
     checkpoint = _quantise_weights(checkpoint, reshard_options)
     partial_codes = reshard_options.quantize is not None or bool(reshard_options.dequantize)
     coded = list_coded_arrays(checkpoint) if partial_codes else frozenset()
@@ -225,7 +230,8 @@ def draft_conversion(
         noted = check_cast(checkpoint, have, coded, get_cast_type(reshard_options))
         have = replace(have, warnings=(*have.warnings, *noted))
     had = have.tensors
-    have, arrays = choose_arrays(checkpoint, reshard_options, layout, have, dtypes)
+    forms = replace(reshard_options, experts="keep") if split else reshard_options
+    have, arrays = choose_arrays(checkpoint, forms, layout, have, dtypes)
     if have.tensors is not had:
         dtypes = choose_dtypes(have, reshard_options, coded, plain)
     placed = None
