@@ -16,7 +16,7 @@ from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.files.impostors import ADAPTER_CONFIG
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, NEW_EMBEDDINGS
 from shardctl.libraries.peft.modules import require_elements, sort_tensors
 from shardctl.libraries.peft.settings import parse_settings
 from shardctl.mesh import EXPERT_FSDP
@@ -56,6 +56,9 @@ def open_adapter_checkpoint(
     if source_options.config is None and place is not None:
         said = f"its base is taken to be {place}, which {ADAPTER_CONFIG} names; --config PATH names another"
         stored = replace(stored, warnings=(*stored.warnings, said))
+    if NEW_EMBEDDINGS in source.files():
+        text = f"{NEW_EMBEDDINGS} has rows of a larger vocabulary; they travel along, and no merge takes them"
+        stored = replace(stored, warnings=(*stored.warnings, text))
     opened = describe_adapter(source, stored, base, kv_heads=source_options.kv_heads or "error")
     return replace(opened, record=record, allow_unverified=source_options.allow_unverified)
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.files.file_names import SAFETENSORS
-from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, NEW_EMBEDDINGS
 from shardctl.libraries.peft.modules import AdapterTensors, require_elements, sort_tensors
 from shardctl.libraries.peft.settings import AdapterSettings, parse_settings
 from shardctl.libraries.safetensors.reading import scan_safetensors
@@ -59,6 +59,11 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     if file is None or not (folder / ADAPTER_CONFIG).is_file():
         raise SourceError(
             f"{folder} is not a PEFT adapter", hint=f"one has {ADAPTER_CONFIG} and {' or '.join(ADAPTERS)}"
+        )
+    if (folder / NEW_EMBEDDINGS).is_file():
+        raise UnsupportedError(
+            f"{folder} has rows of a larger vocabulary in {NEW_EMBEDDINGS}, which shardctl does not merge",
+            hint="add them to the base's embedding and head first, and give that base with the adapter alone",
         )
     content = read_file(folder / ADAPTER_CONFIG, CONFIG_TEXT)
     values = parse_json(content, ADAPTER_CONFIG, CONFIG_TEXT)
