@@ -9,6 +9,7 @@ from shardctl.checkpoint.config_files import CONFIG
 from shardctl.libraries.vllm.arrays import NAME as VLLM
 from shardctl.libraries.vllm.arrays import PROFILE
 from shardctl.libraries.vllm.rank import SGLANG
+from shardctl.models import find_family
 from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
 from shardctl.verify.rank_files import list_ranks
 
@@ -34,12 +35,14 @@ def describe_model(
     """Describe a directory with these arrays and files, whose names and class are those of an opened checkpoint."""
     model = checkpoint.model
     if model is None:
-        return StoredModel(config, arrays, files, None)
+        known = checkpoint.config is not None and find_family(checkpoint.config) is not None
+        misfit = checkpoint.model_error.message if known and checkpoint.model_error is not None else ""
+        return StoredModel(config, arrays, files, None, misfit)
     joined = {name: fusion.name for fusion in model.fusions.values() if fusion.stored for name in fusion.tensors}
     own = [tensor for tensor in model.own() if not tensor.spare]
     expected = dict.fromkeys(joined.get(tensor.name, tensor.name) for tensor in own)
     optional = {name for tensor in model.tensors.values() for name in (tensor.name, *tensor.ties)}
-    return StoredModel(config, arrays, files, tuple(expected), frozenset(optional))
+    return StoredModel(config, arrays, files, tuple(expected), optional=frozenset(optional))
 
 
 def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: Mesh, path: str) -> ConsumerVerdict:

@@ -55,6 +55,8 @@ class StoredModel:
     files: Collection[str]
     expected: Collection[str] | None
     """The names that the class in the config has on the Hub; None if the class is not known."""
+    misfit: str = ""
+    """Why the stored names are not those of the class, if the class is known and they are not."""
     optional: Collection[str] = frozenset()
     """Names that a consumer takes and does not miss: buffers, other heads, MTP layers."""
     extra_ignored: Collection[str] = frozenset()
@@ -191,6 +193,9 @@ def _check_degrees(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
 
 def _check_names(profile: ConsumerProfile, stored: StoredModel) -> Iterator[tuple[bool, str]]:
     """Yield which tensors it will miss or not know, each with whether that is known."""
+    if stored.misfit:
+        yield True, f"the names are not those of the class: {stored.misfit}"
+        return
     if stored.expected is None:
         yield False, "the tensor names of this class are not known"
         return

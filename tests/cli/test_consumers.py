@@ -136,3 +136,15 @@ def test_plan_for_a_server_counts_memory_as_it_does(say, source):
     assert said[0] == said[1] != said[2]
     assert say("plan", source, "--for", "llama.cpp").code == 2
     assert say("plan", source, "--for", "vllm").code == 0
+
+
+def test_names_that_are_not_those_of_the_class_are_refused(say, tmp_path):
+    model = llama(tmp_path / "in")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.upward.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    said = say("reshard", model, tmp_path / "out", "--for", "sglang")
+    assert said.code == 4
+    assert "upward" in said.err or "up_proj" in said.err
+    assert not (tmp_path / "out").exists()
+    assert say("verify", model, "--for", "sglang").code in {3, 4}
