@@ -125,6 +125,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--fail-fast",
         "--create",
         "--private",
+        "--allow-overflow",
     }
     own = {
         "--detail",

@@ -100,9 +100,10 @@ def test_a_sidecar_that_says_how_weights_are_quantised_is_remembered(say, tmp_pa
 def test_a_plan_says_all_that_shapes_the_result(plan):
     document = json.loads(plan.read_text())
     assert document["schema"] == "shardctl.plan-file/1"
-    assert document["reshard_options"].keys() == {field.name for field in fields(ReshardOptions)} - {"host_memory"} | {
-        "memory"
-    }
+    assert document["reshard_options"].keys() == {field.name for field in fields(ReshardOptions)} - {
+        "host_memory",
+        "consumer_mesh",
+    } | {"memory"}
     assert document["source_options"].keys() == {field.name for field in fields(SourceOptions)} - {
         "described",
         "unbound",
