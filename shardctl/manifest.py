@@ -247,6 +247,8 @@ class Manifest:
     """What the container keeps of the model in another library's words, also where there is a `config.json`."""
     own_config: OwnConfig | None = None
     """What follows from a description that the container has of its own, where there is no `config.json`."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """By stored name, the tensors that the model's class does not have, such as a value head (`extra_tensors.py`)."""
 
     @property
     def nbytes(self) -> int:

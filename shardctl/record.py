@@ -42,6 +42,8 @@ LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 """The options of a record that say that tensors were left out."""
 BASE_ONLY: Final = "base_only"
 """The option of a record that says that the source was a base model, without the head of the config's class."""
+SUBTREE: Final = "subtree"
+"""The option of a record that says below which prefix of the source's names the model was."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'

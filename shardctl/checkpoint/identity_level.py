@@ -16,6 +16,7 @@ from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, SMALL_FLOATS
 from shardctl.errors import SourceError, UsageError, format_first_few
+from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors, is_extra_name
 from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.verify import content
@@ -67,7 +68,7 @@ def run_identity_level(
         level.add(iter([CheckFinding("warning", "identity", message)]))
     if other.part:
         level.notes.append(f"compared with a part of {against}: {other.part}")
-    pairs = _pair_tensors(level, checkpoint, other)
+    pairs = _pair_tensors(level, checkpoint, other, against)
     alike = [pair for pair in pairs if _lie_in_equal_files(*pair, equal)]
     if alike:
         pairs = [pair for pair in pairs if not _lie_in_equal_files(*pair, equal)]
@@ -84,11 +85,16 @@ def run_identity_level(
     return level
 
 
-def _pair_tensors(level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> list[_Pair]:
+def _pair_tensors(
+    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, against: str
+) -> list[_Pair]:
     """Pair the tensors of both whose values can be compared; what else differs is added to `level`."""
     states = pair_states(checkpoint, other)
     level.add(check_optimizer_settings(states))
-    mine, theirs = {**checkpoint.manifest.tensors, **states.ours}, {**other.manifest.tensors, **states.theirs}
+    mine = {**add_extra_tensors(checkpoint.manifest).tensors, **states.ours}
+    theirs = {**add_extra_tensors(other.manifest).tensors, **states.theirs}
+    level.notes += _note_absent_extra(mine, theirs, against)
+    theirs = {name: tensor for name, tensor in theirs.items() if name in mine or not is_extra_name(name)}
     filtered = checkpoint.record is not None and checkpoint.record.filtered
     retyped = [name for name, tensor in mine.items() if name in theirs and tensor.dtype != theirs[name].dtype]
     cast = checkpoint.record is None or _has_cast(checkpoint)
@@ -188,6 +194,12 @@ def _measure_quantization(
         level.notes.append(f"the distance from the source before it was quantized was not measured: {error.message}")
         return
     level.unrounded += filter(None, [found.summarize("quantized")])
+
+
+def _note_absent_extra(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], against: str) -> list[str]:
+    """Note which extra tensors were not compared, because only the source has them."""
+    absent = [tensor.chunks[0].name for name, tensor in theirs.items() if is_extra_name(name) and name not in mine]
+    return [f"not compared, because only {against} has them: {format_first_few(absent)}"] if absent else []
 
 
 def _lie_in_equal_files(mine: Tensor, theirs: Tensor, equal: Collection[str]) -> bool:

@@ -28,8 +28,10 @@ def keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
         states = manifest.training.states.values()
         size = format_file_size(sum(state.nbytes for state in states))
         warnings += (f"left out: the optimizer states ({format_plural(len(states), 'tensor')}, {size})",)
+    if manifest.extra:
+        warnings += (f"left out: {format_modules(manifest.extra.values(), ())}",)
     tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in chosen}
-    return replace(manifest, tensors=tensors, warnings=warnings, training=None)
+    return replace(manifest, tensors=tensors, warnings=warnings, training=None, extra={})
 
 
 def format_modules(left: Collection[Tensor], kept: Collection[str]) -> str:

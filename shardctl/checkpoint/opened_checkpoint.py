@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
 from shardctl.models.binding import is_maxtext
 from shardctl.training import add_states, split_state_name
 from shardctl.value import value_class
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
+    from shardctl.models.extra_names import ExtraTensor
     from shardctl.models.quantisation.stored_weight import StoredQuantization
     from shardctl.placement import PartitionSpec
     from shardctl.record import CheckpointRecord
@@ -52,6 +54,10 @@ class OpenedCheckpoint:
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
     allow_unverified: bool = False
     """Whether bytes are taken that cannot be compared with the hash that their place promises."""
+    unselected: tuple[Tensor, ...] = ()
+    """The stored tensors that were left out before names were bound, because the others are a whole model."""
+    subtree: str = ""
+    """The prefix below which the model was in the source, if it was named."""
     ruled: bool = False
     """Whether a rule file or rules of transformers say how tensors are cut."""
     given_mesh: Mesh | None = None
@@ -108,8 +114,21 @@ class OpenedCheckpoint:
 
     @property
     def whole(self) -> Manifest:
-        """The manifest with optimizer states among its tensors."""
-        return add_states(self.manifest)
+        """The manifest with optimizer states and extra tensors among its tensors."""
+        return add_extra_tensors(add_states(self.manifest))
+
+    def list_extra_tensors(self, kept: Mapping[str, Tensor] | None = None) -> tuple[ExtraTensor, ...]:
+        """List the tensors that the model's class does not have, but for those that transformers ignores.
+
+        Those in `kept` travel along; by default, those of the file that holds such tensors are.
+        """
+        if self.model is None or not self.manifest.extra:
+            return ()
+        from shardctl.models.extra_names import ExtraTensor, list_reported_extra  # most models have none
+
+        reported = list_reported_extra(self.model, self.manifest.extra.values())
+        apart = self.stored.extra if kept is None else kept
+        return tuple(ExtraTensor(t.name, t.dtype.name, t.shape, t.nbytes, t.name in apart) for t in reported)
 
     def require_model(self, purpose: str) -> Model:
         """Return the model, or raise an error that says why it is needed and how to supply rules for the tensors."""

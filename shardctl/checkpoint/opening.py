@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.checkpoint.config_files import ConfigReading, read_config
 from shardctl.checkpoint.described_source import describe_source, refuse_warnings
+from shardctl.checkpoint.model_binding import ModelBinder, bind_selected, take_subtree
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.checkpoint.pipeline_parts import check_pipeline_source, is_pipeline
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
-from shardctl.libraries import schemas
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.catalogue import get_schema
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
+from shardctl.libraries.safetensors.extra_tensors import read_extra_file
 from shardctl.manifest import first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
 from shardctl.models.wrapping import AmbiguousNamesError, remove_wrappers
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
-from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
@@ -43,10 +43,10 @@ from shardctl.storage.excluded_names import exclude_names
 from shardctl.training import SETTINGS, separate_states
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from shardctl.checkpoint.name_selection import NameSelection
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
@@ -65,22 +65,23 @@ def open_checkpoint(
     *,
     before: Callable[[Source, CheckpointRecord], None] | None = None,
     count: Callable[[int], None] | None = None,
-    excluded: re.Pattern[str] | None = None,
+    selection: NameSelection | None = None,
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
 
     `before` is called with the record, if there is one, before any header is read, and `count` with the number of
-    tensors so far, before anything is made of a header: what they raise is raised here. A tensor that cannot be read is
-    passed over, with a warning, if `excluded` is found in its stored name.
+    tensors so far, before anything is made of a header: what they raise is raised here. If the tensors that `selection`
+    takes by their stored names are a whole model, the others are left out; one that cannot be read is passed over, with
+    a warning, if it is excluded. The caller selects among canonical names.
     """
     source, source_options = open_source(path), source_options or SourceOptions()
     if count is not None:
         limit_entries(source, count)
-    if excluded is not None:
-        exclude_names(source, excluded)
+    if selection is not None:
+        exclude_names(source, selection.exclude)
     with ExitStack() as stack:
         stack.callback(source.close)
-        checkpoint = _read_checkpoint(source, source_options, before)
+        checkpoint = _read_checkpoint(source, source_options, before, selection)
         if source_options.complete_from is not None:
             from shardctl.checkpoint.completing import add_auxiliary_files, complete_checkpoint, holds_files_only
 
@@ -91,7 +92,7 @@ def open_checkpoint(
                 stack.enter_context(checkpoint.resources)
                 yield checkpoint
                 return
-            others = replace(source_options, complete_from=None, config=None)
+            others = replace(source_options, complete_from=None, config=None, subtree=None)
             checkpoint = complete_checkpoint(checkpoint, _read_checkpoint(base, others))
         stack.enter_context(checkpoint.resources)
         yield checkpoint
@@ -120,7 +121,7 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
         prefer_index=source_options.prefer_index,
         etp=source_options.source_etp,
     )
-    cautions = source.cautions()
+    stored, cautions = read_extra_file(source, stored), source.cautions()
     if stored.format in _LOADED_WITH_ADAPTER and stored.files.keys().isdisjoint(ADAPTERS):
         cautions = (*cautions, *warn_of_adapter(source))
     stored = replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
@@ -131,7 +132,10 @@ def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
 
 @pause_garbage_collection()
 def _read_checkpoint(
-    source: Source, source_options: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
+    source: Source,
+    source_options: SourceOptions,
+    before: Callable[[Source, CheckpointRecord], None] | None = None,
+    selection: NameSelection | None = None,
 ) -> OpenedCheckpoint:
     record = _read_record(source)
     if before is not None and record is not None:
@@ -150,6 +154,7 @@ def _read_checkpoint(
     if own is not None and (config is None or (own.replaces and source_options.config is None)):
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
+    stored = take_subtree(stored, source_options.subtree, record)
     said, config = config, _set_vocabulary(config, stored, source_options)
     dropped, remade = 0, stored.dialect is None and config is not said
     if source_options.unpadded and record is None:
@@ -157,34 +162,24 @@ def _read_checkpoint(
 
         fitted = fit_vocabulary(source, stored, config, source_options)
         stored, config, dropped, remade = fitted.stored, fitted.config, fitted.dropped, remade or fitted.remade
-    checkpoint = _bind_checkpoint(source_options, record, source, stored, config)
+    checkpoint = _bind_checkpoint(source_options, record, selection, source, stored, config)
     return replace(checkpoint, dropped_rows=dropped, remade_config=remade) if dropped or remade else checkpoint
 
 
 def _bind_checkpoint(
     source_options: SourceOptions,
     record: CheckpointRecord | None,
+    selection: NameSelection | None,
     source: Source,
     stored: Manifest,
     config: Mapping[str, Any] | None,
 ) -> OpenedCheckpoint:
     """Bind what a container holds to the model of a config."""
     stored, rules = _apply_rule_names(stored, source_options, record)
-    stored = remove_wrappers(stored)
-    manifest, model, problem, misfit = stored, None, None, False
-    if config is not None or rules is not None or source_options.rules_from == "transformers":
-        try:
-            borrow = source_options.rules_from == "transformers"
-            model = models.choose_model(
-                config, stored, rules, kv_heads=source_options.kv_heads or "error", borrow=borrow
-            )
-            if model is not None:
-                lacking, misfit = record is not None and record.partial, True
-                lacking = lacking or source_options.complete_from is not None
-                source, readable = _reduce_ranks(source, stored, config)
-                manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=lacking)
-        except UnsupportedError as error:  # on one device no model is needed
-            model, problem = None, error
+    bound = bind_selected(
+        ModelBinder(source, config, rules, source_options, record), remove_wrappers(stored), selection
+    )
+    source, manifest, model, problem = bound.source, bound.manifest, bound.model, bound.problem
     quantization = None
     if model is None:
         from shardctl.models.quantisation import stored_formats  # most models are known
@@ -197,7 +192,7 @@ def _bind_checkpoint(
         manifest = models.order_ties(leave_joined_states(manifest))
     if record:
         manifest = _apply_record(manifest, record, model)
-    unknown = model is None and not misfit and manifest.dialect is None
+    unknown = model is None and not bound.misfit and manifest.dialect is None
     untabled = cache(partial(models.build_untabled_model, config, manifest)) if unknown else None
     refuse_warnings(manifest, source_options)
     return OpenedCheckpoint(
@@ -211,20 +206,12 @@ def _bind_checkpoint(
         untabled=untabled,
         derived=_prepare_derivation(config, untabled, source_options),
         allow_unverified=source_options.allow_unverified,
+        unselected=bound.unselected,
+        subtree=source_options.subtree or "",
         ruled=rules is not None or source_options.rules_from == "transformers",
         stored_quantization=quantization,
-        rebind=partial(_bind_checkpoint, source_options, record) if quantization is not None else None,
+        rebind=partial(_bind_checkpoint, source_options, record, selection) if quantization is not None else None,
     )
-
-
-def _reduce_ranks(source: Source, stored: Manifest, config: Mapping[str, Any] | None) -> tuple[Source, Manifest]:
-    """Return the source and the manifest in which what every rank has a copy of is their sum or mean."""
-    dialect = stored.dialect
-    if dialect is None or config is None or get_schema(dialect.schema).reduction is None:
-        return source, stored
-    from shardctl.checkpoint.rank_reduction import reduce_rank_arrays  # which needs NumPy
-
-    return reduce_rank_arrays(source, stored, config)
 
 
 def _open_adapter(

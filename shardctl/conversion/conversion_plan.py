@@ -32,13 +32,20 @@ from shardctl.conversion.array_choice import NAMES, choose_arrays
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
-from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, get_cast_type, list_coded_arrays
+from shardctl.conversion.tensor_choice import (
+    choose_dtypes,
+    choose_extra_tensors,
+    filter_tensors,
+    get_cast_type,
+    list_coded_arrays,
+)
 from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
+from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors, pack_extra_tensors
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
@@ -47,7 +54,7 @@ from shardctl.models.binding import list_head_names
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import BASE_ONLY, DERIVED, GIVEN, OVERFLOWED
+from shardctl.record import BASE_ONLY, DERIVED, GIVEN, OVERFLOWED, SUBTREE
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -72,7 +79,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
-    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED),
+    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED, SUBTREE),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -222,7 +229,8 @@ def draft_conversion(
     cut = layout.ranks in {"always", "optional"} and mesh.world > 1
     chunks, wanted = sum([len(tensor.chunks) for tensor in tensors]), len(tensors) if cut else 0  # some rank holds each
     require_bookkeeping(len(tensors), chunks, limit, wanted=wanted)
-    have = add_optimizer_states(filter_tensors(checkpoint, reshard_options), reshard_options.optimizer_states, layout)
+    chosen = choose_extra_tensors(checkpoint, filter_tensors(checkpoint, reshard_options), reshard_options)
+    have = add_optimizer_states(chosen, reshard_options.optimizer_states, layout)
     dtypes = choose_dtypes(have, reshard_options, coded, plain)
     if reshard_options.dtype != "keep":
         from shardctl.checkpoint.unexplained_codes import check_cast
@@ -252,6 +260,8 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
     checkpoint, layout, request = drafted.checkpoint, drafted.layout, drafted.request
     want = layout.pack(request)
     have = replace(request.have, warnings=(*request.have.warnings, *drafted.notes, *want.warnings))
+    changes = _record_layout_changes(have, want, request.dtypes)
+    have, want = add_extra_tensors(have), pack_extra_tensors(have, want)
     plan = join_manifests(have, want)
     if drafted.reshard_options.reflink:
         from shardctl.conversion.block_alignment import align_files  # which needs NumPy
@@ -278,7 +288,8 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})
-        | _record_layout_changes(have, want, request.dtypes)
+        | ({SUBTREE: checkpoint.subtree} if checkpoint.subtree else {})
+        | changes
         | _record_rules(checkpoint, request.placed),
         impossible=impossible,
     )
@@ -512,6 +523,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "only": reshard_options.only,
         "include": reshard_options.include,
         "exclude": reshard_options.exclude,
+        "extra_tensors": reshard_options.extra_tensors if reshard_options.extra_tensors != "keep" else None,
         "optimizer_states": reshard_options.optimizer_states,
         MERGED: describe_adapters(reshard_options.merge) or None,
         MERGE_ARITHMETIC: str(ARITHMETIC_VERSION) if reshard_options.merge else None,

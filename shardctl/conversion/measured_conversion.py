@@ -94,7 +94,7 @@ def _measure_alone(drafted: DraftedConversion, *, least: bool) -> MeasuredConver
     """Measure a conversion of tensors that are stored whole, each in one place: nothing can be missing of them."""
     layout, request, checkpoint = drafted.layout, drafted.request, drafted.checkpoint
     have, dtypes = request.have, request.dtypes
-    if layout.measure is None or not all(map(_is_stored_whole, have.tensors.values())):
+    if layout.measure is None or have.extra or not all(map(_is_stored_whole, have.tensors.values())):
         return None
     measured = layout.measure(request)
     if measured is None:

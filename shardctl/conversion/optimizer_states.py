@@ -66,7 +66,8 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
     warnings = have.warnings + tuple(_note_tree_states(have))
     if there and wished is None:
         warnings += (f"left behind: {_describe_states(get_states(have).values(), layout)}",)
-    return replace(have, training=None, warnings=warnings)
+    extra = {name: tensor for name, tensor in have.extra.items() if split_state_name(name) is None}
+    return replace(have, training=None, warnings=warnings, extra=extra)
 
 
 def _note_tree_states(have: Manifest) -> Iterator[str]:

@@ -12,6 +12,7 @@ from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tenso
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.libraries.files.sharded_backend import INTEGRITY, MARK, encode_integrity
+from shardctl.libraries.safetensors.extra_tensors import is_extra_name
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
 from shardctl.manifest import Region
 from shardctl.record import (
@@ -46,8 +47,8 @@ class PendingRecord:
     record: CheckpointRecord
     dtypes: Mapping[str, DType]
     """The types that the source has, of the tensors that are cast."""
-    states: frozenset[str]
-    """The tensors that are an optimizer's, and not in the model's digest."""
+    apart: frozenset[str]
+    """The tensors that are an optimizer's or extra ones, and not in the model's digest."""
     expected: Mapping[str, str]
     """The digests that the source's own record has."""
     source: str
@@ -101,7 +102,7 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
     return PendingRecord(
         record=record,
         dtypes=dtypes,
-        states=frozenset(name for name in tensors if name in get_states(work.have)),
+        apart=frozenset(name for name in tensors if name in get_states(work.have) or is_extra_name(name)),
         expected=_list_expected_digests(work),
         source=work.checkpoint.source.name,
         warnings=tuple(work.have.warnings),
@@ -160,9 +161,9 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
         same = have is tensor.dtype and written == read
         digest = source_digest if same else compute_tensor_digest(written, tensor.dtype, tensor.shape)
         tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)
-        if name not in frame.states:
+        if name not in frame.apart:
             source_rows.append((name, have, tensor.shape, source_digest))
-    weights = ((n, t.dtype, t.shape, t.digest) for n, t in tensors.items() if n not in frame.states)
+    weights = ((n, t.dtype, t.shape, t.digest) for n, t in tensors.items() if n not in frame.apart)
     hashes = {path: found for part in parts for path, found in part.hashes.items()}
     overflowed = any(part.overflowed for part in parts)  # each part was made by a run that allowed it
     return replace(
@@ -220,7 +221,7 @@ def encode_record_draft(frame: PendingRecord) -> dict[str, Any]:
     return {
         "record": encode_record(frame.record).decode(),
         "dtypes": {name: dtype.name for name, dtype in frame.dtypes.items()},
-        "states": sorted(frame.states),
+        "states": sorted(frame.apart),
         "expected": dict(frame.expected),
         "source": frame.source,
         "warnings": list(frame.warnings),
@@ -233,7 +234,7 @@ def parse_record_draft(raw: Mapping[str, Any]) -> PendingRecord:
     return PendingRecord(
         record=parse_record(raw["record"].encode()),
         dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},
-        states=frozenset(raw["states"]),
+        apart=frozenset(raw["states"]),
         expected=raw["expected"],
         source=raw["source"],
         warnings=tuple(raw["warnings"]),

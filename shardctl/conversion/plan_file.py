@@ -23,6 +23,7 @@ from shardctl.checkpoint.config_files import CONFIG, list_override_files
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.libraries.reader import find_given_file
+from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.models.quantisation.settings import SIDECAR
@@ -207,7 +208,7 @@ def _record_source_files(checkpoint: OpenedCheckpoint, source_options: SourceOpt
 
 def _hash_headers(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """Hash what each file's header says: every array's name, type, shape, and where its bytes are."""
-    stored = add_states(checkpoint.stored)
+    stored = add_extra_tensors(add_states(checkpoint.stored))
     states = defaultdict(hashlib.sha256, {path: hashlib.sha256() for path in stored.files})
     for tensor in stored.tensors.values():
         for chunk in tensor.chunks:

@@ -9,10 +9,10 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.joined_source import JoinedSource
+from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.consumer_target import apply_consumer, check_result, locate_run
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
-from shardctl.conversion.tensor_choice import compile_pattern
 from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions
@@ -53,13 +53,13 @@ def open_conversion(
         require_bookkeeping(0, entries, wanted.host_memory)
 
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
-    excluded = compile_pattern("--exclude", wanted.exclude) if wanted.exclude is not None else None
+    selection = NameSelection.parse(wanted.include, wanted.exclude)
     options = source_options or (plan.source_options if plan else None)
     options = replace(options or SourceOptions(), unpadded=True)
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
     if wanted.consumer is not None:
         path, options = locate_run(path, options or SourceOptions())
-    with open_checkpoint(path, options, count=count if whole else None, excluded=excluded) as checkpoint:
+    with open_checkpoint(path, options, count=count if whole else None, selection=selection) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
         work = (

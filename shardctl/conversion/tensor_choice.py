@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.left_tensors import format_modules
+from shardctl.checkpoint.name_selection import NameSelection, compile_pattern
 from shardctl.conversion.optimizer_states import filter_states, get_states
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
+from shardctl.models.extra_names import format_extra_tensors, list_reported_extra
 from shardctl.storage.excluded_names import has_passed_over
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Collection
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
@@ -30,24 +32,43 @@ def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
     saved without their elements.
     """
     manifest = checkpoint.manifest
-    if reshard_options.include is None and reshard_options.exclude is None:
+    selection = NameSelection.parse(reshard_options.include, reshard_options.exclude)
+    if selection is None:
         _refuse_ungathered(manifest)
         return manifest
-    include, exclude = (
-        compile_pattern("--include", reshard_options.include or ""),
-        compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
-    )
-    excluded = {name for name in manifest.tensors if exclude.search(name)}
+    by_arrays = checkpoint.stored.dialect is None  # those of another library's ranks are not the model's
+    every = [*checkpoint.unselected, *manifest.tensors.values(), *manifest.extra.values()]
+    excluded = any(selection.excludes(tensor, by_arrays=by_arrays) for tensor in every)
     if reshard_options.exclude is not None and not excluded and not has_passed_over(checkpoint.source):
         raise UsageError(f"--exclude {reshard_options.exclude!r} matches no tensor", hint=_NAMES)
-    kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and n not in excluded}
+    kept, extra = manifest.tensors, manifest.extra
+    if not checkpoint.unselected:  # else the stored names have been selected, and what is left is a whole model
+        kept = {n: t for n, t in kept.items() if selection.takes_tensor(t, by_arrays=by_arrays)}
+        extra = {n: t for n, t in extra.items() if selection.takes_tensor(t, by_arrays=by_arrays)}
     if not kept:
         raise UsageError("--include and --exclude leave no tensor", hint=_NAMES)
-    left = [tensor for name, tensor in manifest.tensors.items() if name not in kept]
+    taken = {*map(id, kept.values()), *map(id, extra.values())}
+    left = [tensor for tensor in every if id(tensor) not in taken]
     told = (f"left out: {format_modules(left, kept)}",) if left else ()
-    chosen = replace(manifest, tensors=kept, warnings=(*manifest.warnings, *told))
+    chosen = replace(manifest, tensors=kept, extra=extra, warnings=(*manifest.warnings, *told))
     _refuse_ungathered(chosen)
     return filter_states(chosen, kept)
+
+
+def choose_extra_tensors(checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions) -> Manifest:
+    """Return the manifest with those extra tensors that are kept: all or none.
+
+    Raises SourceError if there are some and none is allowed; those that transformers ignores always are.
+    """
+    if not have.extra or reshard_options.extra_tensors == "keep":
+        return have
+    reported = list_reported_extra(checkpoint.model, have.extra.values()) if checkpoint.model is not None else []
+    if reshard_options.extra_tensors == "error" and checkpoint.model is not None and reported:
+        raise SourceError(
+            f"{checkpoint.model.architecture} does not have {format_extra_tensors(reported)}",
+            hint="--extra-tensors keep stores them beside the weights, and drop leaves them out",
+        )
+    return replace(have, extra={})
 
 
 def _refuse_ungathered(have: Manifest) -> None:
@@ -109,14 +130,6 @@ def _require_kept(have: Manifest, text: str, keep: re.Pattern[str], want: DType)
             f"--keep-fp32 {text!r} matches no tensor that is in fp32: {cast[0].name} is in {cast[0].dtype.name}",
             hint="leave it out; --keep-fp32 keeps what is in fp32, and casts nothing to it",
         )
-
-
-def compile_pattern(option: str, text: str) -> re.Pattern[str]:
-    """Compile what an option gives; raises UsageError, which names it, for anything but a regular expression."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
 
 
 def get_cast_type(reshard_options: ReshardOptions) -> DType:

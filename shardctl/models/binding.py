@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model, ModelTensor
 
+_LINEAR: Final = frozenset({"weight", "bias"})
 _MAXTEXT: Final = ("params.params.decoder.", "params.params.token_embedder.")
 """How names of MaxText's arrays begin (`TrainState` of flax, whose parameters are a tree `params`)."""
 _UNGATHERED: Final = (0,)
@@ -157,10 +158,28 @@ def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
             "python -m maxtext.checkpoint_conversion.to_huggingface"
         )
     kinds = {_erase_numbers(name) for name in model.tensors}
-    readings = ([_erase_numbers(reading) for reading in _list_readings(model, name)] for name in unknown)
-    if all(any(reading in kinds for reading in each) for each in readings):
+    if all(_has_kind(model, kinds, name) for name in unknown):
         return "config.json counts fewer layers or experts than there are; reshard --exclude leaves tensors out"
     return "say how such tensors are cut with --rules FILE"
+
+
+def list_contradictions(model: Model, unknown: Iterable[str]) -> Iterator[str]:
+    """List those unknown names that are tensors of the class in other configs, so that this one may be wrong.
+
+    They are of a further layer or expert, or the bias of a module that the class has.
+    """
+    kinds: set[str] = set()
+    for name in unknown:
+        module, _, own = name.rpartition(".")
+        kinds = kinds or {_erase_numbers(known.name) for known in model.own()}
+        beside = [f"{module}.{other}" for other in _LINEAR - {own}] if own in _LINEAR else []
+        if _has_kind(model, kinds, name) or any(find_canonical_name(model, other) for other in beside):
+            yield name
+
+
+def _has_kind(model: Model, kinds: Collection[str], name: str) -> bool:
+    """Return whether a name is that of a tensor of the class but for the numbers in it."""
+    return any(_erase_numbers(reading) in kinds for reading in _list_readings(model, name))
 
 
 def _erase_numbers(name: str) -> str:

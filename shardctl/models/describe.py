@@ -141,9 +141,9 @@ def choose_model(
     if config is not None and find_family(config) is not None:
         try:
             described = describe_model(config, kv_heads=kv_heads, stored=stored)
-            from shardctl.models.wrapping import read_whole_names  # few commands have rules
+            from shardctl.models.wrapping import read_class_names  # few commands have rules
 
-            return rules.over(described, read_whole_names(described, stored))
+            return rules.over(described, read_class_names(described, stored))
         except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
             return rules.model(stored, ModelConfig(config).architecture())
     return rules.model(stored, ModelConfig(config).architecture() if config is not None else "")

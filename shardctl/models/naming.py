@@ -12,7 +12,7 @@ from shardctl.models.maxtext_names import bind_maxtext_names
 from shardctl.models.meta_names import bind_meta_names
 from shardctl.models.torchtitan_names import bind_trainer_names
 from shardctl.models.trained import bind_training
-from shardctl.models.wrapping import knows_all_names, list_bare_prefixes, read_whole_names, remove_prefix
+from shardctl.models.wrapping import knows_all_names, list_bare_prefixes, read_class_names, remove_prefix
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -24,20 +24,20 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
 
     Flat parameters of FSDP1 are taken apart, wrappers that a trainer put into the names are left out, Meta's names
     and order of rows, torchtitan's and MaxText's arrays and AutoEP's arrays of experts are translated, and optimizer
-    states follow their parameters.
+    states follow their parameters. Once the class has found all of its tensors, others become extra ones.
 
     Raises:
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
         UnsupportedError: a tensor is not known, or two parts of the checkpoint are the model equally well.
     """
-    found = _read_names(model, split_flat_parameters(model, stored))
+    found = _note_extra_tensors(model, stored, _read_names(model, split_flat_parameters(model, stored)))
     bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound
 
 
 def _read_names(model: Model, stored: Manifest) -> Manifest:
     """Return `stored` under names of the model's class, current or older; what is not known stays as it is."""
-    found = read_whole_names(model, stored)
+    found = read_class_names(model, stored)
     if found is not stored or knows_all_names(model, stored.tensors):
         return found
     for prefix, names in list_bare_prefixes(stored.tensors):
@@ -46,6 +46,19 @@ def _read_names(model: Model, stored: Manifest) -> Manifest:
         if translated is not bare:
             return translated
     return stored
+
+
+def _note_extra_tensors(model: Model, stored: Manifest, found: Manifest) -> Manifest:
+    """Return `found` with a warning of the extra tensors in it that were among the weights of `stored`."""
+    if len(found.extra) == len(stored.extra):
+        return found
+    from shardctl.models.extra_names import format_extra_tensors, list_reported_extra  # most models have none
+
+    reported = list_reported_extra(model, [each for name, each in found.extra.items() if name not in stored.extra])
+    if not reported:
+        return found
+    line = f"extra tensors, which {model.architecture or 'the model'} does not have: {format_extra_tensors(reported)}"
+    return replace(found, warnings=(*found.warnings, line))
 
 
 def _translate_names(model: Model, stored: Manifest) -> Manifest:

@@ -10,8 +10,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.binding import find_canonical_name, has_expected_shape, list_head_names, list_held_names
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.binding import (
+    find_canonical_name,
+    has_expected_shape,
+    list_contradictions,
+    list_head_names,
+    list_held_names,
+)
 from shardctl.training import format_state_name, split_state_name
 from shardctl.value import value_class
 
@@ -37,7 +43,11 @@ _MAX_PREFIX_WORDS: Final = 16
 
 
 class AmbiguousNamesError(UnsupportedError):
-    """Two parts of a checkpoint are the model equally well."""
+    """Two parts of a checkpoint are the model equally well; `readings` has all that are a whole one."""
+
+    def __init__(self, message: str, *, hint: str, readings: Sequence[NameReading]) -> None:
+        super().__init__(message, hint=hint)
+        self.readings = tuple(readings)
 
 
 @value_class
@@ -78,12 +88,33 @@ def find_reading(model: Model, stored: Manifest) -> NameReading | None:
     return min(known, key=lambda each: (len(each.lacking), each.misfits, -each.current, len(each.prefix)), default=None)
 
 
-def read_whole_names(model: Model, stored: Manifest) -> Manifest:
-    """Return `stored` under names of the class, if one reading gives it all tensors; else as it is."""
+def list_whole_readings(model: Model, stored: Manifest) -> tuple[NameReading, ...]:
+    """List a reading for each whole model in a checkpoint, by prefix; the same bytes by two names count once."""
+    reader = _ClassReader(model, stored.tensors)
+    return reader.list_distinct([reading for reading in reader.list_readings() if reading.complete])
+
+
+def read_class_names(model: Model, stored: Manifest) -> Manifest:
+    """Return `stored` under names of the class, if a reading gives it all of its tensors; else as it is.
+
+    What else is stored becomes extra, but for what contradicts the config, such as one layer more.
+    """
     reading = None if knows_all_names(model, stored.tensors) else find_reading(model, stored)
-    if reading is None or len(reading.names) < len(stored.tensors):
+    if reading is None:
         return stored
-    return remove_prefix(model, stored, reading.prefix, reading.names)
+    others = [name for name in stored.tensors if name not in reading.names]
+    bare = {name: each for name in others if (each := strip_wrappers(name)).startswith(reading.prefix)}
+    inside = {each.removeprefix(reading.prefix): name for name, each in bare.items()}
+    from shardctl.models.extra_names import is_ignored  # most models have no other tensors
+
+    against = {
+        inside[each]: each
+        for each in list_contradictions(model, inside)
+        if not is_ignored(model.family, model.architecture, each)
+    }
+    extra = [name for name in others if name not in against]
+    found = set_extra_apart(stored, extra) if extra else stored
+    return remove_prefix(model, found, reading.prefix, {**reading.names, **against})
 
 
 def remove_wrappers(stored: Manifest) -> Manifest:
@@ -155,6 +186,29 @@ def list_bare_prefixes(names: Collection[str]) -> Iterator[tuple[str, dict[str, 
     bare = _strip_all(names)
     for prefix in list_common_prefixes(bare.values()):
         yield prefix, {name: each[len(prefix) :] for name, each in bare.items()}
+
+
+def set_extra_apart(stored: Manifest, extra: Collection[str]) -> Manifest:
+    """Return `stored` with some tensors, and the states that an optimizer has of them, as extra ones.
+
+    Raises SourceError for one that is also in the file of extra tensors.
+    """
+    apart = {name: stored.tensors[name] for name in extra}
+    owners = {*apart, *map(strip_wrappers, apart)}
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in apart}
+    training = stored.training
+    if training is not None:
+        apart |= {name: t for name, t in training.states.items() if (split_state_name(name) or ("", name))[1] in owners}
+        groups = tuple(
+            replace(group, parameters=tuple(name for name in group.parameters if name not in owners))
+            for group in training.groups
+        )
+        states = {name: tensor for name, tensor in training.states.items() if name not in apart}
+        training = replace(training, states=states, groups=groups)
+    twice = next((name for name in apart if name in stored.extra), None)
+    if twice is not None:
+        raise SourceError(f"{twice} is stored with the weights and as an extra tensor", hint="remove one of the two")
+    return replace(stored, tensors=tensors, training=training, extra={**stored.extra, **apart})
 
 
 def _strip_all(names: Collection[str]) -> dict[str, str]:
@@ -252,11 +306,21 @@ class _ClassReader:
             return best
         if not rivals[0].prefix:
             return rivals[0]
+        one, two = (each.prefix.removesuffix(".") for each in (best, other))
         raise AmbiguousNamesError(
             f"the tensors below {best.prefix!r} and those below {other.prefix!r} are both a whole "
             f"{self.model.architecture}",
-            hint="keep one of the two in the file",
+            hint=f"say which is meant with --subtree {one} or --subtree {two}",
+            readings=self.list_distinct(complete),
         )
+
+    def list_distinct(self, complete: Sequence[NameReading]) -> tuple[NameReading, ...]:
+        """List readings of different bytes, those with the most current names and the shortest prefixes."""
+        found: list[NameReading] = []
+        for reading in sorted(complete, key=self._rank_reading):
+            if not any(self.holds_same_bytes(reading, other) for other in found):
+                found.append(reading)
+        return tuple(sorted(found, key=lambda each: each.prefix))
 
     def _rank_reading(self, reading: NameReading) -> tuple[int, ...]:
         """Rank a reading: lower is better; the first two decide."""

@@ -224,6 +224,15 @@ class ReshardOptions:
     exclude: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Leave out tensors with a matching name.", metavar="REGEX")
     ] = None
+    extra_tensors: Annotated[
+        Literal["keep", "drop", "error"],
+        CommandOption(
+            HelpPanel.WRITING,
+            "What to do with tensors that the model's class does not have: keep them in "
+            "extra/extra_tensors.safetensors, drop them, or stop.",
+        ),
+    ] = "keep"
+    """Such as a value head, a weighted loss, or an EMA beside the model; no index lists the file."""
     allow_expansion: Annotated[
         bool,
         CommandOption(

@@ -93,6 +93,15 @@ class SourceOptions:
             "If two files hold different values for a tensor, take those in the file that the index names.",
         ),
     ] = False
+    subtree: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Read only the tensors below this prefix, for files with more than one model, such as an EMA or a teacher.",
+            metavar="PREFIX",
+        ),
+    ] = None
+    """`inspect` lists the prefixes below which there is a whole model."""
     complete_from: Annotated[
         str | None,
         CommandOption(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardctl.copyplan import CopyPlan
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.inventory import TensorInventory
+    from shardctl.models.extra_names import ExtraTensor
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.quantised_degrees import QuantisedDegrees
@@ -119,6 +120,8 @@ class PlanResult(NotebookView):
     warnings: tuple[str, ...]
     adapter: AdapterPlan | None = None
     """Of an adapter: what is counted of its base, and what is not."""
+    extra: tuple[ExtraTensor, ...] = ()
+    """The tensors that the model's class does not have; no device holds them."""
     model: EstimatedModel | None = field(default=None, repr=False)
     """What was estimated, for further questions."""
     plan_copy: Callable[[], CopyPlan] | None = field(default=None, repr=False, compare=False)
@@ -165,7 +168,8 @@ def describe_conversion(
     besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""
     quantised = work.reshard_options.quantize is not None
     left = work.checkpoint.source.notes()[-1:] if quantised else ()  # what stays as it is
-    return replace(found, warnings=(*work.have.warnings, *left, *filter(None, [work.impossible, besides])))
+    warnings = (*work.have.warnings, *left, *filter(None, [work.impossible, besides]))
+    return replace(found, warnings=warnings, extra=work.checkpoint.list_extra_tensors(work.have.extra))
 
 
 def _note_extra_bytes(work: MeasuredConversion, ranks: Sequence[RankPlan]) -> str:

@@ -9,6 +9,7 @@ from rich.console import Group
 from shardctl.amounts import format_duration, format_file_size, format_plural, format_rate
 from shardctl.errors import format_first_few
 from shardctl.report.grid import render_line, render_table
+from shardctl.report.inspection import list_extra_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,6 +111,7 @@ def _list_whole_facts(done: FinishResult, seconds: float) -> Iterator[tuple[str,
 def list_conversion_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]]:
     """List what was done, each with its name."""
     yield from _list_result_facts(done.record, done.notes)
+    yield from list_extra_facts(done.extra, "dropped")
     if done.done_before:
         yield "done", "before: the destination holds exactly this result, and nothing was written"
         return

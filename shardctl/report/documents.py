@@ -10,10 +10,13 @@ from shardctl.mesh import EXPERT_AXES
 from shardctl.report.failure import describe_failure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.conversion.worker_part import ContributeResult
     from shardctl.mesh import Mesh
     from shardctl.models.derived import RuleDerivation
+    from shardctl.models.extra_names import ExtraTensor
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
     from shardctl.verbs.diff import DiffResult, TensorChange
@@ -60,9 +63,14 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
         "ties": {line.name: list(line.ties) for line in found.tensors if line.ties},
         "carried": list(found.carried),
         "dropped": list(found.dropped),
+        "extra_tensors": build_extra_document(found.extra),
         "digest": found.digest,
         "warnings": list(found.warnings),
     }
+    if found.subtrees:
+        document["subtrees"] = [
+            {"prefix": each.prefix, "tensors": each.tensors, "tensor_bytes": each.nbytes} for each in found.subtrees
+        ]
     if found.address:
         document["address"] = found.address
     if found.drafter:
@@ -136,6 +144,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "kept_bytes": done.kept_bytes,
         "done_before": done.done_before,
         "dropped": list(done.dropped),
+        "extra_tensors": build_extra_document(done.extra),
         "projected_memory_bytes": done.projected_memory_bytes,
         "seconds": round(seconds, 3),
         "digest": record.digest,
@@ -147,6 +156,20 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "notes": list(done.notes),
         "warnings": list(done.warnings),
     }
+
+
+def build_extra_document(extra: Iterable[ExtraTensor]) -> list[Document]:
+    """Build the list of the tensors that a model's class does not have."""
+    return [
+        {
+            "name": each.name,
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "tensor_bytes": each.nbytes,
+            "kept": each.kept,
+        }
+        for each in extra
+    ]
 
 
 def build_consumer_document(verdict: ConsumerVerdict | None) -> Document | None:

@@ -9,6 +9,7 @@ from rich.console import Group
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.errors import format_first_few
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
+from shardctl.libraries.safetensors.extra_tensors import EXTRA_FILE
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.pipeline_parts import PipelinePart
     from shardctl.models import RuleRow
-    from shardctl.verbs.inspect import InspectResult, TensorLine, TrainingLine
+    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.verbs.inspect import InspectResult, ModelSubtree, TensorLine, TrainingLine
 
 _FILES_SHOWN = 8
+_EXTRA_SHOWN = 50
+"""Extra tensors in full; --json has them all."""
 
 
 def render_inspection(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> RenderableType:
@@ -54,6 +58,7 @@ def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
     """List what is said of a checkpoint, each with its name."""
     yield from _list_file_facts(found)
     yield "model", _describe_model(found)
+    yield from _list_subtree_facts(found.subtrees)
     if found.drafter:
         yield "drafter", f"{found.drafter}: it guesses tokens for a larger model, and is none by itself"
     if found.adapter is not None:
@@ -73,12 +78,35 @@ def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
     replicas = sum(tensor.chunks > 1 for tensor in found.tensors)
     if replicas:
         yield "pieces", f"{format_plural(replicas, 'tensor')} stored in several boxes"
+    yield from list_extra_facts(found.extra, "with the weights")
     if found.digest:
         yield "digest", f"{found.digest} (as recorded, not computed)"
     if found.carried:
         yield "carried", format_first_few(found.carried, _FILES_SHOWN)
     if found.dropped:
         yield "dropped", format_first_few(found.dropped, _FILES_SHOWN)
+
+
+def _list_subtree_facts(subtrees: Iterable[ModelSubtree]) -> Iterator[tuple[str, str]]:
+    """List the models of one class in the files, by the option that chooses each."""
+    for number, subtree in enumerate(subtrees):
+        where = f"--subtree {subtree.prefix}" if subtree.prefix else "no prefix"
+        amount = f"{format_plural(subtree.tensors, 'tensor')}, {format_file_size(subtree.nbytes)}"
+        yield "" if number else "models", f"{where}: {amount}"
+
+
+def list_extra_facts(extra: Iterable[ExtraTensor], apart: str) -> Iterator[tuple[str, str]]:
+    """List the tensors that the model's class does not have, with sizes; `apart` says where those are not kept."""
+    extra = list(extra)
+    for kept, place in ((True, f"in {EXTRA_FILE}"), (False, apart)):
+        some = [each for each in extra if each.kept is kept]
+        if some:
+            size = format_file_size(sum(each.nbytes for each in some))
+            yield "extra", f"{format_plural(len(some), 'tensor')}, {size}, {place}"
+        for each in some[:_EXTRA_SHOWN]:
+            yield "", f"{each.name}: {format_file_size(each.nbytes)}"
+        if len(some) > _EXTRA_SHOWN:
+            yield "", f"and {len(some) - _EXTRA_SHOWN:,} more; --json lists them all"
 
 
 def _list_part_facts(parts: Iterable[PipelinePart]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.estimate.term import COUNTERS, sum_terms
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.planning.forecast import BUSY
-from shardctl.report.documents import Document, build_document_head, build_mesh_fields
+from shardctl.report.documents import Document, build_document_head, build_extra_document, build_mesh_fields
 from shardctl.report.step_moments import build_moments_document
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         ],
         "conversion": asdict(result.conversion) if result.conversion else None,
         "adapter": asdict(result.adapter) if result.adapter else None,
+        "extra_tensors": build_extra_document(result.extra),
         "warnings": list(result.warnings),
     }
 

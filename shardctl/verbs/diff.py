@@ -15,6 +15,7 @@ from shardctl.checkpoint.unexplained_codes import list_plain_floats
 from shardctl.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
 from shardctl.training import ROOT
 from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement
@@ -110,7 +111,8 @@ def diff(
         companions = compare_companions(left, right)
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
         states = pair_states(first, second)
-        ours, theirs = {**first.manifest.tensors, **states.ours}, {**second.manifest.tensors, **states.theirs}
+        ours = {**add_extra_tensors(first.manifest).tensors, **states.ours}
+        theirs = {**add_extra_tensors(second.manifest).tensors, **states.theirs}
         require_agreement(list(ours.values()), first.source, effort, first.find_spec)
         require_agreement(list(theirs.values()), second.source, effort, second.find_spec)
         plain = list_plain_floats(first) | list_plain_floats(second)

@@ -15,12 +15,14 @@ from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
 from shardctl.models.binding import list_ungathered_weights
 from shardctl.models.drafters import name_drafter
+from shardctl.models.wrapping import AmbiguousNamesError, list_whole_readings
 from shardctl.notebook import NotebookView
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.training import split_state_name
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from shardctl.manifest import TrainingState
     from shardctl.models import RuleRow
     from shardctl.models.derived import RuleDerivation
+    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.models.wrapping import NameReading
 
 
 @value_class
@@ -82,6 +86,16 @@ class TrainingLine:
 
 
 @value_class
+class ModelSubtree:
+    """One of the models in the files, by what stands before its names."""
+
+    prefix: str
+    """Modules, without the last dot; empty for nothing."""
+    tensors: int
+    nbytes: int
+
+
+@value_class
 class InspectResult(NotebookView):
     """What `inspect` says."""
 
@@ -127,6 +141,10 @@ class InspectResult(NotebookView):
     """The models of a pipeline of diffusers."""
     derivation: RuleDerivation | None = None
     """How the rules were derived, where no table has them and that was asked for."""
+    extra: tuple[ExtraTensor, ...] = ()
+    """The tensors that the class does not have."""
+    subtrees: tuple[ModelSubtree, ...] = ()
+    """The whole models in the files, if there are more than one; `--subtree` chooses."""
 
 
 def inspect(
@@ -173,6 +191,8 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         ),
         adapter=_summarise_adapter(checkpoint) if checkpoint.adapter else None,
         parts=list_pipeline_parts(checkpoint.source, checkpoint.stored),
+        extra=checkpoint.list_extra_tensors(),
+        subtrees=tuple(_list_subtrees(checkpoint)),
     )
 
 
@@ -196,6 +216,20 @@ def _note_empty(checkpoint: OpenedCheckpoint) -> list[str]:
     """Say which weights were saved without their elements."""
     empty = list_ungathered_weights(checkpoint.manifest.tensors)
     return [f"{format_plural(len(empty), 'tensor')} without elements: {format_first_few(empty)}"] if empty else []
+
+
+def _list_subtrees(checkpoint: OpenedCheckpoint) -> Iterator[ModelSubtree]:
+    """List the models of the config's class in the files, if there are more than one."""
+    model, problem = checkpoint.model, checkpoint.model_error
+    readings: tuple[NameReading, ...] = ()
+    if isinstance(problem, AmbiguousNamesError):
+        readings = problem.readings
+    elif model is not None and checkpoint.manifest.extra.keys() - checkpoint.stored.extra.keys():
+        readings = list_whole_readings(model, checkpoint.stored)
+    for reading in readings if len(readings) > 1 else ():
+        tensors = [checkpoint.stored.tensors[name] for name in reading.names]
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        yield ModelSubtree(reading.prefix.removesuffix("."), len(tensors), nbytes)
 
 
 def _summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_plural
+from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
 from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
-from shardctl.conversion.tensor_choice import compile_pattern
 from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
@@ -61,8 +61,9 @@ def plan(
     source_options = _choose_kv_heads(
         prepare_source_options(source_options, reshard_options), reshard_options, plan_options
     )
-    excluded = compile_pattern("--exclude", reshard_options.exclude) if reshard_options.exclude is not None else None
-    with open_checkpoint(path, replace(source_options, described=True, unpadded=True), excluded=excluded) as whole:
+    selection = NameSelection.parse(reshard_options.include, reshard_options.exclude)
+    options = replace(source_options, described=True, unpadded=True)
+    with open_checkpoint(path, options, selection=selection) as whole:
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
         trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.copyplan import CopyPlan
     from shardctl.execute.part import WorkerPart
+    from shardctl.models.extra_names import ExtraTensor
     from shardctl.options import ReshardOptions
     from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.level import LevelResult
@@ -69,6 +70,8 @@ class ReshardResult:
     """Other files of the source, and objects in its files, that were left behind."""
     consumer: ConsumerVerdict | None = None
     """Whether the consumer that `--for` names should load the result, and the command that starts it."""
+    extra: tuple[ExtraTensor, ...] = ()
+    """The tensors that the model's class does not have."""
     copy_plan: CopyPlan | None = field(default=None, repr=False)
     """What was copied, tensor by tensor."""
 
@@ -239,6 +242,7 @@ def _build_result(
         done_before=parts is None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
         dropped=work.checkpoint.manifest.dropped,
+        extra=work.checkpoint.list_extra_tensors(work.have.extra),
         consumer=work.consumer,
         copy_plan=work.plan,
     )

@@ -15,6 +15,7 @@ from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.identity_level import list_warnings, run_identity_level
 from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.merging import merge_adapters
+from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.quantising import quantise_as
 from shardctl.checkpoint.settings_comparison import list_contradictions
@@ -32,7 +33,7 @@ from shardctl.mesh import Mesh
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.verify_options import is_running
 from shardctl.pieces import PlacedCheckpoint
-from shardctl.record import GIVEN, RECORD
+from shardctl.record import GIVEN, RECORD, SUBTREE
 from shardctl.storage.local import LocalSource
 from shardctl.value import state_class
 from shardctl.verify import alignment, rank_parts, structure
@@ -45,6 +46,7 @@ from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardctl.record import CheckpointRecord
@@ -146,9 +148,7 @@ class _VerifyRun:
                     self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
                 other = None
                 if self.verify_options.against is not None:
-                    other = stack.enter_context(
-                        open_checkpoint(self.verify_options.against, replace(options, unpadded=True))
-                    )
+                    other = stack.enter_context(_open_source(self.verify_options.against, options, checkpoint))
                     self.require_base(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
@@ -242,6 +242,15 @@ class _VerifyRun:
         return [first, *(LevelResult(name, "skipped", reason) for name in self.names[1:])]
 
 
+def _open_source(
+    path: str | Path, options: SourceOptions, checkpoint: OpenedCheckpoint
+) -> AbstractContextManager[OpenedCheckpoint]:
+    """Open what a checkpoint is compared with, as its record says that the source was read."""
+    made = checkpoint.record.options if checkpoint.record is not None else {}
+    options = replace(options, subtree=options.subtree or made.get(SUBTREE), unpadded=True)
+    return open_checkpoint(path, options, selection=NameSelection.of_record(made))
+
+
 def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str]) -> Iterator[str]:
     """List in words what levels leave open that find nothing wrong."""
     if names == ["structure"]:
@@ -262,7 +271,9 @@ def _list_left_out(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None)
         return
     flags = [f"--{key} {record.options[key]}" for key in ("only", "include", "exclude") if key in record.options]
     by = f" by {' and '.join(flags)}" if flags else ""
-    yield f"whether the model is whole: {RECORD} says that tensors were left out{by}"
+    model = checkpoint.model
+    if model is None or any(not each.spare and each.name not in checkpoint.manifest.tensors for each in model.own()):
+        yield f"whether the model is whole: {RECORD} says that tensors were left out{by}"
     kept = checkpoint.manifest.tensors
     left = [tensor for name, tensor in other.manifest.tensors.items() if name not in kept] if other is not None else []
     if other is not None and left:

@@ -76,7 +76,7 @@ def test_inspect_as_json(say, tied):
     assert list(document) == [
         *("schema", "status", "exit_code", "path", "format", "layout", "family", "architecture", "why_no_model"),
         *("mesh", "stages", "parameters", "tensor_bytes", "file_bytes", "files", "dtypes", "ties", "carried"),
-        *("dropped", "digest", "warnings"),
+        *("dropped", "extra_tensors", "digest", "warnings"),
     ]
     assert document["schema"] == "shardctl.inspect/1"
     assert document["ties"] == {"model.embed_tokens.weight": ["lm_head.weight"]}
@@ -206,7 +206,7 @@ def test_plan_as_json(say, source):
             "offload",
             "strategies",
         ),
-        *("calibration", "search", "advice", "types", "conversion", "adapter", "warnings"),
+        *("calibration", "search", "advice", "types", "conversion", "adapter", "extra_tensors", "warnings"),
     ]
     assert document["mesh"] == {
         "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 2},

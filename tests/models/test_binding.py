@@ -181,13 +181,33 @@ def test_a_wrong_shape_is_named_with_both_shapes():
         bind("llama", lambda s: s.update({"model.norm.weight": (33,)}))
 
 
-def test_unknown_tensors_are_named_and_rules_are_the_hint():
-    extra = {f"model.layers.0.adapter.{n}": (2,) for n in range(7)}
+def test_tensors_that_a_whole_model_does_not_have_are_extra_ones_and_named_with_their_sizes():
+    extra = {f"model.layers.0.adapter.{n}": (2,) for n in range(10)}
+    bound = bind("llama", lambda s: s.update(extra))
+    assert bound.extra.keys() == extra.keys()
+    assert bound.tensors.keys().isdisjoint(extra)
+    (warning,) = bound.warnings
+    assert warning.startswith("extra tensors, which LlamaForCausalLM does not have: model.layers.0.adapter.0 (8 bytes)")
+    assert warning.endswith(" and 2 more")
+
+
+def test_unknown_tensors_of_a_model_that_lacks_others_are_named_and_rules_are_the_hint():
+    def change(shapes):
+        del shapes["model.norm.weight"]
+        shapes |= {f"model.layers.0.adapter.{n}": (2,) for n in range(7)}
+
     with pytest.raises(
         UnsupportedError, match=r"LlamaForCausalLM has no tensors .*adapter\.0, .* and 4 more"
     ) as caught:
-        bind("llama", lambda s: s.update(extra))
+        bind("llama", change)
     assert "--rules" in caught.value.hint
+
+
+def test_what_transformers_ignores_is_extra_and_not_reported():
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,), "mtp.layers.0.aux.weight": (4,)}
+    bound = bind("nemotron_h", lambda s: s.update(extra))
+    assert bound.extra.keys() == extra.keys()
+    assert bound.warnings == ()
 
 
 def test_a_layer_too_many_is_said_to_be_the_configs_doing():

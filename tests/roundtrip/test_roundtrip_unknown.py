@@ -228,11 +228,12 @@ class TestTies:
         assert "tok_embed.weight" not in last
 
 
-def test_a_known_family_whose_tensors_do_not_fit_is_refused_as_before(tiny, tmp_path):
+def test_a_known_family_that_lacks_a_tensor_and_has_another_is_refused_as_before(tiny, tmp_path):
     source = tiny("llama")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_bytes((source.path / "config.json").read_bytes())
-    save_file(stored(source.path) | {"v_head.weight": torch.ones(3, 3)}, tmp_path / "source" / "model.safetensors")
+    tensors = {name: tensor for name, tensor in stored(source.path).items() if name != "model.norm.weight"}
+    save_file(tensors | {"v_head.weight": torch.ones(3, 3)}, tmp_path / "source" / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has no tensor v_head\.weight"):
         reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
 

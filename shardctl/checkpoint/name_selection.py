@@ -1,0 +1,83 @@
+"""Selects tensors by patterns for their names, before and after these are bound to a model's class.
+
+>>> selection = NameSelection.parse(None, "^loss")
+>>> selection.takes("model.norm.weight"), selection.takes("loss.weight")
+(True, False)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+from shardctl.training import split_state_name
+from shardctl.value import value_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+
+_EVERYTHING: Final = re.compile("")
+_NOTHING: Final = re.compile(r"(?!)")
+
+
+@value_class
+class NameSelection:
+    """Which tensors `--include` and `--exclude` take."""
+
+    include: re.Pattern[str] = _EVERYTHING
+    exclude: re.Pattern[str] = _NOTHING
+
+    @classmethod
+    def parse(cls, include: str | None, exclude: str | None) -> NameSelection | None:
+        """Parse both options; None if neither is given. Raises UsageError for what is no regular expression."""
+        if include is None and exclude is None:
+            return None
+        return cls(
+            compile_pattern("--include", include) if include is not None else _EVERYTHING,
+            compile_pattern("--exclude", exclude) if exclude is not None else _NOTHING,
+        )
+
+    @classmethod
+    def of_record(cls, options: Mapping[str, str]) -> NameSelection | None:
+        """Return what a conversion took, by the options in its record."""
+        return cls.parse(options.get("include"), options.get("exclude"))
+
+    def takes(self, name: str) -> bool:
+        """Return whether a tensor of this name is taken."""
+        return self.include.search(name) is not None and self.exclude.search(name) is None
+
+    def excludes(self, tensor: Tensor, *, by_arrays: bool) -> bool:
+        """Return whether a tensor is excluded by its canonical name or, if `by_arrays`, by those of all its arrays.
+
+        An embedding that is also stored as a head stays if only the head is excluded.
+        """
+        arrays = {chunk.name for chunk in tensor.chunks} if by_arrays else set()
+        return self.exclude.search(tensor.name) is not None or (bool(arrays) and all(map(self.exclude.search, arrays)))
+
+    def select_stored(self, stored: Manifest) -> Manifest:
+        """Return the tensors that are taken by their stored names, and the states that an optimizer has of them."""
+        tensors = {name: tensor for name, tensor in stored.tensors.items() if self.takes(name)}
+        left = stored.tensors.keys() - tensors.keys()
+        training = stored.training
+        if training is not None:
+            states = {n: t for n, t in training.states.items() if (split_state_name(n) or ("", n))[1] not in left}
+            training = replace(training, states=states)
+        return replace(stored, tensors=tensors, training=training)
+
+    def takes_tensor(self, tensor: Tensor, *, by_arrays: bool) -> bool:
+        """Return whether a tensor is included, by any of the same names, and not excluded."""
+        arrays = {chunk.name for chunk in tensor.chunks} if by_arrays else set()
+        included = any(map(self.include.search, {tensor.name, *arrays}))
+        return included and not self.excludes(tensor, by_arrays=by_arrays)
+
+
+def compile_pattern(option: str, text: str) -> re.Pattern[str]:
+    """Compile what an option gives; raises UsageError, which names it, for anything but a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
