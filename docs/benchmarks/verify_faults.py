@@ -20,7 +20,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "verify"))
-from fault_models import MODELS, list_meshes
+from fault_models import LIBRARIES, MODELS, list_meshes
+from fault_states import CODE_KINDS, NAME_KINDS, SETTING_KINDS
 from fault_trials import FOUND, KINDS, MISSED, SEVERAL, FaultBench, FaultTrial
 
 LEVELS = (*FOUND, MISSED)
@@ -45,11 +46,17 @@ def run_trials(base, only):
     bench = FaultBench(base)
     with (base / TRIALS).open("w") as lines:
         for model in (model for model in MODELS if only in model):
-            for mesh in (*list_meshes(model), SEVERAL):
-                for trial in (bench.try_sound(model, mesh), *bench.list_trials(model, mesh)):
+            for mesh in list_places(model):
+                kinds = KINDS if mesh not in LIBRARIES else (*SETTING_KINDS, *NAME_KINDS, *CODE_KINDS)
+                for trial in (bench.try_sound(model, mesh), *bench.list_trials(model, mesh, kinds)):
                     lines.write(json.dumps(asdict(trial)) + "\n")
                 lines.flush()
                 print(f"{datetime.now(UTC):%H:%M:%S} {model} {mesh}", file=sys.stderr, flush=True)
+
+
+def list_places(model):
+    """List where a model is tried: meshes, one device, and what other libraries load."""
+    return (*list_meshes(model), SEVERAL, *(LIBRARIES if model == "Llama" else ()))
 
 
 def read_trials(base):
@@ -78,7 +85,7 @@ def list_gaps(faults, models):
     """Say which meshes of which models an interrupted run did not reach, a sentence a paragraph."""
     for model in models:
         done = {trial.mesh for trial in faults if trial.model == model}
-        left = [mesh for mesh in (*list_meshes(model), SEVERAL) if mesh not in done]
+        left = [mesh for mesh in list_places(model) if mesh not in done]
         if left:
             yield f"The run ended before it came to {model} on {', '.join(left)}."
 

@@ -113,8 +113,11 @@ def _read_stored_config(checkpoint: OpenedCheckpoint) -> Mapping[str, object] | 
 
 
 def _is_derived(checkpoint: OpenedCheckpoint, config: Mapping[str, object]) -> bool:
+    """Return whether a config is what follows from the settings of a library, whose vocabulary may be given."""
     own = checkpoint.stored.own_config
-    return own is not None and config.keys() <= own.values.keys()
+    if own is None or (CONFIG in checkpoint.source.files() and not own.replaces):
+        return False
+    return all(key in own.values and own.values[key] == value for key, value in config.items() if key != "vocab_size")
 
 
 def _list_assumed(checkpoint: OpenedCheckpoint) -> frozenset[str]:

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from fault_states import NAME_KINDS, SETTING_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,6 +107,14 @@ def add_whole_file(place: Path, other: Path) -> bool:
 def _edit_index(place: Path) -> tuple[Path, dict[str, Any]] | None:
     file = place / "model.safetensors.index.json"
     return (file, json.loads(file.read_text())) if file.exists() else None
+
+
+def lose_index(place: Path, _other: Path) -> bool:
+    """The index is missing."""
+    found = _edit_index(place)
+    if found is not None:
+        found[0].unlink()
+    return found is not None
 
 
 def point_to_another_file(place: Path, _other: Path) -> bool:
@@ -237,6 +246,7 @@ FILE_KINDS: dict[str, FileKind] = {
     "offsets of two tensors exchanged": move_offsets,
     "a file of another run": leave_stale_file,
     "a second file with other values": add_whole_file,
+    "no index": lose_index,
     "an index that points to another file": point_to_another_file,
     "an index that lacks a file": forget_in_index,
     "a tensor twice with other values": repeat_in_second_file,
@@ -247,4 +257,6 @@ BESIDE_KINDS: dict[str, FileKind] = {
     "words of the tokenizer": edit_tokenizer,
     "merges of the tokenizer": edit_merges,
     "settings for generation": edit_generation,
+    **NAME_KINDS,
+    **SETTING_KINDS,
 }

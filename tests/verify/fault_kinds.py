@@ -5,9 +5,12 @@ A kind changes a directory and returns True, or returns False if the directory h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
+from fault_states import STATE_KINDS
 
 from shardctl.dtype import BY_NAME
 
@@ -32,6 +35,7 @@ SCALE = r"\.(weight_scale_inv|scales|qzeros)$"
 CONVOLUTION, STATE = r"conv1d\.weight$", r"\.(A_log|dt_bias)$"
 LATENT = r"\.(q_b_proj|kv_b_proj)\.weight$"
 VOCABULARY = r"(embed_tokens|wte|embed_in|lm_head|embed_out|embeddings)\.weight$"
+_FLOATS: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 LAYER = r"\.(layers|h)\.(\d+)\."
 
 
@@ -181,15 +185,24 @@ def take_scales_of_another_layer(edit: RankDirectory) -> bool:
     return other is not None and _exchange_data(part, other)
 
 
-def round_values(edit: RankDirectory) -> bool:
-    """The values of a tensor went through a narrower type."""
-    part = edit.choose([p for p in edit.find(LINEAR) + edit.find(NORM) if p.dtype in {"F32", "BF16"}])
+def _round_values(edit: RankDirectory, narrow: dict[str, Any]) -> bool:
+    """Round a part to the type that `narrow` has for its own, to nearest and ties to even, and back."""
+    part = edit.choose([p for p in edit.find(LINEAR) + edit.find(NORM) if p.dtype in narrow])
     if part is None:
         return False
-    bits = 16 if part.dtype == "F32" else 4
-    before = bytes(part.data)
-    part.array()[...] = part.array() >> bits << bits
+    before, dtype = bytes(part.data), _FLOATS[part.dtype]
+    part.data[:] = np.frombuffer(before, dtype).astype(narrow[part.dtype]).astype(dtype).tobytes()
     return bytes(part.data) != before
+
+
+def round_to_bf16(edit: RankDirectory) -> bool:
+    """The values of a tensor went through bf16, or fp8 if they were bf16."""
+    return _round_values(edit, {"F32": ml_dtypes.bfloat16, "BF16": ml_dtypes.float8_e4m3fn})
+
+
+def round_to_fp16(edit: RankDirectory) -> bool:
+    """The values of a tensor went through fp16."""
+    return _round_values(edit, {"F32": np.float16})
 
 
 # Names, shapes and types -------------------------------------------------------------------------------------------
@@ -288,17 +301,38 @@ def change_type(edit: RankDirectory) -> bool:
     return True
 
 
-def cast_tensor(edit: RankDirectory) -> bool:
-    """A tensor is in a narrower type on every rank."""
+def _cast_parts(edit: RankDirectory, pattern: str, dtype: str) -> bool:
+    """Cast everything of a name to a narrower type, to nearest and ties to even."""
+    parts = [p for p in edit.find(pattern) if p.dtype == "F32"]
+    for p in parts:
+        p.data = bytearray(np.frombuffer(p.data, np.float32).astype(_FLOATS[dtype]).tobytes())
+        p.dtype = dtype
+    return bool(parts)
+
+
+def _cast_chosen(edit: RankDirectory, dtype: str) -> bool:
     part = edit.choose([p for p in edit.find(LINEAR) if p.dtype == "F32"])
-    if part is None:
-        return False
-    name = part.name
-    for p in edit.parts:
-        if p.name == name:
-            p.data = bytearray((p.array() >> 16).astype("<u2").tobytes())
-            p.dtype = "BF16"
-    return True
+    return part is not None and _cast_parts(edit, f"^{re.escape(part.name)}$", dtype)
+
+
+def cast_to_bf16(edit: RankDirectory) -> bool:
+    """A tensor is in bf16 on every rank."""
+    return _cast_chosen(edit, "BF16")
+
+
+def cast_to_fp16(edit: RankDirectory) -> bool:
+    """A tensor is in fp16 on every rank."""
+    return _cast_chosen(edit, "F16")
+
+
+def cast_layer(edit: RankDirectory) -> bool:
+    """All tensors of a layer are in bf16."""
+    return _cast_parts(edit, r"^(?!optimizer\.).*\.(layers|h)\.1\.", "BF16")
+
+
+def cast_norms(edit: RankDirectory) -> bool:
+    """All norms are in bf16."""
+    return _cast_parts(edit, rf"^(?!optimizer\.).*{NORM}", "BF16")
 
 
 def reshape_tensor(edit: RankDirectory) -> bool:
@@ -549,6 +583,12 @@ def copy_file(edit: RankDirectory) -> bool:
     return True
 
 
+CAST_KINDS: dict[str, FaultKind] = {
+    "a tensor in bf16": cast_to_bf16,
+    "a tensor in fp16": cast_to_fp16,
+    "a layer in bf16": cast_layer,
+    "norms in bf16": cast_norms,
+}
 VALUE_KINDS: dict[str, FaultKind] = {
     "a bit turned over": flip_a_bit,
     "two rows of a slice exchanged": exchange_rows,
@@ -556,7 +596,8 @@ VALUE_KINDS: dict[str, FaultKind] = {
     "a slice transposed": transpose_values,
     "a slice of zeros": clear_values,
     "a replica that differs": change_replica,
-    "values rounded to a narrower type": round_values,
+    "values rounded to bf16 or fp8 and back": round_to_bf16,
+    "values rounded to fp16 and back": round_to_fp16,
     "the values of two ranks exchanged": exchange_slices,
     "key heads of two ranks exchanged": exchange_values_of_keys,
     "gate_up of two ranks' experts exchanged": exchange_values_of_experts,
@@ -575,7 +616,7 @@ HEADER_KINDS: dict[str, FaultKind] = {
     "a tensor renamed everywhere": rename_everywhere,
     "the names of two layers exchanged": exchange_names,
     "bytes called another type": change_type,
-    "a tensor in a narrower type": cast_tensor,
+    **CAST_KINDS,
     "sizes in the other order": reshape_tensor,
 }
 PLACE_KINDS: dict[str, FaultKind] = {
@@ -603,4 +644,4 @@ PLACE_KINDS: dict[str, FaultKind] = {
     "the file of a rank missing": lose_file,
     "the file of a rank twice": copy_file,
 }
-PART_KINDS = {**VALUE_KINDS, **HEADER_KINDS, **PLACE_KINDS}
+PART_KINDS = {**VALUE_KINDS, **HEADER_KINDS, **PLACE_KINDS, **STATE_KINDS}

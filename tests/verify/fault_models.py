@@ -33,8 +33,12 @@ MESHES = {
     "ep2 tp2": "dp=2,tp=2,ep=2,etp=2",
 }
 """By the name that the table has."""
+TRAINED = "Llama, with an optimizer"
+LIBRARIES = {"Meta's code": "meta", "Megatron-LM": "megatron", "Megatron-LM, torch_dist": "torch_dist"}
+"""Layouts of other libraries, with settings of their own, by the name that the table has."""
 PLAIN = {
     "Llama": "llama",
+    TRAINED: "llama",
     "Phi-3, fused q|k|v and gate|up": "phi3",
     "GPT-2, fused and transposed": "gpt2",
     "GPT-NeoX, q|k|v by head": "gpt_neox",
@@ -75,6 +79,8 @@ def write_model(model: str, place: Path, seed: int = 0) -> Path:
         random = np.random.default_rng(seed)
         place.mkdir(parents=True)
         values = {t.name: _draw(random, t.dtype.name, t.shape) for t in describe_model(config).own()}
+        if model == TRAINED:
+            _add_states(values, place, random)
         save_file(values, place / "model.safetensors", {"format": "pt"})
         (place / "config.json").write_text(json.dumps(config))
     for name, text in _SIDE_FILES.items():
@@ -82,10 +88,19 @@ def write_model(model: str, place: Path, seed: int = 0) -> Path:
     return place
 
 
+def _add_states(values: dict[str, Any], place: Path, random: np.random.Generator) -> None:
+    """Add what AdamW keeps of every parameter, as shardctl stores it beside weights."""
+    groups = [{"parameters": list(values), "settings": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}]
+    (place / "optimizer.json").write_text(json.dumps({"step": 7, "groups": groups}))
+    for name, value in list(values.items()):
+        values[f"optimizer.exp_avg.{name}"] = random.standard_normal(value.shape, np.float32)
+        values[f"optimizer.exp_avg_sq.{name}"] = random.standard_normal(value.shape, np.float32) ** 2
+
+
 def write_ranks(source: Path, model: str, mesh: str, place: Path) -> Path:
     """Cut a model over a mesh of `MESHES`; raises ShardctlError where that cannot be done."""
     shutil.rmtree(place, ignore_errors=True)
-    options = ReshardOptions(mesh=Mesh.parse(MESHES[mesh]))
+    options = ReshardOptions(mesh=Mesh.parse(MESHES[mesh]), optimizer_states="keep" if model == TRAINED else None)
     reshard(source, place, replace(options, experts="split") if model in _ONE_BY_ONE else options)
     return place
 
@@ -94,6 +109,12 @@ def list_meshes(model: str) -> list[str]:
     """List the meshes that mean something for a model."""
     config = QUANTISED[model][0] if model in QUANTISED else PLAIN[model]
     return [mesh for mesh in MESHES if config not in _DENSE or not mesh.startswith("ep")]
+
+
+def write_library(source: Path, library: str, place: Path) -> Path:
+    """Write a model as another library stores it; raises ShardctlError where it has no such model."""
+    reshard(source, place, ReshardOptions(to=LIBRARIES[library]))
+    return place
 
 
 def write_several(source: Path, place: Path) -> Path:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from fault_files import BESIDE_KINDS, FILE_KINDS
 from fault_kinds import PART_KINDS
-from fault_models import MESHES, write_model, write_ranks, write_several
+from fault_models import LIBRARIES, MESHES, write_library, write_model, write_ranks, write_several
 from fault_parts import RankDirectory
+from fault_states import CODE_KINDS
 
 from shardctl.errors import Interrupted, ShardctlError
 from shardctl.mesh import Mesh
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-KINDS = (*PART_KINDS, *FILE_KINDS, *BESIDE_KINDS)
+_WHOLE_KINDS = {**FILE_KINDS, **BESIDE_KINDS, **CODE_KINDS}
+"""Kinds that are given a directory, and that of another run."""
+KINDS = (*PART_KINDS, *_WHOLE_KINDS)
 SEVERAL = "one device"
 """The place of a checkpoint that is not cut: several files with an index."""
 FOUND = ("structure", "full", "--against", "--mesh", "--forward")
@@ -64,6 +67,8 @@ class FaultBench:
         place = source.with_name(_slug(mesh))
         if not place.exists() and mesh == SEVERAL:
             write_several(source, place)
+        elif not place.exists() and mesh in LIBRARIES:
+            write_library(source, mesh, place)
         elif not place.exists():
             write_ranks(source, model, mesh, place)
         return place
@@ -95,7 +100,7 @@ class FaultBench:
         shutil.rmtree(broken, ignore_errors=True)
         shutil.copytree(sound, broken)
         if kind in PART_KINDS:
-            if mesh == SEVERAL:
+            if mesh not in MESHES:
                 return None
             seed = zlib.crc32(f"{kind} {model} {mesh}".encode())
             edit = RankDirectory(broken, np.random.default_rng(seed)).read()
@@ -104,13 +109,13 @@ class FaultBench:
                 edit.write()
         else:
             other = self.give_sound(model, mesh, seed=1)
-            done = {**FILE_KINDS, **BESIDE_KINDS}[kind](broken, other)
+            done = _WHOLE_KINDS[kind](broken, other)
         assert not done or _hash_files(broken) != _hash_files(sound), f"{kind} changed nothing in {model} on {mesh}"
         return broken if done else None
 
 
 def _parse_mesh(mesh: str) -> Mesh | None:
-    return None if mesh == SEVERAL else Mesh.parse(MESHES[mesh])
+    return Mesh.parse(MESHES[mesh]) if mesh in MESHES else None
 
 
 def find_level(broken: Path, source: Path, mesh: Mesh | None, *, run: bool = True) -> tuple[str, str]:
@@ -141,4 +146,5 @@ def _slug(name: str) -> str:
 
 
 def _hash_files(place: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in place.iterdir() if file.name != RECORD}
+    files = (file for file in place.rglob("*") if file.is_file() and file.name != RECORD)
+    return {str(file.relative_to(place)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

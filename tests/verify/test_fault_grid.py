@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fault_files import BESIDE_KINDS, FILE_KINDS
-from fault_kinds import HEADER_KINDS, PLACE_KINDS, VALUE_KINDS
+from fault_kinds import CAST_KINDS, HEADER_KINDS, PLACE_KINDS, VALUE_KINDS
+from fault_models import LIBRARIES, TRAINED
+from fault_states import ARGS_KINDS, NAME_KINDS, PARAMS_KINDS, STATE_KINDS, TRAINER_KINDS
 from fault_trials import MISSED, SEVERAL, FaultBench
 
 OF_THE_MESH = {
@@ -17,6 +19,8 @@ OF_THE_MESH = {
     "the file of a rank renamed",
 }
 """Kinds that only a mesh can tell from another cut, where there is no record."""
+OWN_KINDS = (PARAMS_KINDS, ARGS_KINDS, ARGS_KINDS)
+"""Faults in the settings of each library."""
 GRID = [
     ("Mixtral", "ep2 tp2", PLACE_KINDS),
     ("Bamba, Mamba 2 and attention", "pp2 tp2", PLACE_KINDS),
@@ -25,6 +29,8 @@ GRID = [
     ("Llama in GPTQ", "tp2", VALUE_KINDS),
     ("Phi-3, fused q|k|v and gate|up", "tp2", {**FILE_KINDS, **BESIDE_KINDS}),
     ("Mixtral, experts one by one", SEVERAL, {**FILE_KINDS, **BESIDE_KINDS}),
+    (TRAINED, "tp2", {**STATE_KINDS, **CAST_KINDS, **TRAINER_KINDS}),
+    *(("Llama", library, {**kinds, **NAME_KINDS}) for library, kinds in zip(LIBRARIES, OWN_KINDS, strict=True)),
 ]
 
 
