@@ -24,11 +24,10 @@ def compare_library_settings(a: OpenedCheckpoint, b: OpenedCheckpoint) -> tuple[
     if ours is None:
         return ()
     expected = expect_library_settings(a, b)
-    if theirs is not None and theirs.title == ours.title:
-        keys = expected.keys() if ours.partial else ours.values.keys() | theirs.values.keys()
-        both = {key: (ours.values.get(key), theirs.values.get(key)) for key in keys}
-    else:
-        both = {key: (ours.values[key], value) for key, value in expected.items() if key in ours.values}
+    both = {key: (ours.values[key], value) for key, value in expected.items() if key in ours.values}
+    if theirs is not None and theirs.title == ours.title:  # what theirs says itself goes before what follows from it
+        keys = expected.keys() if ours.partial else theirs.values.keys()
+        both |= {key: (ours.values.get(key), theirs.values[key]) for key in keys if key in theirs.values}
     return tuple(_list_changes(ours.title, both))
 
 
@@ -57,7 +56,7 @@ def expect_library_settings(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Mapping
 
 def _list_changes(title: str, both: Mapping[str, tuple[object, object]]) -> Iterator[ConfigChange]:
     for key, (mine, other) in sorted(both.items()):
-        if is_same_value(mine, other):
+        if is_same_value(mine, other) or {mine is None or mine is False, other is None or other is False} == {True}:
             continue
         ours, theirs = (ABSENT if value is None else json.dumps(value, default=str) for value in (mine, other))
         yield ConfigChange(key, ours, theirs, harmless=key in _OF_THE_RUN, file=title)

@@ -33,6 +33,10 @@ _KNOWN: Final = frozenset(
     }
 )
 """Fields that a config can say; `max_seq_len` and `max_batch_size` are limits of a run."""
+_UNCOMPARED: Final = frozenset({"vocab_size", "multiple_of", "ffn_dim_multiplier", "ffn_exp"})
+"""Fields that say in several ways what the shapes of tensors say, too."""
+_DEFAULTS: Final = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": False}
+"""What the code takes for fields that are absent."""
 _LLAMA3_VOCABULARY: Final = 128_256
 LLAMA3_THETA: Final = 500_000
 
@@ -127,7 +131,10 @@ def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tupl
 
 def build_library_settings(params: MetaParams | None) -> LibrarySettings | None:
     """Build the settings that are compared with a config or with another `params.json`; None if there is no file."""
-    return LibrarySettings(PARAMS, params.given, _expect_params) if params is not None else None
+    if params is None:
+        return None
+    said = {key: value for key, value in params.given.items() if key not in _UNCOMPARED}
+    return LibrarySettings(PARAMS, {**_DEFAULTS, "n_kv_heads": params.kv_heads, **said}, _expect_params)
 
 
 def _expect_params(config: Mapping[str, Any], model: Model) -> Mapping[str, object]:
