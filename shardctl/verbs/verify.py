@@ -22,6 +22,7 @@ from shardctl.checkpoint.settings_comparison import list_contradictions
 from shardctl.checkpoint.splitting import split_as
 from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.conversion.conversion_plan import choose_stages
+from shardctl.conversion.optimizer_states import build_specs
 from shardctl.digest import compute_checkpoint_digest
 from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stop_on_signals
@@ -334,7 +335,8 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
     unnamed = given and not checkpoint.ruled
     model = checkpoint.find_placement(mesh) if mesh is not None and not unnamed else None
     if mesh is not None and model is not None and checkpoint.manifest.tensors.keys() <= model.tensors.keys():
-        specs = {name: model.tensors[name].spec for name in checkpoint.manifest.tensors}
+        whole = checkpoint.whole
+        specs = build_specs(model, whole)
         layers = 1 + max((n for spec in specs.values() for kind, n in spec.where if kind == "layer"), default=-1)
         if layers > sum(checkpoint.stages):
             message = (
@@ -343,8 +345,8 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
             )
             yield CheckFinding("warning", rank_parts.CHECK, message)
             return
-        placed = PlacedCheckpoint(tuple(checkpoint.manifest.tensors.values()), specs, mesh, checkpoint.stages)
-        yield from rank_parts.check_rank_parts(checkpoint.manifest, placed, known)
+        placed = PlacedCheckpoint(tuple(whole.tensors.values()), specs, mesh, checkpoint.stages)
+        yield from rank_parts.check_rank_parts(whole, placed, known)
     elif mesh is None and len(ranks) > 1:
         message = f"shardctl did not check which rank should hold what: neither {RECORD} nor --mesh names the mesh"
         yield CheckFinding("warning", rank_parts.CHECK, message)

@@ -30,6 +30,7 @@ GRID = [
     ("Phi-3, fused q|k|v and gate|up", "tp2", {**FILE_KINDS, **BESIDE_KINDS}),
     ("Mixtral, experts one by one", SEVERAL, {**FILE_KINDS, **BESIDE_KINDS}),
     (TRAINED, "tp2", {**STATE_KINDS, **CAST_KINDS, **TRAINER_KINDS}),
+    (TRAINED, "pp2 tp2", PLACE_KINDS),
     *(("Llama", library, {**kinds, **NAME_KINDS}) for library, kinds in zip(LIBRARIES, OWN_KINDS, strict=True)),
 ]
 
@@ -47,5 +48,6 @@ def test_no_fault_is_missed_and_what_is_sound_passes(bench, model, mesh, kinds):
     for trial in trials:
         expected = {"structure", "full"}
         if not trial.recorded:
-            expected |= {"--against"} | ({"--mesh"} if trial.kind in OF_THE_MESH else set())
+            by_mesh = trial.kind in OF_THE_MESH or (model == TRAINED and kinds is PLACE_KINDS)  # of states
+            expected |= {"--against"} | ({"--mesh"} if by_mesh else set())
         assert trial.level in expected, trial
