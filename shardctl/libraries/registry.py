@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError, format_first_few
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.catalogue import FORMATS
-from shardctl.libraries.files.file_names import DCP_METADATA, PIPELINE_FORMAT
+from shardctl.libraries.dcp import reading as dcp
+from shardctl.libraries.files.file_names import DCP_METADATA, PIPELINE_FORMAT, SAFETENSORS
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
+from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
 from shardctl.settings import is_text
 
@@ -33,12 +35,39 @@ def detect_format(source: Source) -> Format:
     found = _list_matching_formats(source)
     if not found:
         raise _build_unknown_error(source)
+    if found[0] is safetensors.FORMAT and dcp.FORMAT in found:
+        _refuse_second_model(source)
+    if [each.name for each in found] == [dcp.FORMAT.name, torch_save.FORMAT.name]:
+        found = _leave_trainer_files(source, found)
     if len(found) > 1 and found[0] is not safetensors.FORMAT:
         raise SourceError(
             f"{source.name} looks like {' and like '.join(f.title for f in found)}",
             hint=f"say which with --from {' or --from '.join(f.name for f in found)}",
         )
     return found[0]
+
+
+def _refuse_second_model(source: Source) -> None:
+    """Raise SourceError for files of safetensors beside a model of torch's DCP: one of the two may be an older save."""
+    model = dcp.find_model(source)
+    if model is not None:
+        plain = next(path for path in source.files() if path.endswith(SAFETENSORS) and "/" not in path)
+        raise SourceError(
+            f"{source.name} holds two models, which may differ: {plain}, and a distributed checkpoint in {model}",
+            hint=f"say which with --from {dcp.FORMAT.name} or --from {safetensors.FORMAT.name}",
+        )
+
+
+def _leave_trainer_files(source: Source, found: list[Format]) -> list[Format]:
+    """Return the formats without that of files of torch.save, if these hold no matrix: counters and random numbers.
+
+    So does Lightning's `meta.pt` beside the `.distcp` files of a sharded save, and the `rng.pt` of slime.
+    """
+    try:
+        held = torch_save.scan_torch_save(source).tensors.values()
+    except (SourceError, UnsupportedError):
+        return [dcp.FORMAT]
+    return found if any(len(tensor.shape) > 1 for tensor in held) else [dcp.FORMAT]
 
 
 def scan_checkpoint(
@@ -96,12 +125,19 @@ def _check_names(found: Manifest) -> Manifest:
 
 def refuse_nested_saves(source: Source) -> None:
     """Raise SourceError if there are distributed checkpoints in folders of the source, and it is not said which."""
-    saves = [path.removesuffix(f"/{DCP_METADATA}") for path in source.files() if path.endswith(f"/{DCP_METADATA}")]
-    if saves:
-        raise SourceError(
-            f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
-            hint=f"give one of them, such as {source.name}/{saves[-1]}",
-        )
+    if not any(path.endswith(f"/{DCP_METADATA}") for path in source.files()):
+        return
+    from shardctl.libraries.files.nested_saves import choose_nested_save, list_nested_saves
+
+    saves, chosen = list_nested_saves(source.files()), choose_nested_save(source.files())
+    hint = f"the weights are in {source.name}/{chosen}: give that"
+    if chosen in saves:
+        hint = f"give one of them, such as {source.name}/{chosen}"
+    elif not chosen:
+        hint = "they hold states of an optimizer, and no weights: give the folder that the model was saved in"
+    raise SourceError(
+        f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}", hint=hint
+    )
 
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:

@@ -28,12 +28,13 @@ MODELS: Final = ("model", "state_dict", "model_state_dict", "module", "app")
 """Where trainers put the weights, beside an optimizer or counters."""
 _OTHERS: Final = frozenset(
     {
+        *("algorithms", "callbacks", "dataset_state", "eval_metrics", "schedulers", "train_metrics"),
         *("dataloader", "dataset", "epoch", "extra_state", "global_step", "grad_scaler", "iteration", "lr_scheduler"),
         *("lr_schedulers", "random_states", "rng", "rng_state", "rng_states", "sampler", "scaler", "scheduler", "step"),
         *("timers", "train_state", "trainer_state"),
     }
 )
-"""What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning)."""
+"""What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning, Composer)."""
 STEPS: Final = frozenset({"step", "global_step", "global_steps", "iteration"})
 """What trainers call the number of steps that were done."""
 _STEP: Final = "step"
@@ -184,13 +185,18 @@ def build_parameter_groups(
     return tuple(made)
 
 
-def _list_optimizer_roots(ways: Iterable[Way]) -> list[Way]:
-    """List where optimizers are: what leads to `param_groups`, or to a `state` of three levels."""
+def _list_optimizer_roots(ways: Collection[Way]) -> list[Way]:
+    """List where optimizers are: what leads to `param_groups`, or to a `state` of three levels.
+
+    Composer has the model and its optimizers in a `state` of the run (`composer/core/state.py`, `state_dict`).
+    """
     roots: dict[Way, None] = {}
+    of_run = any(way[0] == _STATE and way[1:2] == (MODELS[0],) for way in ways)
     for way in ways:
         for at, word in enumerate(way):
             flat = at == len(way) - 1 and word.startswith(f"{_GROUPS}.")
-            if word == _GROUPS or flat or (word == _STATE and len(way) - at >= _NESTED):
+            own = word == _STATE and len(way) - at >= _NESTED and not (of_run and at == 0)
+            if word == _GROUPS or flat or own:
                 roots[way[:at]] = None
                 break
     return list(roots)

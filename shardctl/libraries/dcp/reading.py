@@ -39,6 +39,15 @@ def _is_mark(path: str) -> bool:
     return mark and (not folder or _MODEL.fullmatch(folder) is not None or _OPTIMIZER.fullmatch(folder) is not None)
 
 
+def find_model(source: Source) -> str | None:
+    """Find where the items of a model are, which may hold its optimizer, too: a folder, or the root."""
+    for path in source.files():
+        folder, _, name = path.rpartition("/")
+        if name.endswith(DCP) and (not folder or _MODEL.fullmatch(folder)):
+            return f"{folder}/" if folder else name
+    return None
+
+
 def scan_dcp(source: Source) -> Manifest:
     """Read the metadata and the head of every item.
 

@@ -36,10 +36,10 @@ _REPEATS: Final = frozenset({"original", "metal", "sharded"})
 _TRAINER: Final = re.compile(
     r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+"
     r"|extra_state_rank_[0-9]+)"
-    r"\.(pt|pth|bin|pkl)"
+    r"\.(pt|pth|bin|pkl)|(meta|rng)\.pt"
 )
-"""What Trainer, accelerate and VeOmni keep to resume training (transformers/trainer.py, accelerate/utils/constants.py,
-veomni/checkpoint/dcp_checkpointer.py)."""
+"""What Trainer, accelerate, VeOmni, Lightning and slime keep to resume training (transformers/trainer.py,
+accelerate/utils/constants.py, veomni/checkpoint/dcp_checkpointer.py, lightning/fabric/strategies/fsdp.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
 _TRAINED: Final = re.compile(
     r".*/(\.metadata|__\d+_\d+\.distcp|common\.pt|model_optim_rng\.pt|mp_rank_\d+(_\w+)?_model_states\.pt"

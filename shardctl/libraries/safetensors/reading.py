@@ -34,7 +34,7 @@ from shardctl.libraries.safetensors.header import (
     looks_like_header,
     read_header,
 )
-from shardctl.libraries.safetensors.saved_apart import FOLDER, list_saved_apart, read_config_apart
+from shardctl.libraries.safetensors.saved_apart import FOLDER, METADATA, list_saved_apart, read_config_apart
 from shardctl.libraries.safetensors.sharding_info import KEY, VERSION_KEY, ArrayPlace, read_sharding_info
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.value import value_class
@@ -103,12 +103,13 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     metadata, differing = _merge_metadata(headers)
     objects, left = list_side_files(source, set(headers))
     own_config, unlike = read_native_config(source, headers, tensors)
-    apart = own_config is None and next(iter(headers)).startswith(FOLDER)
-    if apart:
-        own_config = read_config_apart(source)
-        objects = tuple(replace(each, policy="drop") if each.name.startswith(FOLDER) else each for each in objects)
-    elif own_config is not None:
-        objects = tuple(replace(each, policy="drop") if each.name == PARAMS else each for each in objects)
+    dropped = PARAMS
+    if own_config is None:
+        apart = next(iter(headers)).startswith(FOLDER)
+        own_config = read_config_apart(source, FOLDER if apart else "")
+        dropped = FOLDER if apart else METADATA
+    if own_config is not None or dropped == FOLDER:
+        objects = tuple(replace(each, policy="drop") if each.name.startswith(dropped) else each for each in objects)
     found = Manifest(
         format=FORMAT.name,
         tensors=tensors,

@@ -2,6 +2,7 @@
 
 NeMo Automodel 0.7 (`components/checkpoint/checkpointing.py`, `save_model` and `save_optimizer`): `model/` has the files
 of ranks under the names of the Hub, `optim/` a distributed checkpoint, and `model/.hf_metadata/` the model's config.
+NeMo-RL saves so, too, and its `weights/model` may be given by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 FOLDER: Final = "model/"
-_CONFIG: Final = f"{FOLDER}.hf_metadata/config.json"
+METADATA: Final = ".hf_metadata/"
+_CONFIG: Final = f"{METADATA}config.json"
 _FILE: Final = re.compile(rf"{FOLDER}shard-[0-9]{{5}}-model-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors")
 
 
@@ -27,17 +29,18 @@ def list_saved_apart(source: Source) -> list[str]:
     return [path for path in source.files() if _FILE.fullmatch(path)]
 
 
-def read_config_apart(source: Source) -> OwnConfig | None:
-    """Read the config that was saved beside them; None if there is none.
+def read_config_apart(source: Source, folder: str = FOLDER) -> OwnConfig | None:
+    """Read the config that was saved beside them in their `folder`; None if there is none.
 
     Raises:
         SourceError: it is no JSON object.
         HostileError: it is a link that leaves the directory.
     """
-    if _CONFIG not in source.files():
+    path = f"{folder}{_CONFIG}"
+    if path not in source.files():
         return None
-    check_link(source, _CONFIG)
-    values = parse_json(read_text(source, _CONFIG, CONFIG_TEXT), _CONFIG, CONFIG_TEXT)
+    check_link(source, path)
+    values = parse_json(read_text(source, path, CONFIG_TEXT), path, CONFIG_TEXT)
     if not isinstance(values, dict):
-        raise SourceError(f"{_CONFIG} is not an object of JSON")
+        raise SourceError(f"{path} is not an object of JSON")
     return OwnConfig(values)

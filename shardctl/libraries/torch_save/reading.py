@@ -256,13 +256,13 @@ def read_weights(source: Source, path: str, *, trained: bool = False) -> Weights
     from shardctl.libraries.torch_save.state_dict import extract_state_dict, find_optimizer
 
     saved = open_saved(source, path)
-    key = find_optimizer(saved.tree) if trained else None
-    state = extract_state_dict(saved.tree, path, partial(is_excluded, source), key)
+    keys = find_optimizer(saved.tree) if trained else None
+    state = extract_state_dict(saved.tree, path, partial(is_excluded, source), keys)
     optimizer, views = None, [*state.views.values()]
-    if key is not None:
+    if keys is not None:
         from shardctl.libraries.torch_save.saved_optimizer import SavedOptimizer
 
-        optimizer = SavedOptimizer(saved, key)
+        optimizer = SavedOptimizer(saved, keys)
         views += optimizer.views.values()
     check_total_size(source, path, views)
     budget_of(source).leftovers.mark_told({*state.others.values(), *(v.subclass for v in state.views.values())})

@@ -37,17 +37,20 @@ if TYPE_CHECKING:
 
 
 class SavedOptimizer:
-    """The optimizer under a key of a file, of which `views` are the tensors."""
+    """The optimizer to which some keys of a file lead, of which `views` are the tensors."""
 
-    def __init__(self, saved: SavedFile, key: str) -> None:
+    def __init__(self, saved: SavedFile, keys: tuple[str, ...]) -> None:
         self._saved = replace(saved, tree=None)
         top = as_mapping(saved.tree) or {}
-        self.key = key
+        self.key = ".".join(keys)
         self.views: dict[str, StorageView] = {}
         self._objects: dict[str, object] = {name: top[name] for name in STEPS if name in top}
         self._sorted = SortedKeys(others=list(self._objects))
         visits = VisitCounter(saved.path)
-        held = get_optimizer(top[key]) or {}
+        node: object = top
+        for key in keys:
+            node = (as_mapping(node) or {}).get(key)
+        held = get_optimizer(node) or {}
         for parameter, states in (as_mapping(held[STATE]) or {}).items():
             inside = as_mapping(states) or {}
             visits.visit(1 + len(inside))

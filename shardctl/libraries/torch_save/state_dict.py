@@ -17,6 +17,9 @@ WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep the weights, beside an epoch or an optimizer."""
 _OPTIMIZERS: Final = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 """Keys under which they keep the optimizer; the last is Lightning's, a list of all."""
+_RUN_MODEL: Final = "model"
+_RUN_OPTIMIZERS: Final = "optimizers"
+"""What Composer calls the model and its optimizers, by class, in the state of a run."""
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
 """What the state dict of an optimizer has."""
@@ -34,11 +37,19 @@ class StateDict:
     warnings: tuple[str, ...]
 
 
-def find_optimizer(tree: object) -> str | None:
-    """Find the key of the one optimizer beside weights; None if there is none, or more than one."""
-    top = as_mapping(tree) or {}
-    found = [key for key in _OPTIMIZERS if get_optimizer(top.get(key)) is not None]
+def find_optimizer(tree: object) -> tuple[str, ...] | None:
+    """Find the keys that lead to the one optimizer beside weights; None if there is none, or more than one."""
+    top, run = as_mapping(tree) or {}, find_run_state(tree)
+    found: list[tuple[str, ...]] = [(key,) for key in _OPTIMIZERS if get_optimizer(top.get(key)) is not None]
+    named = as_mapping(run.get(_RUN_OPTIMIZERS)) or {} if run is not None else {}
+    found += [(STATE, _RUN_OPTIMIZERS, str(key)) for key, node in named.items() if get_optimizer(node) is not None]
     return found[0] if len(found) == 1 else None
+
+
+def find_run_state(tree: object) -> dict[Any, Any] | None:
+    """Find what Composer keeps of a run under one key, the model among it (`composer/core/state.py`); else None."""
+    run = as_mapping((as_mapping(tree) or {}).get(STATE))
+    return run if run is not None and as_mapping(run.get(_RUN_MODEL)) is not None else None
 
 
 def get_optimizer(node: object) -> dict[Any, Any] | None:
@@ -52,12 +63,16 @@ def get_optimizer(node: object) -> dict[Any, Any] | None:
 
 
 def extract_state_dict(
-    tree: object, path: str, is_excluded: Callable[[str], bool] = lambda _: False, optimizer: str | None = None
+    tree: object,
+    path: str,
+    is_excluded: Callable[[str], bool] = lambda _: False,
+    optimizer: tuple[str, ...] | None = None,
 ) -> StateDict:
     """Extract the weights of `tree`: its own tensors if it has any, else those under the one well-known key.
 
     A tensor that cannot be read is passed over if `is_excluded` says of its name that nobody wants it. What is under
-    the key of an `optimizer` is read by somebody else.
+    the keys of an `optimizer` is read by somebody else. Beside the weights there may be counters and losses in tensors
+    of one number, and states of random numbers.
 
     Names are never joined from several levels: a guess could collide or differ from what the model calls them.
 
@@ -65,9 +80,11 @@ def extract_state_dict(
         SourceError: there are no tensors in these places, or in several of them.
         UnsupportedError: a whole module was saved, or a tensor that cannot be read as it is.
     """
-    top = as_mapping(tree)
-    if top is not None:
-        top = {key: value for key, value in top.items() if optimizer is None or key != optimizer}
+    run = find_run_state(tree)
+    top = as_mapping(tree if run is None else run)
+    if top is not None and optimizer is not None:
+        inside = optimizer if run is None else optimizer[1:]
+        top = {key: value for key, value in top.items() if key != inside[0]}
     if top is None:
         _refuse_module(tree, path)
         raise SourceError(f"{path} holds {_add_article(describe_node(tree))}, not a mapping of names to tensors")
@@ -76,6 +93,8 @@ def extract_state_dict(
     found = {key: held for key in WRAPPERS if (held := as_mapping(top.get(key))) is not None}
     inner_views = {key: _find_tensors(held, path, is_excluded, passed) for key, held in found.items()}
     wrapped = [key for key, views in inner_views.items() if views]
+    if len(wrapped) == 1:
+        own = {key: view for key, view in own.items() if not _is_counter(view)}
     if len(wrapped) + bool(own) > 1:
         places = [repr(key) for key in wrapped] + ["the top level"] * bool(own)
         raise SourceError(
@@ -93,9 +112,18 @@ def extract_state_dict(
     held, views = found[wrapped[0]], inner_views[wrapped[0]]
     inner = _build_state_dict(held, views, path, passed)
     outer = {key: value for key, value in top.items() if key != wrapped[0]}
+    place = wrapped[0]
+    if run is not None:
+        outer |= {key: value for key, value in (as_mapping(tree) or {}).items() if key != STATE}
+        place = f"{STATE}.{place}"
     left = f"; left behind: {_format_entries(outer)}" if outer else ""
-    warning = f"{path} holds its tensors under {wrapped[0]!r}{left}"
+    warning = f"{path} holds its tensors under {place!r}{left}"
     return StateDict(views, {**inner.others, **_describe_entries(outer)}, (warning, *inner.warnings))
+
+
+def _is_counter(view: StorageView) -> bool:
+    """Return whether a tensor beside a model is no weight: one number, or bytes in a row, as generators have."""
+    return not view.shape or view.shape == (1,) or (len(view.shape) == 1 and view.dtype.name == "U8")
 
 
 def describe_node(node: object) -> str:

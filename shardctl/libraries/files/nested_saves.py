@@ -1,0 +1,65 @@
+"""Finds the checkpoints in the folders of a run, and says which one to give: never that of an optimizer alone."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.files.file_names import DCP_METADATA, SAFETENSORS, WHOLE_TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OPTIMIZER: Final = re.compile(r"optim(izer)?s?([_-].*)?|.*[_-]optim(izer)?s?")
+"""Names of folders with states of an optimizer, and of those that hold such folders."""
+_MODEL: Final = re.compile(r"(pytorch_)?model(_fsdp)?([_-][0-9]+)?")
+"""Names of folders that are read together with that of an optimizer beside them."""
+_FURTHER: Final = frozenset({"dcp", "fsdp", "lr_scheduler", "scheduler", "extra_state", "dataloader", "ema"})
+"""Folders beside a model's that hold something else."""
+_NUMBER: Final = re.compile(r"([0-9]+)")
+
+
+def list_nested_saves(paths: Iterable[str]) -> list[str]:
+    """List the folders with distributed checkpoints, the newest last, as numbers in their names say.
+
+    >>> list_nested_saves(["iter_10/model/.metadata", "iter_9/model/.metadata"])
+    ['iter_9/model', 'iter_10/model']
+    """
+    saves = {path.removesuffix(f"/{DCP_METADATA}") for path in paths if path.endswith(f"/{DCP_METADATA}")}
+    return sorted(saves, key=_split_numbers)
+
+
+def choose_nested_save(paths: Iterable[str]) -> str:
+    """Choose the folder of a run to give: of weights, and above them if an optimizer is beside; empty for none.
+
+    >>> choose_nested_save(["iter_3/model/.metadata", "iter_3/optimizer/.metadata"])
+    'iter_3'
+    >>> choose_nested_save(["policy/optimizer/optim/.metadata", "policy/weights/model/model.safetensors"])
+    'policy/weights/model'
+    >>> choose_nested_save(["optimizer/.metadata"])
+    ''
+    """
+    paths = list(paths)
+    folders = {*list_nested_saves(paths)}
+    folders |= {
+        folder
+        for folder, _, name in (path.rpartition("/") for path in paths)
+        if folder and (name.endswith(SAFETENSORS) or name == WHOLE_TORCH)
+    }
+    weights = sorted((folder for folder in folders if not _is_optimizer(folder)), key=_split_numbers)
+    plain = [folder for folder in weights if folder.rpartition("/")[2] not in _FURTHER] or weights
+    if not plain:
+        return ""
+    above, _, name = plain[-1].rpartition("/")
+    beside = {folder.rpartition("/")[2] for folder in folders if folder.rpartition("/")[0] == above}
+    return above if above and _MODEL.fullmatch(name) and any(map(_OPTIMIZER.fullmatch, beside)) else plain[-1]
+
+
+def _is_optimizer(folder: str) -> bool:
+    """Return whether a word of a path says so; `model_and_optim` has both."""
+    return any(_OPTIMIZER.fullmatch(word) and not word.startswith("model") for word in folder.split("/"))
+
+
+def _split_numbers(text: str) -> list[tuple[int, str]]:
+    """Return a key by which numbers in a name are compared as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(text)]
