@@ -57,12 +57,13 @@ def compare_companions(a: OpenedCheckpoint, b: OpenedCheckpoint, *, cast: bool =
     `cast` lets configs declare different element types. Raises SourceError for a file that cannot be read.
     """
     found, notes = compare_model_configs(a, b, cast=cast)
-    settings = compare_library_settings(a, b)
+    settings, uncompared = compare_library_settings(a, b)
     if settings:
         compared = found or ConfigComparison((), 0)
         found = replace(compared, changes=(*compared.changes, *settings))
     loaded = is_plain_safetensors(a.stored) and find_given_file(a.source) is None
     lacks = loaded and a.config is None and b.config is not None
+    notes = (*notes, *uncompared)
     return CompanionComparison(found, tuple(_compare_files(a, b, cast=cast)), notes, lacks_config=lacks)
 
 

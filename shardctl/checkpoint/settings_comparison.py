@@ -18,17 +18,25 @@ _OF_THE_RUN: Final = frozenset({"max_position_embeddings", "max_seq_len", "max_b
 """Settings that limit a run, and change no number that the model computes."""
 
 
-def compare_library_settings(a: OpenedCheckpoint, b: OpenedCheckpoint) -> tuple[ConfigChange, ...]:
-    """Compare the settings that the library of `a` keeps with those of `b`: of the same library, else of its config."""
+def compare_library_settings(
+    a: OpenedCheckpoint, b: OpenedCheckpoint
+) -> tuple[tuple[ConfigChange, ...], tuple[str, ...]]:
+    """Compare the settings that the library of `a` keeps with those of `b`: of the same library, else of its config.
+
+    Returns the changes, and what was not compared.
+    """
     ours, theirs = a.stored.settings, b.stored.settings
     if ours is None:
-        return ()
+        return (), ()
     expected = expect_library_settings(a, b)
     both = {key: (ours.values[key], value) for key, value in expected.items() if key in ours.values}
     if theirs is not None and theirs.title == ours.title:  # what theirs says itself goes before what follows from it
         keys = expected.keys() if ours.partial else theirs.values.keys()
         both |= {key: (ours.values.get(key), theirs.values[key]) for key in keys if key in theirs.values}
-    return tuple(_list_changes(ours.title, both))
+    if not both:
+        why = f"shardctl does not know what they are for the model of {b.source.name}"
+        return (), (f"the settings in {ours.title} were not compared: {why}",)
+    return tuple(_list_changes(ours.title, both)), ()
 
 
 def list_contradictions(checkpoint: OpenedCheckpoint) -> Iterator[str]:

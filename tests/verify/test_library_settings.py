@@ -85,3 +85,11 @@ def test_settings_that_contradict_the_config_beside_them_are_a_warning_without_a
     result = verify(place)
     assert result.exit_code == 0
     assert any(f" has {name} " in each.message and "config.json means" in each.message for each in result.findings)
+
+
+def test_settings_that_shardctl_cannot_compare_are_named(converted):
+    place, bare = converted("megatron"), converted("hf", "bare")
+    (bare / "config.json").unlink()
+    (bare / RECORD).unlink(missing_ok=True)
+    notes = [note for level in verify(place, VerifyOptions(against=bare)).levels for note in level.notes]
+    assert any(note.startswith("the settings in the namespace args were not compared") for note in notes)
