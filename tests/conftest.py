@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _every_result_passes_its_own_verify() -> Iterator[None]:
+    """Fail the test in which this process writes a directory that `verify` finds wrong, from headers alone."""
+    from shardctl.verbs import finish, reshard
+    from shardctl.verbs.verify import verify
+
+    def assemble_and_verify(frame: Any, parts: Any, staging: Any, *rest: Any, **options: Any) -> Any:
+        made = assemble(frame, parts, staging, *rest, **options)
+        checked = verify(staging.destination)
+        assert checked.ok, [finding.message for finding in checked.findings if finding.severity == "error"]
+        return made
+
+    assemble = reshard.assemble_result
+    with pytest.MonkeyPatch.context() as patch:
+        for verb in (reshard, finish):
+            patch.setattr(verb, "assemble_result", assemble_and_verify)
+        yield
 
 
 @pytest.fixture(autouse=True)
