@@ -143,21 +143,20 @@ def write_grok(folder: Path) -> None:
 
 
 TWO = Mesh.of(tp=2)
-UNKNOWN = {"*": "has no tensor"}
 FOLDERS = {"name *": "cannot be the name of a folder"}
 """Each tensor has a folder of its name."""
 WRITERS = {
     "hf": WriterSample(modelless=True),
-    "ranks": WriterSample(mesh=TWO, refuses=UNKNOWN),
+    "ranks": WriterSample(mesh=TWO),
     "dcp": WriterSample(mesh=TWO, modelless=True),
     "universal": WriterSample(modelless=True, refuses=FOLDERS),
-    "meta": WriterSample(mesh=TWO, refuses=UNKNOWN),
-    "torch_dist": WriterSample(mesh=TWO, refuses=UNKNOWN),
-    "fsdp_dtensor": WriterSample(mesh=TWO, refuses=UNKNOWN),
-    "megatron": WriterSample(mesh=TWO, refuses=UNKNOWN),
-    "trtllm": WriterSample(mesh=TWO, refuses=UNKNOWN),
-    "deepseek": WriterSample(mesh=TWO, model=DEEPSEEK, refuses=UNKNOWN),
-    "vllm": WriterSample(mesh=TWO, refuses=UNKNOWN),
+    "meta": WriterSample(mesh=TWO),
+    "torch_dist": WriterSample(mesh=TWO),
+    "fsdp_dtensor": WriterSample(mesh=TWO),
+    "megatron": WriterSample(mesh=TWO),
+    "trtllm": WriterSample(mesh=TWO),
+    "deepseek": WriterSample(mesh=TWO, model=DEEPSEEK),
+    "vllm": WriterSample(mesh=TWO),
     "orbax": WriterSample(modelless=True, refuses=FOLDERS),
 }
 

@@ -28,6 +28,7 @@ from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES
 from shardctl.libraries.registry import detect_format
+from shardctl.libraries.safetensors.extra_tensors import EXTRA_FILE
 from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
 
@@ -341,6 +342,8 @@ class TestWriter:
             assert not (place / "out").exists()
         else:
             assert digest(place / "out").digest == digest(place / "source").digest
+            extra = {} if sample.modelless else {stranger: value}  # a model's class does not have it
+            assert stored(load_file(file) if (file := place / "out" / EXTRA_FILE).exists() else {}) == stored(extra)
             shutil.rmtree(place / "out")
         assert tree(tmp_path) == before
         assert not Path("/tmp/conformance-outside").exists()  # noqa: S108
