@@ -69,6 +69,10 @@ class CoverageError(SourceError):
     """Elements that the target wants are stored nowhere in the source."""
 
 
+class MissingTensorsError(SourceError):
+    """The source lacks tensors of the class in its config."""
+
+
 class ChangedError(SourceError):
     """The source changed while it was read."""
 

@@ -18,6 +18,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+WRONG_ON_PURPOSE: list[str] = []
+"""The test that now makes wrong results, if it is marked so."""
 SLOW = Path(__file__).with_name("slow_tests.txt")
 """Files and tests that took more than five seconds on a quiet machine, one a line; what follows `[` may be left out."""
 
@@ -32,14 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _every_result_passes_its_own_verify() -> Iterator[None]:
-    """Fail the test in which this process writes a directory that `verify` finds wrong, from headers alone."""
+    """Fail the test in which this process writes a directory that `verify` finds wrong, from headers alone.
+
+    `wrong_result` marks tests that do so on purpose.
+    """
     from shardctl.verbs import finish, reshard
     from shardctl.verbs.verify import verify
 
     def assemble_and_verify(frame: Any, parts: Any, staging: Any, *rest: Any, **options: Any) -> Any:
         made = assemble(frame, parts, staging, *rest, **options)
         checked = verify(staging.destination)
-        assert checked.ok, [finding.message for finding in checked.findings if finding.severity == "error"]
+        assert checked.ok or WRONG_ON_PURPOSE, [
+            finding.message for finding in checked.findings if finding.severity == "error"
+        ]
         return made
 
     assemble = reshard.assemble_result
@@ -47,6 +54,14 @@ def _every_result_passes_its_own_verify() -> Iterator[None]:
         for verb in (reshard, finish):
             patch.setattr(verb, "assemble_result", assemble_and_verify)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _wrong_results_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a test that is marked `wrong_result` write what its own verify finds wrong."""
+    WRONG_ON_PURPOSE[:] = [request.node.nodeid] if request.node.get_closest_marker("wrong_result") else []
+    yield
+    WRONG_ON_PURPOSE.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors.extra_tensors import read_extra_file
 from shardctl.manifest import first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
-from shardctl.models.wrapping import AmbiguousNamesError, remove_wrappers
+from shardctl.models.wrapping import remove_wrappers
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import open_source
@@ -300,9 +300,7 @@ def _set_vocabulary(
 
 
 def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source_options: SourceOptions) -> None:
-    """Raise if arrays of another library's making would be taken for tensors of a model, or two models for one."""
-    if isinstance(problem, AmbiguousNamesError) and not source_options.unbound:
-        raise problem
+    """Raise if arrays of another library's making would be taken for tensors of a model."""
     if manifest.dialect is None or source_options.unbound:
         return
     if problem is not None:

@@ -25,6 +25,7 @@ from shardctl.checkpoint.dequantising import (
 )
 from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.merging import ARITHMETIC_VERSION, MERGE_ARITHMETIC, MERGED, describe_adapters, merge_adapters
+from shardctl.checkpoint.name_check import refuse_foreign_names
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, holds_fp4_experts, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
@@ -208,6 +209,7 @@ def draft_conversion(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, least: bool = False
 ) -> DraftedConversion:
     """Choose layout, types, names and the place of each tensor; raises as `plan_conversion`."""
+    refuse_foreign_names(checkpoint)
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
     check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)

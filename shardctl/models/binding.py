@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.errors import MissingTensorsError, SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Tensor
 from shardctl.models.name_pattern import list_name_patterns
 
@@ -272,7 +272,7 @@ def list_missing_warnings(model: Model, found: Collection[str], stored: Collecti
             hint = "a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true"
         if heads and set(required) == heads:
             hint += "; or architectures should name the base model's class"
-        raise SourceError(
+        raise MissingTensorsError(
             f"the checkpoint lacks {len(required)} {_choose_noun(required)} of {model.architecture}: "
             f"{format_first_few(required)}",
             hint=hint,

@@ -79,7 +79,7 @@ def find_reading(model: Model, stored: Manifest) -> NameReading | None:
     If none does, one by which the class knows every name, such as for some layers alone; None if there is none.
     Raises AmbiguousNamesError if two readings are equally good.
     """
-    reader = _ClassReader(model, stored.tensors)
+    reader = ClassReader(model, stored.tensors)
     readings = reader.list_readings()
     complete = [reading for reading in readings if reading.complete]
     if complete:
@@ -90,7 +90,7 @@ def find_reading(model: Model, stored: Manifest) -> NameReading | None:
 
 def list_whole_readings(model: Model, stored: Manifest) -> tuple[NameReading, ...]:
     """List a reading for each whole model in a checkpoint, by prefix; the same bytes by two names count once."""
-    reader = _ClassReader(model, stored.tensors)
+    reader = ClassReader(model, stored.tensors)
     return reader.list_distinct([reading for reading in reader.list_readings() if reading.complete])
 
 
@@ -136,7 +136,7 @@ def read_quantised_names(model: Model, stored: Manifest) -> Manifest:
     """
     if not stored.tensors.keys().isdisjoint(model.tensors):
         return stored
-    reader = _ClassReader(model, stored.tensors, any_array=True)
+    reader = ClassReader(model, stored.tensors, any_array=True)
     best = max(reader.list_readings(), key=lambda each: (-len(each.lacking), each.current, -len(each.prefix)))
     return remove_prefix(model, stored, best.prefix, best.names) if best.complete else stored
 
@@ -217,21 +217,30 @@ def _strip_all(names: Collection[str]) -> dict[str, str]:
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
 
 
-class _ClassReader:
+class ClassReader:
     """Reads the stored names as those of a class, below any prefix."""
 
-    def __init__(self, model: Model, tensors: Mapping[str, Tensor], *, any_array: bool = False) -> None:
-        """`any_array` takes whatever a module has for its weight, in any shape: the arrays of a quantised one."""
+    def __init__(
+        self, model: Model, tensors: Mapping[str, Tensor], *, any_array: bool = False, unwrapped: bool = True
+    ) -> None:
+        """Read names as those of `model`, without the modules that wrap others if `unwrapped`.
+
+        `any_array` takes whatever a module has for its weight, in any shape: the arrays of a quantised one.
+        """
         self.model, self.tensors, self.any_array = model, tensors, any_array
-        self.bare = _strip_all(tensors.keys())
+        self.bare = _strip_all(tensors.keys()) if unwrapped else {name: name for name in tensors}
         self.required = frozenset(tensor.name for tensor in model.own() if not tensor.spare)
         self.heads = frozenset(list_head_names(model))
         self.base = self.required - self.heads
 
-    def list_readings(self) -> list[NameReading]:
-        """List the reading below each prefix that may be that of the model: so many arrays lie there."""
-        array_of = {name: fusion.name for fusion in self.model.fusions.values() for name in fusion.tensors}
-        least = len({array_of.get(name, name) for name in self.base})
+    def list_readings(self, least: int | None = None) -> list[NameReading]:
+        """List the reading below each prefix that may be that of the model: `least` arrays lie there, or all its own.
+
+        A prefix that all names share always counts.
+        """
+        if least is None:
+            array_of = {name: fusion.name for fusion in self.model.fusions.values() for name in fusion.tensors}
+            least = len({array_of.get(name, name) for name in self.base})
         inside: dict[str, list[str]] = defaultdict(list)
         for stored, name in self.bare.items():
             prefix = ""

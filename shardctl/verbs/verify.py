@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.checkpoint import name_check
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
 from shardctl.checkpoint.consumer_check import check_stored
@@ -24,7 +25,7 @@ from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.conversion.conversion_plan import choose_stages
 from shardctl.conversion.optimizer_states import build_specs
 from shardctl.digest import compute_checkpoint_digest
-from shardctl.errors import UsageError
+from shardctl.errors import MissingTensorsError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.reader import find_given_file
@@ -46,7 +47,7 @@ from shardctl.verify.rank_files import list_ranks
 from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -54,13 +55,15 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.verify.consumer import ConsumerVerdict
 
-_NO_HINDRANCE: Final = frozenset({alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER, structure.INDEX})
+_NO_HINDRANCE: Final = frozenset(
+    {name_check.CHECK, alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER, structure.INDEX}
+)
 """Checks of the structure that say nothing against reading the elements."""
 __all__ = ["LEVELS", "LevelResult", "LoadedRank", "VerifyOptions", "VerifyResult", "verify"]
 
 
-class _NotAsRecordedError(Exception):
-    """The files are not those of the record: headers cannot be trusted to be all there."""
+class _BrokenStructureError(Exception):
+    """The files are not those of the record, or lack tensors of the class: no further level has a meaning."""
 
 
 def verify(
@@ -132,14 +135,15 @@ class _VerifyRun:
             if not first.errors:
                 first.add(structure.check_hashes(record, source))
             if first.errors:
-                raise _NotAsRecordedError
+                raise _BrokenStructureError("files are not as recorded")
 
         try:
             with ExitStack() as stack:
-                checkpoint = stack.enter_context(open_checkpoint(self.path, options, before=recorded))
+                checkpoint = stack.enter_context(_open_whole(self.path, options, recorded, first))
                 checkpoint = _set_given_mesh(checkpoint, self.verify_options)
                 found = list(_check_structure(checkpoint))
                 first.add(iter(found))
+                first.notes += name_check.note_names(checkpoint)
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
                 if any(each.severity == "error" and each.check not in _NO_HINDRANCE for each in found):
@@ -165,9 +169,9 @@ class _VerifyRun:
                     )
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
-        except _NotAsRecordedError:
+        except _BrokenStructureError as error:
             first.seconds = time.monotonic() - began
-            return self._cut_short(first, "files are not as recorded"), ""
+            return self._cut_short(first, str(error)), ""
 
     def require_base(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> None:
         """Raise UsageError if the checkpoint was completed, and what it is compared with was not."""
@@ -243,6 +247,23 @@ class _VerifyRun:
         return [first, *(LevelResult(name, "skipped", reason) for name in self.names[1:])]
 
 
+@contextmanager
+def _open_whole(
+    path: str | Path,
+    options: SourceOptions,
+    before: Callable[[Source, CheckpointRecord], None],
+    level: LevelResult,
+) -> Iterator[OpenedCheckpoint]:
+    """Open the checkpoint that is verified; tensors of its class that are missing are a finding of `level`."""
+    with ExitStack() as stack:
+        try:
+            checkpoint = stack.enter_context(open_checkpoint(path, options, before=before))
+        except MissingTensorsError as error:
+            level.add(iter([CheckFinding("error", name_check.CHECK, error.message)]))
+            raise _BrokenStructureError("the structure is wrong") from error
+        yield checkpoint
+
+
 def _open_source(
     path: str | Path, options: SourceOptions, checkpoint: OpenedCheckpoint
 ) -> AbstractContextManager[OpenedCheckpoint]:
@@ -293,6 +314,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     if find_given_file(checkpoint.source) is None:
         yield from structure.check_index(checkpoint.source.files(), checkpoint.stored.files)
     yield from structure.check_gathered(checkpoint.manifest)
+    yield from name_check.check_names(checkpoint)
     training = checkpoint.manifest.training
     yield from structure.check_states(training.states if training is not None else ())
     if checkpoint.record:

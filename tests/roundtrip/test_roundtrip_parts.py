@@ -16,6 +16,7 @@ from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+from shardctl.verify.finding import CheckFinding
 
 
 def errors(found):
@@ -137,3 +138,12 @@ def test_an_array_that_transformers_saved_in_even_parts_is_read_as_it_is(tmp_pat
     again = type(whole.model).from_pretrained(tmp_path / "back").state_dict()
     assert_same(again, whole.model.state_dict())
     assert verify(tmp_path / "ranks", VerifyOptions(level="full", forward=True, against=whole.path)).ok
+
+
+def test_a_result_that_fails_its_own_verify_fails_the_test_that_made_it(tiny, tmp_path, monkeypatch):
+    """The fixture of `tests/conftest.py` verifies what every other test writes."""
+    monkeypatch.setattr(
+        "shardctl.verify.structure.check_record", lambda *_: iter([CheckFinding("error", "x", "wrong")])
+    )
+    with pytest.raises(AssertionError, match="wrong"):
+        reshard(tiny("llama").path, tmp_path / "out")

@@ -90,6 +90,12 @@ def find_profile(text: str) -> ConsumerProfile:
     return _load_profile(f"{name}-{found}{_SUFFIX}")
 
 
+def list_rejecting_consumers() -> tuple[str, ...]:
+    """List the consumers, each with its newest version here, that reject tensors that a class does not have."""
+    names = dict.fromkeys(one.partition("@")[0] for one in list_consumers())
+    return tuple(found.label for name in names if (found := find_profile(name)).extra_tensors == "reject")
+
+
 @cache
 def _load_profile(file: str) -> ConsumerProfile:
     return msgspec.json.decode(_profile_folder().joinpath(file).read_bytes(), type=ConsumerProfile)
