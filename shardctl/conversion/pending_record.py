@@ -62,9 +62,11 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
     tensors, dtypes = {}, {}
     for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
         have, want = copy.source, copy.target
+        # The copy may have parts that take turns unfolded, which readers of the files do not see.
+        packed = work.plan.want.tensors[have.name]
         stored = sorted(
             (c.where.file, c.box.origin, c.name, c.box)
-            for c in want.chunks
+            for c in packed.chunks
             if isinstance(c.where, Region) and not c.aside
         )
         tensors[have.name] = RecordedTensor(

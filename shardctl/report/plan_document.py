@@ -87,7 +87,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         ],
         "conversion": asdict(result.conversion) if result.conversion else None,
         "adapter": asdict(result.adapter) if result.adapter else None,
-        "extra_tensors": build_extra_document(result.extra),
+        **({"extra_tensors": build_extra_document(result.extra)} if result.extra else {}),
         "warnings": list(result.warnings),
     }
 

@@ -206,7 +206,7 @@ def test_plan_as_json(say, source):
             "offload",
             "strategies",
         ),
-        *("calibration", "search", "advice", "types", "conversion", "adapter", "extra_tensors", "warnings"),
+        *("calibration", "search", "advice", "types", "conversion", "adapter", "warnings"),
     ]
     assert document["mesh"] == {
         "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 2},

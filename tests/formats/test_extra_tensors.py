@@ -223,3 +223,9 @@ def test_what_transformers_ignores_is_what_the_installed_one_ignores():
     for name, patterns in IGNORED_BY_CLASS.items():
         assert set(patterns) <= set(getattr(transformers, name)._keys_to_ignore_on_load_unexpected)
     assert EVERYWHERE == (r"rotary_emb\.inv_freq",)
+
+
+def test_a_plan_names_them_in_json_if_there_are_some(trained, options, capfd):
+    assert run(["plan", str(trained), "--config", str(options.config), "--tp", "2", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["extra_tensors"]
+    assert [each["name"] for each in found] == list(EXTRA)

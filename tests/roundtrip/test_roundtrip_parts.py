@@ -16,6 +16,7 @@ from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+from shardctl.verify import structure
 from shardctl.verify.finding import CheckFinding
 
 
@@ -142,8 +143,6 @@ def test_an_array_that_transformers_saved_in_even_parts_is_read_as_it_is(tmp_pat
 
 def test_a_result_that_fails_its_own_verify_fails_the_test_that_made_it(tiny, tmp_path, monkeypatch):
     """The fixture of `tests/conftest.py` verifies what every other test writes."""
-    monkeypatch.setattr(
-        "shardctl.verify.structure.check_record", lambda *_: iter([CheckFinding("error", "x", "wrong")])
-    )
+    monkeypatch.setattr(structure, "check_record", lambda *_: iter([CheckFinding("error", "x", "wrong")]))
     with pytest.raises(AssertionError, match="wrong"):
         reshard(tiny("llama").path, tmp_path / "out")
