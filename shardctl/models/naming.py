@@ -23,14 +23,19 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
     """Return the same checkpoint under canonical names, in model order, with ties merged and fused arrays taken apart.
 
     Flat parameters of FSDP1 are taken apart, wrappers that a trainer put into the names are left out, Meta's names
-    and order of rows, torchtitan's and MaxText's arrays and AutoEP's arrays of experts are translated, and optimizer
-    states follow their parameters. Once the class has found all of its tensors, others become extra ones.
+    and order of rows, torchtitan's and MaxText's arrays, AutoEP's arrays of experts and other trainers' names are
+    translated, and optimizer states follow their parameters. Once the class has found all of its tensors, others become
+    extra ones.
 
     Raises:
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
         UnsupportedError: a tensor is not known, or two parts of the checkpoint are the model equally well.
     """
     found = _note_extra_tensors(model, stored, _read_names(model, split_flat_parameters(model, stored)))
+    if model.transposed:
+        from shardctl.models.trainer_names import orient_matrices  # for GPT-2 alone
+
+        found = orient_matrices(model, found)
     bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound
 
@@ -64,4 +69,9 @@ def _note_extra_tensors(model: Model, stored: Manifest, found: Manifest) -> Mani
 def _translate_names(model: Model, stored: Manifest) -> Manifest:
     """Return `stored` under names of transformers, if all names are another library's; else as it is."""
     found = bind_meta_names(model, bind_trainer_names(model, stored))
-    return bind_autoep_names(model, bind_maxtext_names(model, found))
+    found = bind_autoep_names(model, bind_maxtext_names(model, found))
+    if found is not stored:
+        return found
+    from shardctl.models.trainer_names import bind_tabled_names  # which few checkpoints need
+
+    return bind_tabled_names(model, stored)

@@ -217,7 +217,7 @@ def _divide_rows(model: Model, tensor: ModelTensor, arrays: tuple[str, ...]) -> 
         if array.endswith(TURNED):
             return {array: transpose_tensor(shape)}
         if model.family == _PAIRED and split is not None and split[2] != "v":
-            return {array: _pair_rows(shape, _count_head_rows(tensor))}
+            return {array: pair_rows(shape, _count_head_rows(tensor))}
         return {array: merge_last_dims(shape) if array == PATCHES else join_tensors((shape,))}
     sizes = [section.size for cut in tensor.spec.cuts[0] for section in cut.sections]
     sizes = sizes if len(sizes) == len(arrays) else [shape[0] // len(arrays)] * len(arrays)
@@ -231,14 +231,14 @@ def _count_head_rows(tensor: ModelTensor) -> int:
 
 
 @cache
-def _pair_rows(shape: tuple[int, ...], head: int) -> FusionPlaces:
+def pair_rows(shape: tuple[int, ...], head: int) -> FusionPlaces:
     """Return queries or keys of heads of so many rows, whose halves take turns in the array."""
     return _place_parts((shape,), _list_row_parts(0, 0, shape[0], 0, head, paired=True))
 
 
 @cache
 def _join_groups(shapes: tuple[tuple[int, ...], ...], head: int, *, paired: bool) -> FusionPlaces:
-    """Return the rows of queries, of a key and of a value of each group of heads; `paired` as in `_pair_rows`."""
+    """Return the rows of queries, of a key and of a value of each group of heads; `paired` as in `pair_rows`."""
     return _place_parts(shapes, _list_group_parts(shapes, head, paired=paired))
 
 
