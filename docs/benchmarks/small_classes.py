@@ -73,7 +73,7 @@ def save_tiny_model(architecture: str, folder: Path) -> None:
 def build_tiny_model(kind: Any) -> torch.nn.Module:
     """Build a model of a class with small sizes: first as its config class takes them, else set afterwards."""
     problem: Exception = ValueError("it is not small with these sizes")
-    for make in (_give_sizes, _set_sizes):
+    for make in (give_sizes, set_sizes):
         try:
             config = make(kind.config_class)
             with torch.device("meta"):
@@ -86,7 +86,7 @@ def build_tiny_model(kind: Any) -> torch.nn.Module:
     raise problem
 
 
-def _give_sizes(kind: Any) -> Any:
+def give_sizes(kind: Any) -> Any:
     """Build a config of a class with small sizes given to it and to the configs inside."""
     usual = kind()
     return kind(**_choose_sizes(usual))
@@ -100,7 +100,7 @@ def _choose_sizes(config: Any) -> dict[str, Any]:
     return chosen | _find_sizes(config)
 
 
-def _set_sizes(kind: Any) -> Any:
+def set_sizes(kind: Any) -> Any:
     """Build the usual config of a class and set small sizes in it and in the configs inside."""
     config = kind()
     _change_sizes(config)

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _LOADED_WITH_ADAPTER: Final = frozenset({"safetensors", "torch"})
 """Formats that transformers loads, with an adapter that lies next to them."""
+_FORMATS_WITH_TIES: Final = frozenset({"safetensors", "torch"})
+"""Formats of the Hub: what a file has under two names there is two weights, or known as one storage."""
 
 __all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
@@ -189,7 +191,7 @@ def _bind_checkpoint(
             problem = stored_formats.explain_stored_quantization(quantization)
         models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, source_options)
-        manifest = models.order_ties(leave_joined_states(manifest))
+        manifest = models.order_ties(_merge_known_ties(config, leave_joined_states(manifest)))
     if record:
         manifest = _apply_record(manifest, record, model)
     unknown = model is None and not bound.misfit and manifest.dialect is None
@@ -212,6 +214,15 @@ def _bind_checkpoint(
         stored_quantization=quantization,
         rebind=partial(_bind_checkpoint, source_options, record, selection) if quantization is not None else None,
     )
+
+
+def _merge_known_ties(config: Mapping[str, Any] | None, stored: Manifest) -> Manifest:
+    """Return `stored` with the weights that a class ties as one, where the container stores each name by itself."""
+    if config is None or stored.format in _FORMATS_WITH_TIES:
+        return stored
+    from shardctl.models.hub import merge_tied_tensors  # whose table is long
+
+    return merge_tied_tensors(config, stored)
 
 
 def _open_adapter(

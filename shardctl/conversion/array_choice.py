@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardctl.conversion.optimizer_states import (
     build_state_fusions,
@@ -12,9 +13,17 @@ from shardctl.conversion.optimizer_states import (
     spread_shared_states,
 )
 from shardctl.errors import UsageError
-from shardctl.libraries.arrays.form import add_state_places, choose_form, choose_trainer_form, join_trainer_forms
+from shardctl.libraries.arrays.form import (
+    add_state_places,
+    choose_form,
+    choose_hub_form,
+    choose_trainer_form,
+    join_trainer_forms,
+)
 from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
+from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
+from shardctl.models.hub import build_hub_arrays, find_conversions, list_state_arrays, list_unsaved_names
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
 
@@ -50,14 +59,34 @@ _TRAINERS: Final = {
 """By what `--names` says."""
 _OTHER_STATES: Final = frozenset({"accelerate", "veomni"})
 """Trainers whose arrays are those of transformers, in a state that has another name for the optimizer."""
-NAMES: Final = frozenset({"transformers", "keep", *_OTHER_STATES, *_TRAINERS})
+NAMES: Final = frozenset({"hub", "transformers", "keep", *_OTHER_STATES, *_TRAINERS})
 """What `--names` takes."""
+HUB_LAYOUT: Final = "hf"
+"""The layout that can have the names of the Hub."""
+_HUB_FORMATS: Final = frozenset({"safetensors", "diffusers"})
+"""Formats of files on the Hub; those of all others have the names of a class, or of a library, by no choice."""
+_PICKLED_ON_HUB: Final = "pytorch_model"
+"""How pickles on the Hub are called, in which a tied weight may have each of its names."""
 
 
 def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
     """Return whether a text model that was split off can be loaded by the names of its class alone."""
     family = load_family(checkpoint.model.family) if checkpoint.part == "text" and checkpoint.model else None
     return family is not None and family.class_names_only
+
+
+def decide_names(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, layout: Layout, have: Manifest
+) -> ReshardOptions:
+    """Return the options with the names of the Hub where none were asked for and a run's files have those of a class.
+
+    Otherwise the default stays: the names of transformers' class, or in `hf` those of the source.
+    """
+    config = checkpoint.config
+    if reshard_options.names is not None or layout.name != HUB_LAYOUT or config is None or checkpoint.adapter:
+        return reshard_options
+    known = ModelConfig(config).architecture() and holds_class_names(checkpoint, config, have)
+    return replace(reshard_options, names="hub") if known else reshard_options
 
 
 def choose_arrays(
@@ -85,13 +114,16 @@ def choose_arrays(
         trained = add_state_places(trained, build_state_fusions(have, joined), dtypes)
         have, named = name_state_arrays(have, trained, joined)
         return have, join_trainer_forms(form, named, list_balances(model) if asked == TRAINER else {})
+    if reshard_options.names == "hub":
+        return have, _choose_hub_arrays(checkpoint, reshard_options, layout, have, dtypes)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,
         {**fusions, **build_state_fusions(have, fusions)},
         dtypes,
         experts=reshard_options.experts,
-        spelled=reshard_options.names == "keep" or (layout.source_names and not _needs_class_names(checkpoint)),
+        spelled=reshard_options.names == "keep"
+        or (reshard_options.names is None and layout.source_names and not _needs_class_names(checkpoint)),
     )
     if reshard_options.names in _OTHER_STATES:
         if layout.name != "dcp":
@@ -112,3 +144,55 @@ def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
             hint="leave --experts out",
         )
     return model.fusions
+
+
+def holds_class_names(checkpoint: OpenedCheckpoint, config: Mapping[str, Any], have: Manifest) -> bool:
+    """Return whether tensors have names or arrays of a class's state dict that the class does not save.
+
+    Safetensors as on the Hub have names that someone chose for them, and their class loads those.
+    """
+    model, (kind, files) = checkpoint.model, _find_original_files(checkpoint)
+    if kind in _HUB_FORMATS:
+        return False
+    stored = {name: tensor.spelling or (name, *tensor.ties) for name, tensor in have.tensors.items()}
+    pickled = kind == "torch" and all(PurePosixPath(path).name.startswith(_PICKLED_ON_HUB) for path in files)
+    if not pickled and any(len(names) > 1 for names in stored.values()):
+        return True
+    conversions = find_conversions(ModelConfig(config).architecture(), config)
+    arrays = {array for names in stored.values() for array in names}
+    if model is None or not model.family:
+        return not conversions.reads_as_saved(arrays)
+    state = list_state_arrays(model, have.tensors.values(), config)
+    return conversions.changes_any(array.name for array in state if array.name in arrays)
+
+
+def _find_original_files(checkpoint: OpenedCheckpoint) -> tuple[str, Collection[str]]:
+    """Find the format and the files of the original that a record names, else of the source."""
+    if checkpoint.record is None:
+        return checkpoint.stored.format, checkpoint.stored.files
+    source = checkpoint.record.source
+    return source.get("format", ""), source.get("files", ())
+
+
+def _choose_hub_arrays(
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    layout: Layout,
+    have: Manifest,
+    dtypes: Mapping[str, DType],
+) -> ArrayForm:
+    """Choose the arrays that `save_pretrained` writes."""
+    if layout.name != HUB_LAYOUT:
+        raise UsageError("--names hub is for --to hf", hint="add --to hf")
+    if checkpoint.config is None:
+        raise UsageError(
+            "--names hub needs the config of the model, which says what its class saves", hint="add --config PATH"
+        )
+    fusions = _select_fusions(checkpoint, reshard_options)
+    unstack = reshard_options.experts != "fused"
+    arrays = build_hub_arrays(checkpoint.model, have.tensors.values(), checkpoint.config, unstack=unstack)
+    if reshard_options.experts == "split":
+        stacks = {fusion.tensors for fusion in fusions.values() if len(fusion.tensors) > 1}
+        arrays = [array for array in arrays if array.tensors not in stacks]
+    unsaved = list_unsaved_names(ModelConfig(checkpoint.config).architecture(), checkpoint.config)
+    return choose_hub_form(have, arrays, unsaved, dtypes)

@@ -29,7 +29,7 @@ from shardctl.checkpoint.name_check import refuse_foreign_names
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, holds_fp4_experts, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
-from shardctl.conversion.array_choice import NAMES, choose_arrays
+from shardctl.conversion.array_choice import NAMES, choose_arrays, decide_names
 from shardctl.conversion.carried_files import list_carried_files
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
@@ -239,6 +239,7 @@ def draft_conversion(
 
         noted = check_cast(checkpoint, have, coded, get_cast_type(reshard_options))
         have = replace(have, warnings=(*have.warnings, *noted))
+    reshard_options = decide_names(checkpoint, reshard_options, layout, have)
     had = have.tensors
     forms = replace(reshard_options, experts="keep") if split else reshard_options
     have, arrays = choose_arrays(checkpoint, forms, layout, have, dtypes)
@@ -330,10 +331,10 @@ def choose_layout(reshard_options: ReshardOptions) -> Layout:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if reshard_options.names not in NAMES:
+    if reshard_options.names is not None and reshard_options.names not in NAMES:
         raise UsageError(
             f"unknown --names {reshard_options.names!r}",
-            hint="use keep, transformers, accelerate, torchtitan, automodel, veomni or maxtext",
+            hint="use hub, keep, transformers, accelerate, torchtitan, automodel, veomni or maxtext",
         )
     if reshard_options.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
@@ -519,7 +520,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
     shaping = {
         "dtype": reshard_options.dtype if reshard_options.dtype != "keep" else None,
         "keep_fp32": reshard_options.keep_fp32 if reshard_options.dtype != "keep" else None,
-        "names": reshard_options.names if reshard_options.names != "transformers" else None,
+        "names": reshard_options.names,
         "experts": reshard_options.experts if reshard_options.experts != "keep" else None,
         "for": reshard_options.consumer,
         "only": reshard_options.only,

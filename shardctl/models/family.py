@@ -212,6 +212,8 @@ class Family:
     """Whether transformers' classes load their own state dict and none of the Hub's names, where it is no part of
     another model (MiniMax-M3)."""
 
+    hub_modules: tuple[str, ...] = ()
+    """How canonical names begin that, with their arrays, are those of the Hub and not of transformers' class."""
     outer_classes: tuple[str, ...] = ()
     """Classes of the Hub's own code around this model, whose configs have its keys among their own; of several families
     that name one, the files tell which it is."""

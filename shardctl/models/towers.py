@@ -54,6 +54,7 @@ def build_tower_family(
     facts: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None = None,
     legacy: Mapping[str, str] | None = None,
     assumed: Mapping[str, object] | None = None,
+    hub_modules: tuple[str, ...] = (),
 ) -> Family:
     """Build the family of a model with the text model `text` in `under`, which is cut as it is by itself.
 
@@ -83,6 +84,7 @@ def build_tower_family(
         inner_kinds={},
         towers=tuple(tower.module for tower in towers),
         assumed={"text_config": {}, **{tower.key: {} for tower in towers if not tower.optional}, **(assumed or {})},
+        hub_modules=hub_modules,
     )
 
 

@@ -85,13 +85,15 @@ class ReshardOptions:
     ] = None
     """The layout; by default `ranks` for a mesh and `hf` for one device."""
     names: Annotated[
-        Literal["transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"],
+        Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"] | None,
         CommandOption(
             HelpPanel.WRITING,
-            "Tensor names in rank files: those of transformers, or those of the source; or, in dcp, those of "
-            "Accelerate, torchtitan, NeMo Automodel and VeOmni, and, in orbax, MaxText's.",
+            "Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate, "
+            "torchtitan, NeMo Automodel and VeOmni, in orbax MaxText's. Default: transformers; in hf those of the "
+            "source if its class loads them from the Hub, else hub.",
         ),
-    ] = "transformers"
+    ] = None
+    """Whose names and arrays are written; `hub` is what `save_pretrained` of transformers 5.24 writes."""
     experts: Annotated[
         Literal["keep", "fused", "split"],
         CommandOption(

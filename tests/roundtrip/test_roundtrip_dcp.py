@@ -67,7 +67,8 @@ def test_to_hugging_face(name, tmp_path):
 
 def test_tied_names_are_one_tensor(tmp_path):
     reshard(FIXTURES / "tied", tmp_path / "out", source_options=SourceOptions(config=FIXTURES / "tied.json"))
-    same(load_file(tmp_path / "out" / "model.safetensors"), whole("tied")["weights"])
+    once = {name: tensor for name, tensor in whole("tied")["weights"].items() if name != "lm_head.weight"}
+    same(load_file(tmp_path / "out" / "model.safetensors"), once)  # as save_pretrained writes it
     copied = verify(
         tmp_path / "out",
         VerifyOptions(level="full", against=FIXTURES / "tied"),

@@ -11,7 +11,7 @@ from shardctl.record import RECORD
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
@@ -39,7 +39,7 @@ class ArrayForm:
     """The arrays of a checkpoint yet to be written."""
 
     names: Mapping[str, tuple[str, ...]]
-    """By tensor: the arrays of its own, several for a tie."""
+    """By tensor: the arrays of its own, several for a tie; none for one that is not written."""
     places: Mapping[str, tuple[FusedPlace, ...]]
     """By tensor: its places in arrays that it shares or into which it is divided; then its names do not count."""
     trainer: str = ""
@@ -116,6 +116,30 @@ def choose_trainer_form(
     if extra:
         raise UnsupportedError(f"there is no array for {format_first_few(extra)}", hint="leave it out with --exclude")
     return ArrayForm(names, places, trainer)
+
+
+def choose_hub_form(
+    have: Manifest, arrays: Iterable[TensorFusion], unsaved: Collection[str], dtypes: Mapping[str, DType]
+) -> ArrayForm:
+    """Choose the arrays that are saved for the Hub; `unsaved` tensors have none.
+
+    Tensors of an array that lacks some have names of their own.
+    Raises UnsupportedError for an array that would hold several types.
+    """
+    names = dict[str, tuple[str, ...]]()
+    places: dict[str, tuple[FusedPlace, ...]] = {}
+    for array in arrays:
+        found = [have.tensors[name] for name in array.tensors if name in have.tensors]
+        if len(found) < len(array.tensors):
+            continue
+        if array.renames:
+            names[found[0].name] = (array.name,)
+        else:
+            _check_types(array.name, found, dtypes)
+            _add_places(places, array.name, array)
+    names = {name: () if name in unsaved else (name,) for name in have.tensors} | names
+    _check_distinct(names, places)
+    return ArrayForm(names, places)
 
 
 def join_trainer_forms(form: ArrayForm, trained: ArrayForm, zeros: Mapping[str, tuple[int, ...]]) -> ArrayForm:

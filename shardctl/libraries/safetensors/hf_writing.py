@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
+from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, PIPELINE_FORMAT, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, holds_adapter
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
@@ -36,8 +37,12 @@ def pack_hf(request: PackRequest) -> Manifest:
 
     Each part of a pipeline of diffusers has files of its own, in its folder.
     """
-    builder = FileBuilder(build_container_metadata(request.have))
-    arrays = list_whole_arrays(request.have, request.form, request.dtypes)
+    builder, have = FileBuilder(build_container_metadata(request.have)), request.have
+    unsaved = [name for name in have.tensors if not request.form.arrays(name)]
+    if unsaved:
+        kept = {name: tensor for name, tensor in have.tensors.items() if name not in unsaved}
+        have = replace(have, tensors=kept)
+    arrays = list_whole_arrays(have, request.form, request.dtypes)
     if request.have.format == PIPELINE_FORMAT:
         parts: dict[str, list[TensorArray]] = {}
         for array in arrays:
@@ -45,12 +50,14 @@ def pack_hf(request: PackRequest) -> Manifest:
             parts.setdefault(part, []).append(replace(array, name=name))
         for part, own in parts.items():
             _add_files(builder, f"{part}/{_choose_part_name(own)}", group_by_size(own, request.max_shard_size))
-    elif holds_adapter(request.have.tensors):  # PEFT reads one file
+    elif holds_adapter(have.tensors):  # PEFT reads one file
         _add_files(builder, ADAPTERS[0], [list(arrays)])
     else:
         whole = _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
         _add_files(builder, whole, group_by_size(arrays, request.max_shard_size))
-    return builder.manifest(NAME, request.have, request.dtypes)
+    packed = builder.manifest(NAME, have, request.dtypes)
+    line = f"not written, because the class computes them and does not save them: {format_first_few(unsaved)}"
+    return replace(packed, warnings=(*packed.warnings, line)) if unsaved else packed
 
 
 def group_by_size(arrays: Iterable[TensorArray], max_shard_size: int | None) -> list[list[TensorArray]]:

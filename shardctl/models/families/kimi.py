@@ -130,6 +130,7 @@ def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Fa
         renamed=renamed,
         text=read_text,
         towers=("vision_tower",),
+        hub_modules=("",),
         assumed={"text_config": {}, "vision_config": {}},
     )
 

@@ -203,6 +203,7 @@ MISTRAL_LARGE4: Final = build_tower_family(
         "gate": "mlp.gate",
         "experts": "mlp.experts",
     },
+    hub_modules=("vision_encoder.",),
     assumed={
         "vision_config": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "patch_size": 14}
     },

@@ -89,4 +89,5 @@ STEP3P7: Final = build_tower_family(
         "^vit_large_projector": "multi_modal_projector",
         **STEP3P5.legacy,
     },
+    hub_modules=("vision_model.",),
 )

@@ -1,0 +1,18 @@
+"""Knows the names and arrays that transformers' classes read from the Hub and that `save_pretrained` writes.
+
+`conversions.json` has what transformers 5.24 says, frozen by `docs/benchmarks/freeze_conversions.py`.
+"""
+
+from shardctl.models.hub.conversion_table import NameConversions, find_conversions, list_unsaved_names
+from shardctl.models.hub.hub_arrays import build_hub_arrays, list_state_arrays
+from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
+
+__all__ = [
+    "NameConversions",
+    "build_hub_arrays",
+    "find_conversions",
+    "find_tied_names",
+    "list_state_arrays",
+    "list_unsaved_names",
+    "merge_tied_tensors",
+]

@@ -1,0 +1,209 @@
+"""Builds the arrays that `save_pretrained` writes of a model from those of its state dict.
+
+It does what `revert_weight_conversion` does (transformers, core_model_loading.py) with descriptions of arrays: first at
+most one conversion for each array, then all renames.
+
+>>> from shardctl.dtype import BY_NAME
+>>> from shardctl.manifest import Tensor
+>>> config = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+>>> head = Tensor("lm_head.weight", BY_NAME["F32"], (8, 4), ())
+>>> [array.name for array in build_hub_arrays(None, [head], config)]
+['embed_out.weight']
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.config import ModelConfig
+from shardctl.models.families import load_family
+from shardctl.models.fusion import FusionPlaces, TensorFusion, join_tensors
+from shardctl.models.hub.composed_array import ComposedArray, TensorSlice
+from shardctl.models.hub.conversion_table import NameRenamer, find_conversions, list_unsaved_names
+from shardctl.models.hub.saving_operations import OperationContext, apply_operation
+from shardctl.models.hub.tied_names import find_tied_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.manifest import Tensor
+    from shardctl.models.hub.conversion_table import NameConversions, NameTransform
+    from shardctl.models.model import Model
+
+_UNSTACKING: Final = frozenset({"SplitModulelist", "ErnieSplitAndDecoupleTextVisionExperts"})
+"""Operations that give each expert arrays of its own."""
+
+
+class _ConvertedArray(NamedTuple):
+    """An array that a conversion makes: `tensors` are numbers among those of the arrays that it is made of."""
+
+    pattern: str
+    tensors: tuple[int, ...]
+    places: FusionPlaces
+
+
+class _ArrayGroup(NamedTuple):
+    """Arrays that one conversion takes together, by the pattern that each matched."""
+
+    transform: NameTransform
+    arrays: dict[str, list[TensorFusion]]
+
+
+def build_hub_arrays(
+    model: Model | None, tensors: Iterable[Tensor], config: Mapping[str, Any], *, unstack: bool = True
+) -> list[TensorFusion]:
+    """Build the arrays that transformers' class of a config saves of some tensors.
+
+    Without a model, the names of the tensors are those of the class's state dict. Without `unstack`, experts that the
+    class has in one array stay in it.
+    Raises UnsupportedError if transformers could not save them, or would write two arrays under one name.
+    """
+    architecture = ModelConfig(config).architecture()
+    conversions, unsaved = find_conversions(architecture, config), list_unsaved_names(architecture, config)
+    on_hub = _find_hub_modules(model)
+    state: list[TensorFusion] = []
+    kept: list[TensorFusion] = []
+    for array in list_state_arrays(model, tensors, config):
+        if array.name not in unsaved:
+            (kept if on_hub and array.name.startswith(on_hub) else state).append(array)
+    return [*save_arrays(state, conversions, config, unstack=unstack), *_name_hub_arrays(kept, conversions)]
+
+
+def list_state_arrays(model: Model | None, tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[TensorFusion]:
+    """List the arrays in which transformers' class holds some tensors, of a tie once; some may hold others, too."""
+    tensors = list(tensors)
+    names = {tensor.name for tensor in tensors}
+    fusions = (fusion for fusion in (model.fusions.values() if model is not None else ()) if not fusion.stored)
+    shared = [fusion for fusion in fusions if not names.isdisjoint(fusion.tensors)]
+    inside = {name for fusion in shared for name in fusion.tensors}
+    tied = {}
+    if model is None and any(tensor.ties for tensor in tensors):
+        tied = find_tied_names(config, [name for tensor in tensors for name in (tensor.name, *tensor.ties)])
+    for tensor in tensors:
+        if tensor.name not in inside:
+            name = next((each for each in (tensor.name, *tensor.ties) if each not in tied), tensor.name)
+            shared.append(TensorFusion(name, (tensor.name,), join_tensors((tensor.shape,))))
+    return shared
+
+
+def _find_hub_modules(model: Model | None) -> tuple[str, ...]:
+    """Find how canonical names begin that, with their arrays, are those of the Hub."""
+    family = load_family(model.family) if model is not None else None
+    return family.hub_modules if family is not None else ()
+
+
+def _name_hub_arrays(arrays: Iterable[TensorFusion], conversions: NameConversions) -> Iterator[TensorFusion]:
+    """Name arrays that are stored as on the Hub as transformers names them when it has loaded and saved them."""
+    loading, saving = NameRenamer(conversions.loading_renames), NameRenamer(conversions.saving_renames)
+    for array in sorted(arrays, key=lambda each: _sort_naturally(each.name)):
+        yield replace(array, name=saving.rename(loading.rename(array.name)))
+
+
+def save_arrays(
+    state: Iterable[TensorFusion], conversions: NameConversions, config: Mapping[str, Any], *, unstack: bool = True
+) -> list[TensorFusion]:
+    """Convert and rename the arrays of a state dict; see `build_hub_arrays`."""
+    converters = [
+        each
+        for each in conversions.saving_arrays
+        if unstack or not any(name in _UNSTACKING for name, _ in each.operations)
+    ]
+    by_pattern = {source: each for each in converters for source in each.sources}  # as in transformers, the last counts
+    renamer, groups = NameRenamer(conversions.saving_renames), dict[str, _ArrayGroup | TensorFusion]()
+    for array in sorted(state, key=lambda each: _sort_naturally(each.name)):
+        found = next(((each, match) for each in converters if (match := each.match(array.name))), None)
+        if found is None:
+            _add_array(groups, renamer.rename(array.name), array)
+            continue
+        source = found[0].sources[found[1].alternative]
+        group = groups.setdefault(found[1].renamed, _ArrayGroup(by_pattern[source], {}))
+        if not isinstance(group, _ArrayGroup):
+            raise _build_clash_error(array.name, group.name, found[1].renamed)
+        group.arrays.setdefault(source, []).append(array)
+    saved: dict[str, TensorFusion] = {}
+    known: dict[object, list[_ConvertedArray]] = {}
+    for name, group in groups.items():
+        if isinstance(group, TensorFusion):
+            _add_array(saved, name, group)
+            continue
+        for made in _convert_group(name, group, config, known):
+            _add_array(saved, renamer.rename(made.name), made)
+    return [TensorFusion(name, array.tensors, array.places) for name, array in saved.items()]
+
+
+def _add_array(arrays: dict[str, Any], name: str, array: TensorFusion) -> None:
+    if name in arrays:
+        raise _build_clash_error(array.name, getattr(arrays[name], "name", name), name)
+    arrays[name] = array
+
+
+def _build_clash_error(one: str, other: str, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"transformers would save {one} and {other} both as {name}, and lose one of them",
+        hint="keep the names of the source with --names keep",
+    )
+
+
+def _convert_group(
+    name: str, group: _ArrayGroup, config: Mapping[str, Any], known: dict[object, list[_ConvertedArray]]
+) -> Iterator[TensorFusion]:
+    """Yield the arrays that a conversion makes of a group; layers whose arrays are alike are converted once."""
+    transform, arrays = group
+    key = (id(transform), tuple((pattern, tuple(id(a.places) for a in some)) for pattern, some in arrays.items()))
+    if key not in known:
+        known[key] = _convert_places(transform, arrays, config)
+    tensors = [tensor for some in arrays.values() for array in some for tensor in array.tensors]
+    full = name.replace("*.", "0.")
+    around = next((full.partition(made.pattern) for made in known[key] if made.pattern in full), None)
+    for made in known[key]:
+        new = made.pattern if around is None else f"{around[0]}{made.pattern}{around[2]}"
+        yield TensorFusion(new, tuple(tensors[number] for number in made.tensors), made.places)
+
+
+def _convert_places(
+    transform: NameTransform, arrays: Mapping[str, Sequence[TensorFusion]], config: Mapping[str, Any]
+) -> list[_ConvertedArray]:
+    """Apply the operations of a transform."""
+    collected: dict[str, list[ComposedArray]] = {}
+    shapes: list[tuple[int, ...]] = []
+    for pattern, some in arrays.items():
+        for array in some:
+            collected.setdefault(pattern, []).append(_compose_array(array.places, len(shapes)))
+            shapes += array.places.shapes
+    context = OperationContext(transform.sources, transform.to, config)
+    for name, settings in transform.operations:
+        collected = apply_operation(name, settings, collected, context)
+    return [_build_converted(pattern, array, shapes) for pattern, (array, *_) in collected.items()]
+
+
+def _compose_array(places: FusionPlaces, first: int) -> ComposedArray:
+    """Describe an array by its slices, whose tensors are numbered from `first`."""
+    slices = (
+        TensorSlice(first + number, box, view)
+        for number, (box, view) in enumerate(zip(places.boxes, places.views, strict=True))
+    )
+    return ComposedArray(places.shape, tuple(slices))
+
+
+def _build_converted(pattern: str, array: ComposedArray, shapes: Sequence[tuple[int, ...]]) -> _ConvertedArray:
+    numbers = tuple(each.tensor for each in array.slices)
+    views = [each.view for each in array.slices]
+    places = FusionPlaces.of(views, [shapes[number] for number in numbers], [each.box for each in array.slices])
+    if places.shape != array.shape:
+        raise UnsupportedError(f"{pattern} has rows that no tensor fills, which cannot be written")
+    return _ConvertedArray(pattern, numbers, places)
+
+
+def _sort_naturally(name: str) -> list[tuple[object, ...]]:
+    """Return the key by which transformers sorts names: numbers, at the ends of words too, by their value."""
+    key: list[tuple[object, ...]] = []
+    for word in name.split("."):
+        text = word.rstrip("0123456789")
+        number = word[len(text) :]
+        if word.isdigit():
+            key.append((0, int(word)))
+        else:
+            key.append((1, text, int(number)) if number else (1, text))
+    return key
