@@ -266,7 +266,9 @@ def main():
     given = parser.parse_args()
     profile = READERS[given.consumer](given.folder)
     version = given.version or profile["version"]
-    profile = {"consumer": given.consumer, **profile, **BEHAVIOR[given.consumer], "version": version}
+    state_names = given.consumer == "transformers" and not version.startswith("4.")
+    behavior = {**BEHAVIOR[given.consumer], "state_names": state_names}
+    profile = {"consumer": given.consumer, **profile, **behavior, "version": version}
     short = ".".join(version.split(".")[: 3 if given.consumer == "sglang" else 2])  # SGLang has no 0.6 yet
     path = FOLDER / f"{given.consumer}-{short}.json"
     path.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from shardctl.libraries.vllm.arrays import NAME as VLLM
 from shardctl.libraries.vllm.arrays import PROFILE
 from shardctl.libraries.vllm.rank import SGLANG
 from shardctl.models import find_family
+from shardctl.models.hub import find_conversions, list_state_arrays
 from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
 from shardctl.verify.rank_files import list_ranks
 
@@ -31,18 +32,29 @@ def describe_model(
     arrays: Mapping[str, DType],
     files: Collection[str],
     config: Mapping[str, Any] | None,
+    *,
+    extra: tuple[str, ...] = (),
 ) -> StoredModel:
-    """Describe a directory with these arrays and files, whose names and class are those of an opened checkpoint."""
+    """Describe a directory with these arrays and files, whose tensors and class are those of an opened checkpoint.
+
+    `extra` are arrays that the class does not have.
+    """
     model = checkpoint.model
-    if model is None:
+    if model is None or config is None:
         known = checkpoint.config is not None and find_family(checkpoint.config) is not None
         misfit = checkpoint.model_error.message if known and checkpoint.model_error is not None else ""
-        return StoredModel(config, arrays, files, None, misfit)
-    joined = {name: fusion.name for fusion in model.fusions.values() if fusion.stored for name in fusion.tensors}
-    own = [tensor for tensor in model.own() if not tensor.spare]
-    expected = dict.fromkeys(joined.get(tensor.name, tensor.name) for tensor in own)
-    optional = {name for tensor in model.tensors.values() for name in (tensor.name, *tensor.ties)}
-    return StoredModel(config, arrays, files, tuple(expected), optional=frozenset(optional))
+        return StoredModel(config, arrays, files, known=False, misfit=misfit)
+    tensors = checkpoint.manifest.tensors
+    conversions = find_conversions(model.architecture, config)
+    state = (array.name for array in list_state_arrays(model, tensors.values(), config) if array.name in arrays)
+    return StoredModel(
+        config,
+        arrays,
+        files,
+        missing=tuple(tensor.name for tensor in model.own() if not tensor.spare and tensor.name not in tensors),
+        unsaved=tuple(name for name in state if conversions.changes_any([name])),
+        extra=extra,
+    )
 
 
 def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: Mesh, path: str) -> ConsumerVerdict:
@@ -63,7 +75,9 @@ def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: M
             verdict = replace(verdict, reasons=(f"its files of ranks are those of profile {written}", *verdict.reasons))
         return verdict
     arrays = {name: tensor.dtype for name, tensor in checkpoint.stored.tensors.items()}
-    verdict = check_consumer(profile, describe_model(checkpoint, arrays, files, config), mesh, path, per_rank=False)
+    extra = tuple(each.name for each in checkpoint.list_extra_tensors() if not each.kept)
+    stored = describe_model(checkpoint, arrays, files, config, extra=extra)
+    verdict = check_consumer(profile, stored, mesh, path, per_rank=False)
     if checkpoint.stored.format not in _PLAIN_FORMATS or list_ranks(checkpoint.stored):
         reason = f"it does not read {checkpoint.stored.format} files; reshard --for {profile.consumer} converts them"
         return replace(verdict, reasons=(reason,), unknown=())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.consumer_check import describe_model
 from shardctl.checkpoint.run_directory import find_run_files
+from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.libraries.consumers.profile import find_profile
@@ -26,8 +27,10 @@ from shardctl.verify.consumer import check_consumer, require_axes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.dtype import DType
+    from shardctl.libraries.consumers.profile import ConsumerProfile
     from shardctl.manifest import Manifest
     from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.verify.consumer import ConsumerVerdict, StoredModel
@@ -82,25 +85,34 @@ def locate_run(path: str | Path, options: SourceOptions) -> tuple[str | Path, So
     return found.weights, options
 
 
-def check_result(work: PlannedConversion, destination: str | Path) -> ConsumerVerdict | None:
-    """Check the files that a conversion will write for its consumer; None if it has none.
+def fit_consumer(checkpoint: OpenedCheckpoint, work: PlannedConversion, destination: str | Path) -> PlannedConversion:
+    """Return a conversion whose result the consumer should load, with the verdict of the check.
 
-    Raises UnsupportedError if they would not load.
+    Names that the source has stay if they are ones that the consumer loads; else they become those of the Hub.
+    Raises UnsupportedError if the result would not load.
     """
     options = work.reshard_options
-    if options.consumer is None:
-        return None
-    profile, mesh = find_profile(options.consumer), options.consumer_mesh or Mesh.of()
-    per_rank = work.layout == _PER_RANK_LAYOUT
-    path = str(destination).removeprefix("hf://")  # consumers call a repository owner/name
-    verdict = check_consumer(profile, _describe_written(work), mesh, path, per_rank=per_rank)
+    profile = find_profile(options.consumer or "")
+    verdict = _check_written(work, profile, destination)
+    if verdict.reasons and options.names is None and work.layout == "hf":
+        try:
+            renamed = plan_conversion(checkpoint, replace(options, names="hub"))
+            work, verdict = renamed, _check_written(renamed, profile, destination)
+        except UnsupportedError:
+            pass  # the class cannot save them: the first verdict says why they do not load
     if verdict.reasons:
         raise UnsupportedError(
             f"the result would not load in {profile.label}: {verdict.reasons[0]}",
             hint="; ".join(verdict.reasons[1:])
             or f"see what {profile.label} loads with verify --for {options.consumer}",
         )
-    return verdict
+    return replace(work, consumer=verdict)
+
+
+def _check_written(work: PlannedConversion, profile: ConsumerProfile, destination: str | Path) -> ConsumerVerdict:
+    mesh, per_rank = work.reshard_options.consumer_mesh or Mesh.of(), work.layout == _PER_RANK_LAYOUT
+    path = str(destination).removeprefix("hf://")  # consumers call a repository owner/name
+    return check_consumer(profile, _describe_written(work), mesh, path, per_rank=per_rank)
 
 
 def _describe_written(work: PlannedConversion) -> StoredModel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.conversion.consumer_target import apply_consumer, check_result, locate_run
+from shardctl.conversion.consumer_target import apply_consumer, fit_consumer, locate_run
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import require_bookkeeping
@@ -69,7 +69,7 @@ def open_conversion(
         )
         work = replace(work, allow_overflow=allow_overflow)
         if wanted.consumer is not None:
-            work = replace(work, consumer=check_result(work, destination))
+            work = fit_consumer(checkpoint, work, destination)
         if work.reshard_options.reflink and (is_bucket(destination) or is_hub_address(destination)):
             raise UsageError(f"--reflink is for a local directory, and {destination} is none", hint="leave it out")
         if is_bucket(destination):

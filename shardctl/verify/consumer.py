@@ -17,7 +17,7 @@ from shardctl.models.text_config import merge_text_config
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
     from shardctl.libraries.consumers.profile import ConsumerProfile
@@ -32,6 +32,8 @@ CHECK: Final = "consumer"
 """What findings call this check."""
 _HEADS: Final = ("lm_head.", "embed_out.", "output.")
 """What the names of an output head begin with."""
+MAX_NAMES: Final = 3
+"""Tensors that one reason names."""
 _PLAIN: Final = frozenset({"weight", "bias"})
 _PACKED_TYPES: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
 """Types in which weights are stored only if they are quantized."""
@@ -53,14 +55,16 @@ class StoredModel:
     arrays: Mapping[str, DType]
     """The types of the stored arrays, by the names that a consumer sees."""
     files: Collection[str]
-    expected: Collection[str] | None
-    """The names that the class in the config has on the Hub; None if the class is not known."""
+    known: bool = True
+    """Whether the names of the class in the config are known."""
     misfit: str = ""
     """Why the stored names are not those of the class, if the class is known and they are not."""
-    optional: Collection[str] = frozenset()
-    """Names that a consumer takes and does not miss: buffers, other heads, MTP layers."""
-    extra_ignored: Collection[str] = frozenset()
-    """Names that the class has not and transformers ignores."""
+    missing: tuple[str, ...] = ()
+    """Tensors of the class that are not there."""
+    unsaved: tuple[str, ...] = ()
+    """Arrays with a name that the class has in memory and not on the Hub, such as stacked experts of transformers 5."""
+    extra: tuple[str, ...] = ()
+    """Tensors that the class does not have, but for those that transformers ignores."""
 
 
 @value_class
@@ -196,22 +200,32 @@ def _check_names(profile: ConsumerProfile, stored: StoredModel) -> Iterator[tupl
     if stored.misfit:
         yield True, f"the names are not those of the class: {stored.misfit}"
         return
-    if stored.expected is None:
+    if not stored.known:
         yield False, "the tensor names of this class are not known"
         return
-    missing = [name for name in stored.expected if name not in stored.arrays]
-    if missing:
-        some = f"{len(missing)} of {format_plural(len(stored.expected), 'tensor')} of the class"
-        yield True, f"{some} are not there under the Hub's names: {format_first_few(missing, 3)}"
-    known = {*stored.expected, *stored.optional, *stored.extra_ignored}
-    extra = [n for n in stored.arrays if n not in known and not n.endswith(_IGNORED_EVERYWHERE)]
+    if stored.missing:
+        yield (
+            True,
+            f"{_count(stored.missing)} of the class are not there: {format_first_few(stored.missing, MAX_NAMES)}",
+        )
+    if stored.unsaved and not profile.state_names:
+        some = f"{_count(stored.unsaved)} as transformers 5 has them in memory, and not as on the Hub"
+        yield (
+            True,
+            f"{some}: {format_first_few(stored.unsaved, MAX_NAMES)}; reshard --for {profile.consumer} renames them",
+        )
+    extra = [name for name in stored.extra if not name.endswith(_IGNORED_EVERYWHERE)]
     if not extra or profile.extra_tensors == "ignore":
         return
-    some = f"{format_plural(len(extra), 'tensor')} that the class does not have: {format_first_few(extra, 3)}"
+    some = f"{_count(extra)} that the class does not have: {format_first_few(extra, MAX_NAMES)}"
     if profile.extra_tensors == "reject":
-        yield True, f"it rejects {some}"
+        yield True, f"it rejects {some}; reshard moves them to a file of their own"
     else:
         yield False, f"some of its classes reject {some}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return format_plural(len(names), "tensor")
 
 
 def _check_files(stored: StoredModel) -> Iterator[str]:

@@ -148,3 +148,23 @@ def test_names_that_are_not_those_of_the_class_are_refused(say, tmp_path):
     assert "upward" in said.err or "up_proj" in said.err
     assert not (tmp_path / "out").exists()
     assert say("verify", model, "--for", "sglang").code in {3, 4}
+
+
+def test_verify_for_names_missing_and_extra_tensors(say, tmp_path):
+    model = llama(tmp_path / "in")
+    tensors = load_file(model / "model.safetensors")
+    short = {name: value for name, value in tensors.items() if not name.endswith("layers.0.mlp.up_proj.weight")}
+    for change, consumer, code, words in (
+        (short, "vllm", 3, "will not load: 1 of"),
+        ({**tensors, "value_head.weight": np.ones((1, 2), np.float32)}, "vllm", 3, "it rejects 1 tensor"),
+        ({**tensors, "value_head.weight": np.ones((1, 2), np.float32)}, "sglang", 3, "not known: "),
+        ({**tensors, "value_head.weight": np.ones((1, 2), np.float32)}, "transformers", 0, "should load"),
+        ({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}, "vllm", 0, "should load"),
+    ):
+        save_file(change, model / "model.safetensors", {"format": "pt"})
+        said = say("verify", model, "--for", consumer)
+        if code == 0 or change is not short:
+            assert said.code == code, (consumer, said.out, said.err)
+            assert words in said.out
+        else:
+            assert said.code in {3, 4}

@@ -39,6 +39,8 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it does with a tensor that its class does not have."""
     quantized_head: frozenset[str]
     """Methods with which it loads a quantized `lm_head`; ``*`` stands for all."""
+    state_names: bool
+    """Whether it loads the names that transformers 5 gives its classes in memory, in addition to those of the Hub."""
     command: str
     """The command that loads a directory, with ``{path}``; transformers' has ``{auto_class}`` too."""
     degrees: dict[str, str]
