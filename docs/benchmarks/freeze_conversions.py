@@ -10,6 +10,7 @@ write. The file has three tables:
   nothing when a model is saved that was not loaded (`PrefixChange`, `LayerPairCollapse`) is left out.
 - `classes`: the models inside each class, as `named_modules` lists them, which weights it ties, and what it does not
   save, if there is something of this or something is converted.
+- `plain`: the other classes.
 - `auto`: the class that `AutoModel` and its like build for each model type, if something of it is converted.
 """
 
@@ -180,13 +181,17 @@ def describe_class(model):
         auto = find_auto_mapping(one)
         parts.append(part | ({"config": key} if key is not None else {}) | ({"auto": auto} if auto else {}))
     described = {"prefix": model.base_model_prefix, "type": model.config.model_type, "parts": parts}
-    return described | describe_ties(type(model)), [module for _, module in direct]
+    return described | describe_ties(model), [module for _, module in direct]
 
 
-def describe_ties(kind):
-    """Describe which weights a class ties if its config says so, what that says by default, and what is not saved."""
-    ties, unsaved = (getattr(kind, key) for key in ("_tied_weights_keys", "_keys_to_ignore_on_save"))
-    described = {"ties": dict(ties), "tied": find_default_tie(kind.config_class)} if ties else {}
+def describe_ties(model):
+    """Describe which weights a model or class ties if its config says so, what that says by default, and what it omits.
+
+    Some models list their ties when they are built.
+    """
+    ties, unsaved = (getattr(model, key) for key in ("_tied_weights_keys", "_keys_to_ignore_on_save"))
+    known = isinstance(ties, dict) and bool(ties)
+    described = {"ties": ties, "tied": find_default_tie(model.config_class)} if known else {}
     return described | ({"unsaved": sorted(unsaved)} if unsaved else {})
 
 
@@ -200,7 +205,7 @@ def find_default_tie(kind):
 
 
 def list_classes(conversions):
-    """List the classes of which something is converted, tied or not saved, and those that could not be built."""
+    """List classes with something that is converted, tied or not saved; the others; and those that were not built."""
     found, unbuilt = find_classes()
 
     @cache
@@ -214,7 +219,7 @@ def list_classes(conversions):
         if is_special(name, described["type"]):
             kept = [part for part in described["parts"] if is_special(part["class"], part["type"])]
             classes[name] = described | {"parts": kept}
-    return classes, unbuilt
+    return classes, sorted(found.keys() - classes.keys()), unbuilt
 
 
 def find_classes():
@@ -257,9 +262,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     conversions = list_conversions()
-    classes, unbuilt = list_classes(conversions)
+    classes, plain, unbuilt = list_classes(conversions)
     tables = {"transformers": transformers.__version__, "conversions": conversions, "classes": classes}
-    tables["auto"] = list_auto_classes(classes)
+    tables |= {"plain": plain, "auto": list_auto_classes(classes)}
     text = format_tables(tables)
     print(json.dumps(unbuilt, indent=1), file=sys.stderr)
     if not asked.check:
@@ -282,7 +287,7 @@ def format_tables(tables):
         ]
     lines = [*lines[:-1], lines[-1].rstrip(","), " },", ' "classes": {']
     rows = [f"  {json.dumps(name)}: {json.dumps(described)}" for name, described in tables["classes"].items()]
-    lines += [",\n".join(rows), " },", ' "auto": {']
+    lines += [",\n".join(rows), " },", f' "plain": {json.dumps(tables["plain"])},', ' "auto": {']
     rows = [f"  {json.dumps(key)}: {json.dumps(types)}" for key, types in tables["auto"].items()]
     return "\n".join([*lines, ",\n".join(rows), " }", "}"]) + "\n"
 

@@ -23,7 +23,7 @@ from shardctl.libraries.arrays.form import (
 from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
-from shardctl.models.hub import build_hub_arrays, find_conversions, list_state_arrays, list_unsaved_names
+from shardctl.models.hub import HUB_NAMES, build_hub_arrays, find_conversions, list_state_arrays, list_unsaved_names
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
 
@@ -59,7 +59,7 @@ _TRAINERS: Final = {
 """By what `--names` says."""
 _OTHER_STATES: Final = frozenset({"accelerate", "veomni"})
 """Trainers whose arrays are those of transformers, in a state that has another name for the optimizer."""
-NAMES: Final = frozenset({"hub", "transformers", "keep", *_OTHER_STATES, *_TRAINERS})
+NAMES: Final = frozenset({HUB_NAMES, "transformers", "keep", *_OTHER_STATES, *_TRAINERS})
 """What `--names` takes."""
 HUB_LAYOUT: Final = "hf"
 """The layout that can have the names of the Hub."""
@@ -85,7 +85,13 @@ def decide_names(
     config = checkpoint.config
     if reshard_options.names is not None or layout.name != HUB_LAYOUT or config is None or checkpoint.adapter:
         return reshard_options
-    known = ModelConfig(config).architecture() and holds_class_names(checkpoint, config, have)
+    kind, files = _find_original_files(checkpoint)
+    if kind in _HUB_FORMATS and reshard_options.consumer is None:  # whose names someone chose, and the class loads
+        return reshard_options
+    pickled = kind == "torch" and all(PurePosixPath(path).name.startswith(_PICKLED_ON_HUB) for path in files)
+    known = ModelConfig(config).architecture() and _holds_class_names(
+        checkpoint, config, have, keeps_ties=pickled or kind in _HUB_FORMATS
+    )
     return replace(reshard_options, names="hub") if known else reshard_options
 
 
@@ -114,7 +120,7 @@ def choose_arrays(
         trained = add_state_places(trained, build_state_fusions(have, joined), dtypes)
         have, named = name_state_arrays(have, trained, joined)
         return have, join_trainer_forms(form, named, list_balances(model) if asked == TRAINER else {})
-    if reshard_options.names == "hub":
+    if reshard_options.names == HUB_NAMES:
         return have, _choose_hub_arrays(checkpoint, reshard_options, layout, have, dtypes)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
@@ -146,17 +152,16 @@ def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     return model.fusions
 
 
-def holds_class_names(checkpoint: OpenedCheckpoint, config: Mapping[str, Any], have: Manifest) -> bool:
+def _holds_class_names(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, Any], have: Manifest, *, keeps_ties: bool
+) -> bool:
     """Return whether tensors have names or arrays of a class's state dict that the class does not save.
 
-    Safetensors as on the Hub have names that someone chose for them, and their class loads those.
+    With `keeps_ties`, a tied weight may have each of its names.
     """
-    model, (kind, files) = checkpoint.model, _find_original_files(checkpoint)
-    if kind in _HUB_FORMATS:
-        return False
+    model = checkpoint.model
     stored = {name: tensor.spelling or (name, *tensor.ties) for name, tensor in have.tensors.items()}
-    pickled = kind == "torch" and all(PurePosixPath(path).name.startswith(_PICKLED_ON_HUB) for path in files)
-    if not pickled and any(len(names) > 1 for names in stored.values()):
+    if not keeps_ties and any(len(names) > 1 for names in stored.values()):
         return True
     conversions = find_conversions(ModelConfig(config).architecture(), config)
     arrays = {array for names in stored.values() for array in names}

@@ -151,6 +151,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "source_digest": record.source_digest,
         "source_hashes": _build_hashes_document(done.proofs),
         "rules": record.options.get("rules", ""),
+        "names": record.options.get("names", ""),
         "proof": _build_forward_document(done.proof.forward) if done.proof and done.proof.forward else None,
         "consumer": build_consumer_document(done.consumer),
         "notes": list(done.notes),

@@ -3,11 +3,12 @@
 `conversions.json` has what transformers 5.24 says, frozen by `docs/benchmarks/freeze_conversions.py`.
 """
 
-from shardctl.models.hub.conversion_table import NameConversions, find_conversions, list_unsaved_names
+from shardctl.models.hub.conversion_table import HUB_NAMES, NameConversions, find_conversions, list_unsaved_names
 from shardctl.models.hub.hub_arrays import build_hub_arrays, list_state_arrays
 from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
 __all__ = [
+    "HUB_NAMES",
     "NameConversions",
     "build_hub_arrays",
     "find_conversions",

@@ -1,6 +1,6 @@
 """Describes an array by the slices of tensors that it consists of, and rearranges such arrays without their elements.
 
->>> stack = ComposedArray.of_tensor(0, (4, 6, 8))  # the experts of a layer, as one tensor
+>>> stack = HubArray.of_tensor(0, (4, 6, 8))  # the experts of a layer, as one tensor
 >>> [half.shape for half in split_evenly(stack, 1, 2)]
 [(4, 3, 8), (4, 3, 8)]
 >>> unstack(stack, 0)[2].slices[0].box
@@ -62,7 +62,7 @@ class TensorSlice(NamedTuple):
 
 
 @value_class
-class ComposedArray:
+class HubArray:
     """An array made of slices of tensors; where it has none, it has zeros."""
 
     shape: tuple[int, ...]
@@ -70,36 +70,36 @@ class ComposedArray:
     slices: tuple[TensorSlice, ...]
 
     @classmethod
-    def of_tensor(cls, tensor: int, shape: tuple[int, ...]) -> ComposedArray:
+    def of_tensor(cls, tensor: int, shape: tuple[int, ...]) -> HubArray:
         """Return a tensor of this shape as an array."""
         return cls(shape, (TensorSlice(tensor, Box.whole(shape), ArrayView.whole(len(shape))),))
 
 
-def cut(array: ComposedArray, axis: int, start: int, stop: int) -> ComposedArray:
+def cut(array: HubArray, axis: int, start: int, stop: int) -> HubArray:
     """Return the indices from `start` to `stop` of a dim."""
     found = (each.narrow(axis, start, stop) for each in array.slices)
     moved = (each.move(axis, each.view.origin[axis] - start) for each in found if each is not None)
-    return ComposedArray(_set_item(array.shape, axis, stop - start), tuple(moved))
+    return HubArray(_set_item(array.shape, axis, stop - start), tuple(moved))
 
 
-def split_evenly(array: ComposedArray, axis: int, count: int) -> list[ComposedArray]:
+def split_evenly(array: HubArray, axis: int, count: int) -> list[HubArray]:
     """Split a dim into at most `count` equal parts, the last perhaps shorter, as `torch.chunk` does."""
     extent = array.shape[axis]
     size = max(-(-extent // count), 1)
     return [cut(array, axis, start, min(start + size, extent)) for start in range(0, extent, size)]
 
 
-def join(arrays: Sequence[ComposedArray], axis: int) -> ComposedArray:
+def join(arrays: Sequence[HubArray], axis: int) -> HubArray:
     """Join arrays along a dim."""
     slices: list[TensorSlice] = []
     start = 0
     for array in arrays:
         slices += [each.move(axis, each.view.origin[axis] + start) for each in array.slices]
         start += array.shape[axis]
-    return ComposedArray(_set_item(arrays[0].shape, axis, start), tuple(slices))
+    return HubArray(_set_item(arrays[0].shape, axis, start), tuple(slices))
 
 
-def unstack(array: ComposedArray, axis: int) -> list[ComposedArray]:
+def unstack(array: HubArray, axis: int) -> list[HubArray]:
     """Return the array of each index of a dim, without that dim."""
     found: dict[int, list[TensorSlice]] = defaultdict(list)
     for each in array.slices:
@@ -109,10 +109,10 @@ def unstack(array: ComposedArray, axis: int) -> list[ComposedArray]:
             if one is not None:
                 found[index].append(_drop_dim(one, axis))
     shape = (*array.shape[:axis], *array.shape[axis + 1 :])
-    return [ComposedArray(shape, tuple(found[index])) for index in range(array.shape[axis])]
+    return [HubArray(shape, tuple(found[index])) for index in range(array.shape[axis])]
 
 
-def transpose(array: ComposedArray, first: int, second: int) -> ComposedArray:
+def transpose(array: HubArray, first: int, second: int) -> HubArray:
     """Swap two dims."""
     order = list(range(len(array.shape)))
     order[first], order[second] = order[second], order[first]
@@ -121,10 +121,10 @@ def transpose(array: ComposedArray, first: int, second: int) -> ComposedArray:
         axes = tuple(axis if axis == NO_DIM else order[axis] for axis in each.view.axes)
         view = ArrayView(tuple(each.view.origin[dim] for dim in order), axes, each.view.steps)
         slices.append(each._replace(view=view))
-    return ComposedArray(tuple(array.shape[dim] for dim in order), tuple(slices))
+    return HubArray(tuple(array.shape[dim] for dim in order), tuple(slices))
 
 
-def interleave(array: ComposedArray, axis: int, groups: int, runs: int) -> ComposedArray:
+def interleave(array: HubArray, axis: int, groups: int, runs: int) -> HubArray:
     """Interleave the `runs` equal runs of each of `groups` equal groups of a dim: first element of each, then second.
 
     It is what a reshape to `(groups, runs, length)`, a transposition of the last two and the way back give.
@@ -139,22 +139,22 @@ def interleave(array: ComposedArray, axis: int, groups: int, runs: int) -> Compo
     return replace(array, slices=tuple(slices))
 
 
-def flatten_first(array: ComposedArray) -> ComposedArray:
+def flatten_first(array: HubArray) -> HubArray:
     """Merge the first two dims."""
     rows = unstack(array, 0)
-    return join(rows, 0) if rows else ComposedArray((0, *array.shape[2:]), ())
+    return join(rows, 0) if rows else HubArray((0, *array.shape[2:]), ())
 
 
-def add_first_dim(array: ComposedArray) -> ComposedArray:
+def add_first_dim(array: HubArray) -> HubArray:
     """Add a dim of one index before the others."""
     slices = []
     for each in array.slices:
         axes = tuple(axis if axis == NO_DIM else axis + 1 for axis in each.view.axes)
         slices.append(each._replace(view=ArrayView((0, *each.view.origin), axes, each.view.steps)))
-    return ComposedArray((1, *array.shape), tuple(slices))
+    return HubArray((1, *array.shape), tuple(slices))
 
 
-def pad_end(array: ComposedArray, axis: int, extent: int) -> ComposedArray:
+def pad_end(array: HubArray, axis: int, extent: int) -> HubArray:
     """Add zeros at the end of a dim, so that it has this extent."""
     return replace(array, shape=_set_item(array.shape, axis, extent))
 

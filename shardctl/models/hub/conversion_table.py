@@ -17,12 +17,16 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardctl.models.hub.saving_operations import OPERATIONS
+from shardctl.models.hub.saving_operations import OPERATIONS, UNSTACKING
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+HUB_NAMES: Final = "hub"
+"""What `--names` calls the names of the Hub."""
+SAVED_AS: Final = "5.24"
+"""The version of transformers whose `save_pretrained` is meant; the table is of its first release."""
 _TABLE: Final = "conversions.json"
 _REFERENCE: Final = re.compile(r"\\(\d+)")
 _AUTO_ORDER: Final = ("multimodal", "causal", "seq2seq", "base")
@@ -132,6 +136,11 @@ class NameConversions:
         """The conversions of arrays that apply when the model is saved; of each name at most one, the first."""
         return tuple(each for each in self.saving if each.kind == "arrays")
 
+    def unstacks(self, name: str) -> bool:
+        """Return whether saving takes an array of this name apart into those of each expert."""
+        found = next((each for each in self.saving_arrays if each.match(name)), None)
+        return found is not None and any(operation in UNSTACKING for operation, _ in found.operations)
+
     def changes_any(self, names: Iterable[str]) -> bool:
         """Return whether the class saves an array of its state dict that has one of these names under another name."""
         for name in names:
@@ -144,10 +153,11 @@ class NameConversions:
     def reads_as_saved(self, names: Collection[str]) -> bool:
         """Return whether these look like names that the class saves, and not like those of its state dict.
 
-        A name of the Hub is one that loading changes and saving does not. What matches every name tells nothing.
+        A name of the Hub is one that loading changes and saving does not. A rename for every name tells nothing of one.
         """
-        loading, saving = ([{n for n in names if each.match(n)} for each in way] for way in (self.loading, self.saving))
-        loaded, saved = (set().union(*(f for f in way if len(f) < len(names))) for way in (loading, saving))
+        loading = ({name for name in names if each.match(name)} for each in self.loading)
+        loaded = set().union(*(found for found in loading if len(found) < len(names)))
+        saved = {name for name in names if any(each.match(name) for each in self.saving)}
         return len(loaded - saved) >= len(saved - loaded)
 
 
@@ -171,11 +181,6 @@ def _is_transform(said: Mapping[str, Any]) -> bool:
     """Return whether a transform has both directions, and only operations that are known."""
     names = {name for name, *_ in said["save"].get("operations", ())}
     return said["kind"] in _KINDS and bool(said["load"]["to"] and said["save"]["to"]) and names <= OPERATIONS
-
-
-def get_table_version() -> str:
-    """Return the version of transformers that the table was made of."""
-    return str(_read_table()["transformers"])
 
 
 class ClassInModel(NamedTuple):
@@ -258,7 +263,7 @@ def _list_models(architecture: str, config: Mapping[str, Any], path: str = "") -
     """List a model and those inside it, outer ones first."""
     table = _read_table()
     model_type = str(config.get("model_type") or "")
-    if architecture not in table["classes"] and not path:
+    if not path and architecture not in table["classes"] and architecture not in table["plain"]:
         found = (table["auto"][kind].get(model_type) for kind in _AUTO_ORDER)
         architecture = next((name for name in found if name is not None), architecture)
     yield ClassInModel(path, architecture, model_type, config)

@@ -14,13 +14,14 @@ most one conversion for each array, then all renames.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardctl.errors import UnsupportedError
+from shardctl.models.binding import find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.fusion import FusionPlaces, TensorFusion, join_tensors
-from shardctl.models.hub.composed_array import ComposedArray, TensorSlice
+from shardctl.models.hub.composed_array import HubArray, TensorSlice
 from shardctl.models.hub.conversion_table import NameRenamer, find_conversions, list_unsaved_names
 from shardctl.models.hub.saving_operations import OperationContext, apply_operation
 from shardctl.models.hub.tied_names import find_tied_names
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.models.hub.conversion_table import NameConversions, NameTransform
     from shardctl.models.model import Model
-
-_UNSTACKING: Final = frozenset({"SplitModulelist", "ErnieSplitAndDecoupleTextVisionExperts"})
-"""Operations that give each expert arrays of its own."""
 
 
 class _ConvertedArray(NamedTuple):
@@ -68,7 +66,12 @@ def build_hub_arrays(
     for array in list_state_arrays(model, tensors, config):
         if array.name not in unsaved:
             (kept if on_hub and array.name.startswith(on_hub) else state).append(array)
-    return [*save_arrays(state, conversions, config, unstack=unstack), *_name_hub_arrays(kept, conversions)]
+    stacks = [] if unstack else [array for array in state if conversions.unstacks(array.name)]
+    return [
+        *save_arrays((array for array in state if array not in stacks), conversions, config),
+        *_name_hub_arrays(kept, conversions),
+        *_name_stacks(model, stacks, conversions),
+    ]
 
 
 def list_state_arrays(model: Model | None, tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[TensorFusion]:
@@ -101,15 +104,22 @@ def _name_hub_arrays(arrays: Iterable[TensorFusion], conversions: NameConversion
         yield replace(array, name=saving.rename(loading.rename(array.name)))
 
 
+def _name_stacks(
+    model: Model | None, stacks: Iterable[TensorFusion], conversions: NameConversions
+) -> Iterator[TensorFusion]:
+    """Name the arrays that hold all experts as the class does, under the prefix that the Hub's other names have."""
+    renamer = NameRenamer(conversions.saving_renames)
+    for array in stacks:
+        name = renamer.rename(array.name)
+        known = model is None or find_canonical_name(model, name) == array.name
+        yield replace(array, name=name) if known else array
+
+
 def save_arrays(
-    state: Iterable[TensorFusion], conversions: NameConversions, config: Mapping[str, Any], *, unstack: bool = True
+    state: Iterable[TensorFusion], conversions: NameConversions, config: Mapping[str, Any]
 ) -> list[TensorFusion]:
     """Convert and rename the arrays of a state dict; see `build_hub_arrays`."""
-    converters = [
-        each
-        for each in conversions.saving_arrays
-        if unstack or not any(name in _UNSTACKING for name, _ in each.operations)
-    ]
+    converters = conversions.saving_arrays
     by_pattern = {source: each for each in converters for source in each.sources}  # as in transformers, the last counts
     renamer, groups = NameRenamer(conversions.saving_renames), dict[str, _ArrayGroup | TensorFusion]()
     for array in sorted(state, key=lambda each: _sort_naturally(each.name)):
@@ -166,7 +176,7 @@ def _convert_places(
     transform: NameTransform, arrays: Mapping[str, Sequence[TensorFusion]], config: Mapping[str, Any]
 ) -> list[_ConvertedArray]:
     """Apply the operations of a transform."""
-    collected: dict[str, list[ComposedArray]] = {}
+    collected: dict[str, list[HubArray]] = {}
     shapes: list[tuple[int, ...]] = []
     for pattern, some in arrays.items():
         for array in some:
@@ -178,16 +188,16 @@ def _convert_places(
     return [_build_converted(pattern, array, shapes) for pattern, (array, *_) in collected.items()]
 
 
-def _compose_array(places: FusionPlaces, first: int) -> ComposedArray:
+def _compose_array(places: FusionPlaces, first: int) -> HubArray:
     """Describe an array by its slices, whose tensors are numbered from `first`."""
     slices = (
         TensorSlice(first + number, box, view)
         for number, (box, view) in enumerate(zip(places.boxes, places.views, strict=True))
     )
-    return ComposedArray(places.shape, tuple(slices))
+    return HubArray(places.shape, tuple(slices))
 
 
-def _build_converted(pattern: str, array: ComposedArray, shapes: Sequence[tuple[int, ...]]) -> _ConvertedArray:
+def _build_converted(pattern: str, array: HubArray, shapes: Sequence[tuple[int, ...]]) -> _ConvertedArray:
     numbers = tuple(each.tensor for each in array.slices)
     views = [each.view for each in array.slices]
     places = FusionPlaces.of(views, [shapes[number] for number in numbers], [each.box for each in array.slices])

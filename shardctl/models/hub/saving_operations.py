@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.models.hub.composed_array import (
-    ComposedArray,
+    HubArray,
     add_first_dim,
     flatten_first,
     interleave,
@@ -56,7 +56,7 @@ class OperationContext:
         return int(found)
 
 
-_Arrays = dict[str, list[ComposedArray]]
+_Arrays = dict[str, list[HubArray]]
 
 
 def apply_operation(name: str, settings: Mapping[str, Any], arrays: _Arrays, context: OperationContext) -> _Arrays:
@@ -150,7 +150,7 @@ def _keep(_: Mapping[str, Any], arrays: _Arrays, context: OperationContext) -> _
     return {context.targets[0]: [_take_only(arrays)]}
 
 
-def _take_only(arrays: _Arrays) -> ComposedArray:
+def _take_only(arrays: _Arrays) -> HubArray:
     (found, *_), *others = arrays.values()
     if others:
         raise UnsupportedError(f"cannot convert {', '.join(arrays)} as one array")
@@ -171,3 +171,5 @@ _OPERATIONS: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationC
 }
 OPERATIONS: Final = frozenset(_OPERATIONS)
 """The operations of the table that are known."""
+UNSTACKING: Final = frozenset({"SplitModulelist", "ErnieSplitAndDecoupleTextVisionExperts"})
+"""Those that give each expert arrays of its own."""
