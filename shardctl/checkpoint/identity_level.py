@@ -110,6 +110,8 @@ def _pair_tensors(
     companions = compare_companions(checkpoint, other, cast=_has_cast(checkpoint) or bool(retyped or other.encoded))
     level.add(check_companions(checkpoint, companions))
     level.notes += companions.notes
+    if companions.alone:
+        level.notes.append(f"auxiliary files were not compared: {other.source.name} is one file")
     pairs = []
     for name in [*mine, *(n for n in theirs if n not in mine)]:
         problem = _check_pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=cast)

@@ -113,6 +113,11 @@ def get_layout(name: str) -> Layout:
     return layout
 
 
+def is_served_layout(name: str) -> bool:
+    """Return whether `from_pretrained` or an engine loads a directory of a layout, by the name in a record."""
+    return name in LAYOUT_FILES and get_layout(name).served
+
+
 def load_layouts() -> tuple[Layout, ...]:
     """Load every layout, in the order of the help."""
     return tuple(map(get_layout, LAYOUT_FILES))

@@ -47,6 +47,8 @@ class Format:
     """Whether its files are safetensors files by names of its own, so that they are not meant as plain ones."""
     saved: bool = False
     """Whether its files are torch.save's, so that each may be a zip archive."""
+    served: bool = False
+    """Whether `from_pretrained` or an engine loads a directory of it, with the tokenizer and the settings in it."""
 
 
 def find_given_file(source: Source) -> str | None:

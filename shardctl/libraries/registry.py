@@ -147,6 +147,11 @@ def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 
+def is_served(stored: Manifest) -> bool:
+    """Return whether these are files that `from_pretrained` or an engine loads, if their config lies beside them."""
+    return any(format_.served for format_ in FORMATS if format_.name == stored.format)
+
+
 def is_plain_safetensors(stored: Manifest) -> bool:
     """Return whether these are safetensors files that nothing but transformers loads, which needs a config."""
     return stored.format == safetensors.FORMAT.name

@@ -97,6 +97,8 @@ class Layout:
     """The library that resumes from it, as `TrainingState.writer` begins; empty if there are several."""
     own_steps: bool = False
     """Whether its trainers look for a number of steps beside the states of every parameter."""
+    served: bool = False
+    """Whether `from_pretrained` or an engine loads a directory of it, with the tokenizer and the settings in it."""
     source_names: bool = False
     """Whether arrays keep the names and the form that they have in the source, whatever `--names` says."""
     prefix: Callable[[LibraryDialect, int], str] = _give_no_prefix

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.errors import format_first_few
+from shardctl.libraries.catalogue import is_served_layout
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
 from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
@@ -16,6 +17,7 @@ from shardctl.record import RECORD, hash_source_spans
 from shardctl.training import STEP, split_state_name
 from shardctl.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.side_files import describe_loading, is_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -51,13 +53,10 @@ def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iter
             yield CheckFinding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
     for path in files:
         if path not in record.files and path != RECORD:
-            weights = path.endswith(LOADED_SUFFIXES)
-            yield CheckFinding(
-                "error" if weights else "warning",
-                "files",
-                f"{path} is not part of this checkpoint" + (": a loader would take it for one" if weights else ""),
-                file=path,
-            )
+            weights, read = path.endswith(LOADED_SUFFIXES), is_code(path) or is_served_layout(record.layout)
+            why = ": a loader would take it for one" if weights else describe_loading(path) if read else ""
+            message = f"{path} is not part of this checkpoint{why}"
+            yield CheckFinding("error" if why else "warning", "files", message, file=path)
 
 
 def check_hashes(record: CheckpointRecord, source: Source) -> Iterator[CheckFinding]:

@@ -232,6 +232,36 @@ def edit_generation(place: Path, _other: Path) -> bool:
     return True
 
 
+def add_code(place: Path, _other: Path) -> bool:
+    """A file of code lies beside the weights."""
+    (place / "modeling_evil.py").write_text("import os\n")
+    return True
+
+
+def add_auto_map(place: Path, _other: Path) -> bool:
+    """The config names classes in code of another repository."""
+    file = place / "config.json"
+    references = {"AutoModelForCausalLM": "someone/else--modeling.Evil"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": references}))
+    return True
+
+
+def add_template(place: Path, _other: Path) -> bool:
+    """A chat template lies beside the weights."""
+    (place / "chat_template.jinja").write_text("{{ messages }}")
+    return True
+
+
+def _lose(name: str) -> FileKind:
+    """A file that from_pretrained reads is missing."""
+
+    def lose(place: Path, _other: Path) -> bool:
+        (place / name).unlink()
+        return True
+
+    return lose
+
+
 def _list_edits() -> Iterator[tuple[str, FileKind]]:
     for what in EDITS:
         yield f"config: {what}", lambda place, _other, what=what: edit_config(place, what)
@@ -259,4 +289,10 @@ BESIDE_KINDS: dict[str, FileKind] = {
     "settings for generation": edit_generation,
     **NAME_KINDS,
     **SETTING_KINDS,
+    "code that was added": add_code,
+    "an auto_map that was added": add_auto_map,
+    "a chat template that was added": add_template,
+    "no tokenizer": _lose("tokenizer.json"),
+    "no settings of the tokenizer": _lose("tokenizer_config.json"),
+    "no settings for generation": _lose("generation_config.json"),
 }

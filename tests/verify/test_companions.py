@@ -185,9 +185,128 @@ def test_side_files(pair):
     (shards / "tokenizer_config.json").write_text('{ "model_max_length":64, "transformers_version": "5" }')
     (shards / "generation_config.json").unlink()
     found = {f.file: f.severity for f in find_identity(verify(shards, VerifyOptions(against=whole))).findings}
-    assert found == {"merges.txt": "error", "README.md": "warning", "generation_config.json": "warning"}
+    assert found == {"merges.txt": "error", "README.md": "warning", "generation_config.json": "error"}
     changes = {change.file: change.kind for change in diff(whole, shards).file_changes}
     assert changes == {"merges.txt": "content", "README.md": "content", "generation_config.json": "only_in_a"}
+
+
+def list_findings(path, against, **options):
+    """The findings of a comparison by file: severity and message."""
+    found = verify(path, VerifyOptions(against=against), source_options=SourceOptions(**options))
+    return {finding.file: (finding.severity, finding.message) for finding in found.findings}
+
+
+TEMPLATE, CODE, REFERENCE = "chat_template.jinja", "modeling_x.py", {"AutoModel": "someone/else--modeling.X"}
+NEEDED = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
+
+
+@pytest.fixture
+def served(kept, tmp_path):
+    """A model with all files that from_pretrained reads."""
+    whole = shutil.copytree(kept("llama")[0], tmp_path / "served")
+    (whole / "tokenizer.json").write_text("{}")
+    (whole / TEMPLATE).write_text("{{ messages }}")
+    (whole / CODE).write_text("class X: pass")
+    return whole
+
+
+class TestAddedFiles:
+    @pytest.mark.parametrize("recorded", [True, False])
+    def test_code_and_what_loaders_read_is_a_finding(self, kept, tmp_path, recorded):
+        whole, out = kept("llama")[0], tmp_path / "out"
+        reshard(whole, out, ReshardOptions(to="hf"))
+        if not recorded:
+            (out / RECORD).unlink()
+        assert list_findings(out, whole) == {}
+        (out / CODE).write_text("import os")
+        (out / "custom_generate").mkdir()
+        (out / "custom_generate" / "generate.py").write_text("import os")
+        (out / TEMPLATE).write_text("{{ messages }}")
+        (out / "results.json").write_text("{}")
+        found = list_findings(out, whole)
+        assert {file: severity for file, (severity, _) in found.items()} == {
+            **dict.fromkeys((CODE, "custom_generate/generate.py", TEMPLATE), "error"),
+            "results.json": "warning",
+        }
+        assert "runs it with trust_remote_code" in found[CODE][1]
+
+    def test_a_reference_to_code_is_always_compared(self, pair):
+        whole, shards = pair("llama")
+        edit(shards / "config.json", auto_map=REFERENCE)
+        severity, message = list_findings(shards, whole)["config.json"]
+        assert severity == "error"
+        assert message.startswith('config.json has auto_map {"AutoModel": "someone/else--modeling.X"}; the source has')
+        assert [change.key for change in diff(whole, shards).config_changes] == ["auto_map"]
+        other = shards.with_name("other")
+        shutil.copytree(whole, other)
+        edit(other / "config.json", auto_map={"AutoModel": "modeling_x.X"})
+        assert list_findings(shards, other)["config.json"][0] == "error"
+        edit(shards / "config.json", auto_map="absent")
+        assert list_findings(shards, other)["config.json"] == (
+            "error", 'config.json has auto_map absent; the source has {"AutoModel": "modeling_x.X"}'
+        )  # fmt: skip
+
+    def test_a_trainer_has_no_tokenizer_to_compare_with_but_code_is_a_finding(self, kept, served, tmp_path):
+        dcp = tmp_path / "dcp"
+        reshard(kept("llama")[0], dcp, ReshardOptions(to="dcp"))
+        for path in (*dcp.glob("*.json"), dcp / "merges.txt", dcp / "README.md"):
+            path.unlink()
+        edit(served / "tokenizer_config.json", auto_map={"AutoTokenizer": ["someone/else--tokenization.X", None]})
+        found = list_findings(served, dcp)
+        errors = {file for file, (severity, _) in found.items() if severity == "error"}
+        assert errors == {CODE, "tokenizer_config.json"}
+        assert "its auto_map names code" in found["tokenizer_config.json"][1]
+        assert found.keys() >= {"tokenizer.json", TEMPLATE, "generation_config.json", "merges.txt"}, "said as warnings"
+
+    def test_what_the_record_says_the_origin_of_is_none(self, served, kept, tmp_path):
+        bare, out = kept("llama")[0], tmp_path / "out"
+        given = SourceOptions(complete_from=str(served))
+        reshard(bare, out, ReshardOptions(to="hf"), source_options=given)
+        assert (out / CODE).is_file()
+        assert verify(out, VerifyOptions(level="full", against=bare), source_options=given).ok
+        (out / RECORD).unlink()
+        (out / TEMPLATE).write_text("{{ other }}")
+        (out / "tokenizer.json").unlink()
+        found = list_findings(out, bare, complete_from=str(served))
+        assert (found[TEMPLATE][0], found["tokenizer.json"][0]) == ("error", "error")
+
+    def test_a_config_that_was_given_may_name_code(self, served, tmp_path):
+        edit(served / "config.json", auto_map={"AutoModel": "modeling_x.X"})
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        shutil.copy(served / "model.safetensors", bare)
+        reshard(bare, tmp_path / "out", ReshardOptions(to="hf"), source_options=SourceOptions(config=served))
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+        assert verify(tmp_path / "out", VerifyOptions(against=bare)).ok
+        (tmp_path / "out" / RECORD).unlink()
+        assert list_findings(tmp_path / "out", bare)["config.json"][0] == "error"
+
+    def test_one_file_has_nothing_beside_it(self, served):
+        found = verify(served, VerifyOptions(against=served / "model.safetensors"))
+        assert found.ok
+        assert any("auxiliary files were not compared" in note for note in find_identity(found).notes)
+
+
+class TestMissingFiles:
+    @pytest.mark.parametrize("layout", ["hf", "ranks", "vllm", "trtllm"])
+    def test_what_from_pretrained_or_an_engine_reads_is_a_finding(self, served, tmp_path, layout):
+        reshard(served, tmp_path / "out", ReshardOptions(to=layout))
+        (tmp_path / "out" / RECORD).unlink()
+        for name in (*NEEDED, CODE, "merges.txt"):
+            (tmp_path / "out" / name).unlink()
+        found = {file: severity for file, (severity, _) in list_findings(tmp_path / "out", served).items()}
+        assert {name: found[name] for name in (*NEEDED, CODE)} == dict.fromkeys((*NEEDED, CODE), "error")
+        assert found["merges.txt"] == "warning"
+
+    def test_for_a_trainer_it_is_a_warning_unless_the_record_lists_it(self, served, tmp_path):
+        reshard(served, tmp_path / "out", ReshardOptions(to="dcp"))
+        for name in NEEDED:
+            (tmp_path / "out" / name).unlink()
+        recorded = list_findings(tmp_path / "out", served)
+        assert {name: recorded[name][0] for name in NEEDED} == dict.fromkeys(NEEDED, "error")
+        (tmp_path / "out" / RECORD).unlink()
+        found = list_findings(tmp_path / "out", served)
+        assert {name: found[name][0] for name in NEEDED} == dict.fromkeys(NEEDED, "warning")
 
 
 def test_a_config_that_is_missing(pair):

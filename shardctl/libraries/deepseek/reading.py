@@ -76,4 +76,4 @@ def _list_rank_files(source: Source) -> list[str]:
     return [files[n] for n in range(count)]
 
 
-FORMAT: Final = Format("deepseek", _TITLE, detect_deepseek_mp, scan_deepseek_mp, names_safetensors=True)
+FORMAT: Final = Format("deepseek", _TITLE, detect_deepseek_mp, scan_deepseek_mp, names_safetensors=True, served=True)

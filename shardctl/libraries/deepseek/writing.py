@@ -44,4 +44,4 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"model{rank}-mp{dialect.mesh.world}."
 
 
-LAYOUT: Final = Layout(NAME, pack_deepseek_mp, ranks="library", prefix=_format_file_prefix)
+LAYOUT: Final = Layout(NAME, pack_deepseek_mp, ranks="library", prefix=_format_file_prefix, served=True)

@@ -189,4 +189,4 @@ def _merge_metadata(found: Mapping[str, Manifest]) -> tuple[dict[str, str], list
 
 
 _TITLE: Final = "a pipeline of diffusers"
-FORMAT: Final = Format(PIPELINE_FORMAT, _TITLE, detect_pipeline, scan_pipeline)
+FORMAT: Final = Format(PIPELINE_FORMAT, _TITLE, detect_pipeline, scan_pipeline, served=True)

@@ -179,4 +179,4 @@ def _list_expected(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"model.layers.{layer}.{module}.weight" for module in modules)
 
 
-FORMAT: Final = Format("grok", _TITLE, detect_grok, scan_grok, names_safetensors=True)
+FORMAT: Final = Format("grok", _TITLE, detect_grok, scan_grok, names_safetensors=True, served=True)

@@ -122,4 +122,6 @@ def _add_files(builder: FileBuilder, whole: str, groups: Sequence[Sequence[Tenso
         builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
 
 
-LAYOUT: Final = Layout(NAME, pack_hf, options=frozenset({"max_shard_size", "names", "experts"}), source_names=True)
+LAYOUT: Final = Layout(
+    NAME, pack_hf, options=frozenset({"max_shard_size", "names", "experts"}), source_names=True, served=True
+)

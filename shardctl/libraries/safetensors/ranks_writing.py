@@ -278,4 +278,5 @@ LAYOUT: Final = Layout(
     options=frozenset({"max_shard_size", "names", "experts"}),
     states="on request",
     prefix=_format_file_prefix,
+    served=True,
 )

@@ -356,4 +356,5 @@ FORMAT: Final = Format(
     detect_safetensors,
     scan_safetensors,
     scan_indexed=partial(scan_safetensors, prefer_index=True),
+    served=True,
 )

@@ -336,4 +336,5 @@ FORMAT: Final = Format(
     scan_torch_save,
     scan_indexed=partial(scan_torch_save, prefer_index=True),
     saved=True,
+    served=True,
 )

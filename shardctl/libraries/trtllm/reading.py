@@ -115,4 +115,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm, names_safetensors=True)
+FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm, names_safetensors=True, served=True)

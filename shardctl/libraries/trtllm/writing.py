@@ -220,4 +220,6 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 
 
-LAYOUT: Final = Layout(NAME, pack_trtllm, ranks="library", options=frozenset({_EMBEDDING}), prefix=_format_file_prefix)
+LAYOUT: Final = Layout(
+    NAME, pack_trtllm, ranks="library", options=frozenset({_EMBEDDING}), prefix=_format_file_prefix, served=True
+)

@@ -129,4 +129,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("vllm", _TITLE, detect_vllm, scan_vllm, names_safetensors=True)
+FORMAT: Final = Format("vllm", _TITLE, detect_vllm, scan_vllm, names_safetensors=True, served=True)

@@ -176,5 +176,10 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
 
 
 LAYOUT: Final = Layout(
-    NAME, pack_vllm, ranks="library", options=frozenset({OPTION, "max_shard_size"}), prefix=_format_file_prefix
+    NAME,
+    pack_vllm,
+    ranks="library",
+    options=frozenset({OPTION, "max_shard_size"}),
+    prefix=_format_file_prefix,
+    served=True,
 )
