@@ -9,6 +9,7 @@ from shardctl import models
 from shardctl.amounts import format_plural
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import ShardctlError, UnsupportedError, format_first_few
+from shardctl.libraries.peft.whole_model import list_live_adapters
 from shardctl.models.binding import is_maxtext
 from shardctl.models.wrapping import AmbiguousNamesError, ClassReader
 from shardctl.verify.finding import CheckFinding
@@ -90,6 +91,8 @@ def _build_reader(checkpoint: OpenedCheckpoint) -> ClassReader | None:
     if checkpoint.stored_quantization is not None:
         return None
     partial = checkpoint.record is not None and checkpoint.record.partial
+    if list_live_adapters(stored.tensors):  # an adapter and its base, which --only adapter takes apart
+        return None
     if partial or checkpoint.ruled or checkpoint.part or is_maxtext(stored.tensors) or not stored.tensors:
         return None
     try:
