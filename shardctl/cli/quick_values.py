@@ -65,7 +65,8 @@ def quicken_values(command: Any) -> None:  # noqa: ANN401 - typer's
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
             _quicken_parameter(parameter)
-        each.get_help_option = partial(_make_quick_help, each.get_help_option)
+        if not isinstance(each.get_help_option, partial):  # a caller may keep the command
+            each.get_help_option = partial(_make_quick_help, each.get_help_option)
 
 
 def _quicken_parameter(parameter: Any) -> None:  # noqa: ANN401 - typer's

@@ -8,9 +8,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "hub"))
 
 from fuzzed_texts import ALLOWED, FuzzCase, TextFuzzer
+from typer.main import get_command
+
+from shardctl.cli.app import app
+from shardctl.cli.quick_values import quicken_values
 
 SEED, CASES = 2026, 40
 """Of every kind; a case takes about 10 ms."""
+EMPTY_FILE = (0, 354)
+"""Seed and number of a listing that calls a file empty."""
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +66,18 @@ def test_texts_that_are_not_changed_are_read(fuzzer):
         ("plan", str(fuzzer.source), "--tp", "2", "--rules", str(fuzzer.place / "rules.toml")),
     ):
         assert fuzzer.outcome(FuzzCase("config", args, b"", {})).code == 0, args
+
+
+def test_a_case_that_ended_in_a_bug_is_refused(fuzzer):
+    """A file of the Hub that the listing calls empty is read without a header that the Hub has read."""
+    found = fuzzer.outcome(fuzzer.case(*EMPTY_FILE))
+    assert not found.wrong
+    assert found.code == 4
+
+
+def test_a_command_that_is_kept_is_prepared_once():
+    command = get_command(app)
+    quicken_values(command)
+    made = command.get_help_option
+    quicken_values(command)
+    assert command.get_help_option is made, "each run would add a call"

@@ -202,11 +202,11 @@ class HubSource:
         self._read(self._prefix + path, offset, into)
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
-        cached = self._listing.files[path].cached
+        cached, beginning = self._listing.files[path].cached, self._beginnings.get(path, b"")
         if cached and self._disk is not None:
             self._disk.read_at(cached, offset, into)
-        elif offset + len(into) <= len(self._beginnings.get(path, b"")):
-            into[:] = self._beginnings[path][offset : offset + len(into)]
+        elif offset + len(into) <= len(beginning):
+            into[:] = beginning[offset : offset + len(into)]
         else:
             self._windows.read(path, offset, into)
 
