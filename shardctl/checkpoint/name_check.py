@@ -88,11 +88,9 @@ def _build_reader(checkpoint: OpenedCheckpoint) -> ClassReader | None:
     config, stored = checkpoint.config, checkpoint.stored
     if config is None or checkpoint.adapter or checkpoint.hypothetical or stored.dialect is not None:
         return None
-    if checkpoint.stored_quantization is not None:
-        return None
+    if checkpoint.stored_quantization is not None or list_live_adapters(stored.tensors):
+        return None  # --only adapter takes an adapter and its base apart
     partial = checkpoint.record is not None and checkpoint.record.partial
-    if list_live_adapters(stored.tensors):  # an adapter and its base, which --only adapter takes apart
-        return None
     if partial or checkpoint.ruled or checkpoint.part or is_maxtext(stored.tensors) or not stored.tensors:
         return None
     try:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shardctl.estimate.calibrate import FittedCalibration
     from shardctl.estimate.devices import DeviceSpec
 
+_OTHER_WORDS = {"serve": {"inference", "serving", "infer"}, "train": {"training", "finetuning", "pretraining"}}
+"""What other tools call the uses."""
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
 _SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
@@ -43,7 +45,11 @@ def parse_use(text: str) -> str:
         try:
             profile = find_profile(text)
         except UsageError as error:
-            raise UsageError(f"unknown --for {text!r}", hint=f"use serve or train; {error.hint}") from error
+            meant = next((use for use, words in _OTHER_WORDS.items() if text.lower() in words), "")
+            hint = f"did you mean {meant}?" if meant else f"use serve or train, or a server: {error.hint}"
+            raise UsageError(
+                f"invalid value for '--for': {text!r} is not serve, train or a server", hint=hint
+            ) from error
         if profile.consumer not in ESTIMATED_SERVERS:
             raise UsageError(
                 f"{profile.consumer} is not a server whose memory use is estimated",

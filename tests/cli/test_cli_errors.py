@@ -74,7 +74,7 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
         (["plan", "x", "--seq-len=32,768"], "--seq-len: '32,768' is not a whole number", "did you mean 32768?"),
         (
             ["plan", "x", "--for", "inference"],
-            "invalid value for '--for': 'inference' is not one of 'serve', 'train'",
+            "invalid value for '--for': 'inference' is not serve, train or a server",
             "did you mean serve?",
         ),
         (

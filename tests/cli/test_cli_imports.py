@@ -69,7 +69,7 @@ def test_few_modules_are_loaded(source):
         (["--help"], 47, []),
         (["plan", "--help"], 218, []),
         (["inspect", source], 207, ["rich.console"]),
-        (["plan", source, "--tp", 2], 322, ["rich.console"]),
+        (["plan", source, "--tp", 2], 330, ["rich.console"]),
     ):
         number, found = own_modules(*args)
         assert number <= most, f"{args[0]} loads {number}"

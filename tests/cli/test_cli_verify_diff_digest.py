@@ -91,7 +91,9 @@ def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
 def test_verify_as_json(say, damaged):
     found = say("verify", damaged, "--level", "full", "--json")
     document = json.loads(found.out)
-    assert list(document) == ["schema", "status", "exit_code", "path", "against", "ok", "digest", "unchecked", "levels"]
+    assert list(document) == [
+        *("schema", "status", "exit_code", "path", "against", "ok", "digest", "unchecked", "consumer", "levels")
+    ]
     assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
     assert found.code == 3
     content = document["levels"][1]
@@ -178,7 +180,7 @@ def test_diff_as_json(say, source, damaged):
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
     assert set(document["changes"][0]) == {*("tensor", "kind", "a", "b", "count", "size", "first", "distance", "cast")}
-    assert set(document["changes"][0]["distance"]) == {"largest", "mean", "relative", "nonfinite"}
+    assert set(document["changes"][0]["distance"]) == {"largest", "mean", "relative", "nonfinite", "rounding"}
 
 
 def test_digest_is_one_line_and_equal_for_every_layout(say, source, result):
