@@ -33,8 +33,6 @@ EXPANDED = tuple(owner for owner in OWNERS if "deepseek" in owner and not owner.
 """Those that vLLM wrote under ``VLLM_MLA_DISABLE=1``, which are read and never written."""
 WIDENED = "qwen3_next"
 """A model whose source has decays in bf16, which vLLM keeps in fp32."""
-OLDER_NAMES = ("qwen2_vl", "qwen2_5_vl")
-"""Models whose files have names that the class no longer has, which is what is written where no file says so."""
 WRITTEN = tuple(owner for owner in OWNERS if owner not in EXPANDED)
 
 
@@ -128,9 +126,6 @@ class TestReading:
         restored = "bf16" if owner.startswith(WIDENED) else "keep"
         made = reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf", dtype=restored, experts=stacked))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
-        if owner.startswith(OLDER_NAMES):
-            theirs = {name.replace("model.", "model.language_model."): theirs[name] for name in theirs}
-            theirs = {name.replace("visual.", "model.visual."): theirs[name] for name in theirs}
         assert unequal(ours, theirs) == []
         assert made.record.digest == digest(source(owner)).digest
 

