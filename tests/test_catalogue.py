@@ -27,7 +27,7 @@ CONTAINERS = {"shardctl.libraries.torch_save.zip_records", "shardctl.libraries.s
 """How a damaged record of an archive is told, which is asked while files are copied and verified; and the header that
 `verify` has the library safetensors read, too."""
 DECLARED = re.compile(r"^(?:LAYOUT|SCHEMA): Final", re.MULTILINE)
-BESIDE = {"gguf", "peft"}
+BESIDE = {"consumers", "gguf", "peft"}
 """What is no format to convert from: a file that is only described, and adapters that are merged into a checkpoint."""
 
 

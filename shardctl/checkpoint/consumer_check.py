@@ -6,9 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.libraries.vllm.arrays import NAME as VLLM
-from shardctl.libraries.vllm.arrays import PROFILE
-from shardctl.libraries.vllm.rank import SGLANG
 from shardctl.models import find_family
 from shardctl.models.hub import find_conversions, list_state_arrays
 from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
@@ -23,6 +20,10 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.verify.consumer import ConsumerVerdict
 
+_RANK_SCHEMA = "vllm"
+"""The schema of files that a server's ranks load (`sharded_state`)."""
+_PROFILE_FACT = "profile"
+"""Where a dialect of that schema says which server, and which version of it, has such files."""
 _PLAIN_FORMATS = frozenset({"safetensors", "torch"})
 """Formats whose arrays are those of the model, under its own names."""
 
@@ -66,12 +67,11 @@ def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: M
     require_axes(profile, mesh)
     files, dialect = checkpoint.source.files(), checkpoint.stored.dialect
     config = checkpoint.config if CONFIG in files else None
-    if dialect is not None and dialect.schema == VLLM and profile.sharded:
+    if dialect is not None and dialect.schema == _RANK_SCHEMA and profile.sharded:
         stored = describe_model(checkpoint, {}, files, config)
         verdict = check_consumer(profile, stored, dialect.mesh or mesh, path, per_rank=True)
-        written = dialect.facts.get(PROFILE)
-        wanted = profile.consumer if profile.consumer == SGLANG else profile.label.rpartition(" ")[2]
-        if written != wanted:
+        written = dialect.facts.get(_PROFILE_FACT)
+        if written != profile.rank_profile:
             verdict = replace(verdict, reasons=(f"its files of ranks are those of profile {written}", *verdict.reasons))
         return verdict
     arrays = {name: tensor.dtype for name, tensor in checkpoint.stored.tensors.items()}

@@ -16,7 +16,7 @@ from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, SMALL_FLOATS
 from shardctl.errors import SourceError, UsageError, format_first_few
-from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors, is_extra_name
+from shardctl.libraries.files.extra_tensors import add_extra_tensors, is_extra_name
 from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.verify import content

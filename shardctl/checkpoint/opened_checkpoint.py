@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
+from shardctl.libraries.files.extra_tensors import add_extra_tensors
 from shardctl.models.binding import is_maxtext
 from shardctl.training import add_states, split_state_name
 from shardctl.value import value_class

@@ -28,9 +28,9 @@ from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.catalogue import get_schema
+from shardctl.libraries.files.extra_tensors import read_extra_file
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
-from shardctl.libraries.safetensors.extra_tensors import read_extra_file
 from shardctl.manifest import first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
 from shardctl.models.wrapping import remove_wrappers

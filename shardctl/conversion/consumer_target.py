@@ -39,8 +39,6 @@ _PER_RANK_LAYOUT: Final = "vllm"
 """The layout whose files are those of a server's ranks."""
 _LENGTH_BYTES: Final = 8
 """Bytes of the length before the header of a safetensors file."""
-_RANK_PROFILES: Final = {"vllm": "", "sglang": "sglang"}
-"""What `--vllm-profile` calls each server that loads such files; of vLLM it is the version."""
 
 
 def apply_consumer(options: ReshardOptions) -> ReshardOptions:
@@ -61,8 +59,7 @@ def apply_consumer(options: ReshardOptions) -> ReshardOptions:
     if options.to == _PER_RANK_LAYOUT:
         if not profile.sharded:
             raise UsageError(f"{profile.label} does not load --to {options.to}", hint="leave --to out")
-        name = _RANK_PROFILES[profile.consumer] or profile.label.rpartition(" ")[2]
-        return replace(options, vllm_profile=name, consumer_mesh=mesh)
+        return replace(options, vllm_profile=profile.rank_profile, consumer_mesh=mesh)
     if options.to not in {None, "hf"}:
         raise UsageError(f"{profile.label} does not load --to {options.to}", hint="leave --to out, which means hf")
     if options.stages is not None:

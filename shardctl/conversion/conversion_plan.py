@@ -46,7 +46,7 @@ from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, requir
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
-from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors, pack_extra_tensors
+from shardctl.libraries.files.extra_tensors import add_extra_tensors, pack_extra_tensors
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh

@@ -11,8 +11,8 @@ from shardctl.conversion.optimizer_states import get_states
 from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
+from shardctl.libraries.files.extra_tensors import is_extra_name
 from shardctl.libraries.files.sharded_backend import INTEGRITY, MARK, encode_integrity
-from shardctl.libraries.safetensors.extra_tensors import is_extra_name
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
 from shardctl.manifest import Region
 from shardctl.record import (

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_orig
 from shardctl.checkpoint.config_files import CONFIG, list_override_files
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
+from shardctl.libraries.files.extra_tensors import add_extra_tensors
 from shardctl.libraries.reader import find_given_file
-from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.models.quantisation.settings import SIDECAR

@@ -8,8 +8,8 @@ from rich.console import Group
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.errors import format_first_few
+from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
-from shardctl.libraries.safetensors.extra_tensors import EXTRA_FILE
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from shardctl.checkpoint.unexplained_codes import list_plain_floats
 from shardctl.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.execute.interrupt import stop_on_signals
-from shardctl.libraries.safetensors.extra_tensors import add_extra_tensors
+from shardctl.libraries.files.extra_tensors import add_extra_tensors
 from shardctl.training import ROOT
 from shardctl.value import value_class
 from shardctl.verify.agreement import require_agreement

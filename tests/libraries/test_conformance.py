@@ -27,8 +27,8 @@ from shardctl.api import ReshardOptions, ShardctlError, SourceOptions, digest, r
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES
+from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.registry import detect_format
-from shardctl.libraries.safetensors.extra_tensors import EXTRA_FILE
 from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
 

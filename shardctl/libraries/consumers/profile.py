@@ -59,6 +59,13 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Classes that it no longer has, with the last version that had them."""
 
     @property
+    def rank_profile(self) -> str:
+        """What `--vllm-profile` calls the files of ranks that it loads; empty where it loads none."""
+        if not self.sharded:
+            return ""
+        return self.consumer if self.consumer == "sglang" else _shorten_version(self.consumer, self.version)
+
+    @property
     def label(self) -> str:
         """The name and the short version, such as ``vllm 0.32``."""
         return f"{self.consumer} {_shorten_version(self.consumer, self.version)}"
