@@ -73,9 +73,9 @@ def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_m
     source = write(tmp_path / "source", {**LLAMA, "quantization_config": {"quant_method": "eetq"}}, state)
     reshard(source, tmp_path / "hf", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "hf"), read(source))
-    with pytest.raises(UnsupportedError, match="quantised weights by 'eetq' are not known") as caught:
+    with pytest.raises(UnsupportedError, match="the weights are quantized: EETQ") as caught:
         reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
-    assert "--rules FILE" in caught.value.hint
+    assert "without --dtype" in caught.value.hint
 
 
 def test_packed_weights_of_bitnet_stay_on_one_device_and_those_rounded_as_they_run_are_cut(tmp_path):

@@ -10,7 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, assert_same, loaded, stored
 
-from shardctl.errors import UnsupportedError
 from shardctl.estimate.kv_cache import count_elements_per_token
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
@@ -88,14 +87,15 @@ def test_every_stage_has_what_scales_its_rotary_frequencies(made, tmp_path):
     assert holders == {"00001", "00002"}
 
 
-def test_layers_that_predict_are_refused_by_name(made, tmp_path):
+def test_layers_that_predict_are_kept_apart(made, tmp_path):
     source = made("mistral_large4")
     (tmp_path / "more").mkdir()
     (tmp_path / "more/config.json").write_text((source / "config.json").read_text())
     more = {**stored(source), "mtp_dspark.layers.0.attention_norm.weight": torch.ones(32)}
     save_file(more, tmp_path / "more/model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"mtp_dspark\.layers\.0"):
-        reshard(tmp_path / "more", tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "more", tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)))
+    kept = load_file(tmp_path / "out/extra/extra_tensors.safetensors")
+    assert kept.keys() == {"mtp_dspark.layers.0.attention_norm.weight"}
 
 
 def test_layers_cache_latents_of_their_own_or_those_of_an_earlier_one():

@@ -30,7 +30,6 @@ PROJECTOR = (
     "llava",
     "gemma3",
     "gemma4",
-    "llama4",
     "minimax_m3_vl",
     "mllama",
     "paligemma",
