@@ -56,7 +56,10 @@ def bind_states(arrays: Mapping[str, TensorFusion], stored: TrainingState, note:
         for meant, part in fusion.taken_apart(tensor) if alike else ((meant, tensor) for meant in fusion.tensors):
             new = format_state_name(state, meant)
             known = states.get(new)
-            chunks = (*known.chunks, *part.chunks) if known is not None and alike else part.chunks
+            chunks = part.chunks
+            if known is not None and (alike or known.shape == part.shape):
+                # Each array that has rows of a tensor has a step of its own: all are copies of the tensor's.
+                chunks = (*known.chunks, *(chunk for chunk in part.chunks if chunk not in known.chunks))
             states[new] = replace(part, name=new, chunks=chunks)
     groups = tuple(
         replace(
