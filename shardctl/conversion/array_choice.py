@@ -65,6 +65,11 @@ HUB_LAYOUT: Final = "hf"
 """The layout that can have the names of the Hub."""
 _HUB_FORMATS: Final = frozenset({"safetensors", "diffusers"})
 """Formats of files on the Hub; those of all others have the names of a class, or of a library, by no choice."""
+_SAVED_FOR_NOBODY: Final = frozenset({"Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"})
+"""Classes whose `save_pretrained` in transformers 5.24 writes names that the Hub's files and engines do not have.
+
+It calls Kimi K2.5's layers `language_model.model.blocks`; `--names hub` writes them so if it is given.
+"""
 _PICKLED_ON_HUB: Final = "pytorch_model"
 """How pickles on the Hub are called, in which a tied weight may have each of its names."""
 
@@ -85,13 +90,14 @@ def decide_names(
     config = checkpoint.config
     if reshard_options.names is not None or layout.name != HUB_LAYOUT or config is None or checkpoint.adapter:
         return reshard_options
+    architecture = ModelConfig(config).architecture()
+    if architecture in _SAVED_FOR_NOBODY:
+        return reshard_options
     kind, files = _find_original_files(checkpoint)
     if kind in _HUB_FORMATS and reshard_options.consumer is None:  # whose names someone chose, and the class loads
         return reshard_options
     pickled = kind == "torch" and all(PurePosixPath(path).name.startswith(_PICKLED_ON_HUB) for path in files)
-    known = ModelConfig(config).architecture() and _holds_class_names(
-        checkpoint, config, have, keeps_ties=pickled or kind in _HUB_FORMATS
-    )
+    known = architecture and _holds_class_names(checkpoint, config, have, keeps_ties=pickled or kind in _HUB_FORMATS)
     return replace(reshard_options, names="hub") if known else reshard_options
 
 

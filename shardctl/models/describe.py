@@ -143,7 +143,10 @@ def choose_model(
             described = describe_model(config, kv_heads=kv_heads, stored=stored)
             from shardctl.models.wrapping import read_class_names  # few commands have rules
 
-            return rules.over(described, read_class_names(described, stored))
+            named = read_class_names(described, stored)
+            others = {name: each for name, each in named.extra.items() if name not in stored.extra}
+            # What the class does not have may be what the rules are for.
+            return rules.over(described, replace(named, tensors={**named.tensors, **others}))
         except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
             return rules.model(stored, ModelConfig(config).architecture())
     return rules.model(stored, ModelConfig(config).architecture() if config is not None else "")

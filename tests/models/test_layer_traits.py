@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from shardctl.errors import UnsupportedError
 from shardctl.models import ModelConfig, describe_model, families, load_families
 from shardctl.models.anatomy import build_anatomy
+from shardctl.models.extra_names import IGNORED_PATTERNS
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 
@@ -256,16 +257,19 @@ def test_the_family_in_extending_md_is_whole(monkeypatch):
 
 
 ELSEWHERE_SAID = {
+    "extra_names.py": set(IGNORED_PATTERNS),
     "automodel_names.py": {"deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},
     "maxtext_names.py": {"deepseek_v2", "deepseek_v3", "gpt_oss", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"},
     "meta_names.py": {"llama", "mistral"},
     "torchtitan_names.py": {"llama"},
     "torchtitan_tables.py": {"deepseek_v3", "gpt_oss", "kimi_k25", "llama", "qwen3", "qwen3_moe"}
     | {"qwen3_5_moe", "qwen3_5_moe_text"},
+    "trainer_tables.py": {"gemma", "gemma2", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3"},
     "windows.py": {"mamba"},
 }
 """Automodel's names were compared for eight families, MaxText has arrays of eight that are only moved, Meta's
-checkpoints are of two, torchtitan has own names for ten and turns the pairs of one; "mamba" is a kind of layer, too."""
+checkpoints are of two, torchtitan has own names for ten and turns the pairs of one, torchtune and OLMo have tables of
+ten; what transformers ignores is said by family; "mamba" is a kind of layer, too."""
 
 
 def test_no_model_type_is_named_outside_the_files_of_families():
