@@ -135,8 +135,12 @@ def build_or_skip(name: str, kind: AttentionKernel) -> tuple[torch.nn.Module, di
     return model, config
 
 
+RUNNABLE = [n for n in FIXTURES if n not in {*NOT_COUNTED, *NOT_KNOWN, "llama4"}]
+"""Without the wrapper of Llama 4, for which transformers 5.24 reads `image_outputs` of an output that has none."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [n for n in FIXTURES if n not in NOT_COUNTED and n not in NOT_KNOWN])
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_layers_keep_what_autograd_saves(name, kind):
     torch.manual_seed(0)
     model, config = build_or_skip(name, kind)
@@ -221,7 +225,7 @@ OTHERWISE_CAST: Final[Mapping[str, float]] = {
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [n for n in FIXTURES if n not in NOT_COUNTED and n not in NOT_KNOWN])
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
     torch.manual_seed(0)
     config = describe(name)
