@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.models import find_family
-from shardctl.models.hub import find_conversions, list_state_arrays
+from shardctl.models.hub import SAVED_FOR_NOBODY, find_conversions, list_state_arrays
 from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
 from shardctl.verify.rank_files import list_ranks
 
@@ -53,7 +53,9 @@ def describe_model(
         arrays,
         files,
         missing=tuple(tensor.name for tensor in model.own() if not tensor.spare and tensor.name not in tensors),
-        unsaved=tuple(name for name in state if conversions.changes_any([name])),
+        unsaved=tuple(
+            name for name in state if model.architecture not in SAVED_FOR_NOBODY and conversions.changes_any([name])
+        ),
         extra=extra,
     )
 

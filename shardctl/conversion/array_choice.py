@@ -23,7 +23,14 @@ from shardctl.libraries.arrays.form import (
 from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
-from shardctl.models.hub import HUB_NAMES, build_hub_arrays, find_conversions, list_state_arrays, list_unsaved_names
+from shardctl.models.hub import (
+    HUB_NAMES,
+    SAVED_FOR_NOBODY,
+    build_hub_arrays,
+    find_conversions,
+    list_state_arrays,
+    list_unsaved_names,
+)
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
 
@@ -65,11 +72,6 @@ HUB_LAYOUT: Final = "hf"
 """The layout that can have the names of the Hub."""
 _HUB_FORMATS: Final = frozenset({"safetensors", "diffusers"})
 """Formats of files on the Hub; those of all others have the names of a class, or of a library, by no choice."""
-_SAVED_FOR_NOBODY: Final = frozenset({"Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"})
-"""Classes whose `save_pretrained` in transformers 5.24 writes names that the Hub's files and engines do not have.
-
-It calls Kimi K2.5's layers `language_model.model.blocks`; `--names hub` writes them so if it is given.
-"""
 _PICKLED_ON_HUB: Final = "pytorch_model"
 """How pickles on the Hub are called, in which a tied weight may have each of its names."""
 
@@ -91,7 +93,7 @@ def decide_names(
     if reshard_options.names is not None or layout.name != HUB_LAYOUT or config is None or checkpoint.adapter:
         return reshard_options
     architecture = ModelConfig(config).architecture()
-    if architecture in _SAVED_FOR_NOBODY:
+    if architecture in SAVED_FOR_NOBODY:
         return reshard_options
     kind, files = _find_original_files(checkpoint)
     if kind in _HUB_FORMATS and reshard_options.consumer is None:  # whose names someone chose, and the class loads

@@ -3,12 +3,19 @@
 `conversions.json` has what transformers 5.24 says, frozen by `docs/benchmarks/freeze_conversions.py`.
 """
 
-from shardctl.models.hub.conversion_table import HUB_NAMES, NameConversions, find_conversions, list_unsaved_names
+from shardctl.models.hub.conversion_table import (
+    HUB_NAMES,
+    SAVED_FOR_NOBODY,
+    NameConversions,
+    find_conversions,
+    list_unsaved_names,
+)
 from shardctl.models.hub.hub_arrays import build_hub_arrays, list_state_arrays
 from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
 __all__ = [
     "HUB_NAMES",
+    "SAVED_FOR_NOBODY",
     "NameConversions",
     "build_hub_arrays",
     "find_conversions",

@@ -32,6 +32,11 @@ _REFERENCE: Final = re.compile(r"\\(\d+)")
 _AUTO_ORDER: Final = ("multimodal", "causal", "seq2seq", "base")
 """Where the class of a model type is looked for, if the config names a class that transformers does not have."""
 _KINDS: Final = ("rename", "group", "arrays")
+SAVED_FOR_NOBODY: Final = frozenset({"Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"})
+"""Classes whose `save_pretrained` in transformers 5.24 writes names that the Hub's files and engines do not have.
+
+It calls Kimi K2.5's layers `language_model.model.blocks`; `--names hub` writes them so if it is given.
+"""
 
 
 class NameMatch(NamedTuple):
