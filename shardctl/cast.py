@@ -7,7 +7,7 @@ without payload: torch 2.13 drops signs or keeps payloads, depending on the dtyp
     >>> from shardctl.dtype import BY_NAME
     >>> source, out = np.array([1.0, 1e39]).view(np.uint8), np.empty(8, np.uint8)
     >>> cast_elements(source, BY_NAME["F64"], BY_NAME["F32"], out)
-    CastReport(overflowed=1)
+    CastReport(overflowed=1, minima=0)
 """
 
 from __future__ import annotations

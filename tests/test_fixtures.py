@@ -23,6 +23,7 @@ WRITTEN_ALIKE = (
     "fsdp_dtensor/*/latest_checkpointed_iteration.txt",
     "megatron/*/latest_checkpointed_iteration.txt",
     "orbax/*",  # the same arrays in three ways of storing
+    "quanto/*/config.json",  # the quantization is in a file of its own
     "rank_states/distributed/losses.json",  # of the same model as another trainer's
     "fsdp_dtensor/moe/losses.json",
     "rank_states/*/latest_checkpointed_iteration.txt",

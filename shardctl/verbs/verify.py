@@ -323,9 +323,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
         yield CheckFinding("warning", "model", f"names and shapes were not checked: {checkpoint.model_error.message}")
     found: list[CheckFinding] = []
     if checkpoint.model is not None:
-        given = checkpoint.record is not None and checkpoint.record.options.get("rules") == GIVEN
-        if checkpoint.ruled or not given:  # else the rules that cut them are not known here
-            found += alignment.check_alignment(checkpoint.manifest, checkpoint.model, checkpoint.mesh)
+        found += alignment.check_alignment(checkpoint.manifest, checkpoint.model, checkpoint.mesh)
     yield from found
     yield from _check_ranks(checkpoint, {finding.tensor for finding in found})
 

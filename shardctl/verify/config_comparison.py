@@ -82,8 +82,9 @@ def compare_configs(
     settings, by path, that are a guess in one of them.
     `cast` lets the element types differ.
 
-    >>> compare_configs({"rope_theta": 1e4, "vocab_size": 9}, {"rope_theta": 5e3, "vocab_size": 9}).changes
-    (ConfigChange(key='rope_parameters.rope_theta', a='10000.0', b='5000.0', harmless=False, certain=True),)
+    >>> (change,) = compare_configs({"rope_theta": 1e4, "vocab_size": 9}, {"rope_theta": 5e3, "vocab_size": 9}).changes
+    >>> change.key, change.a, change.b
+    ('rope_parameters.rope_theta', '10000.0', '5000.0')
     """
     ours, theirs = _list_settings(a), _list_settings(b)
     ours, theirs = ({key: value for key, value in each.items() if key not in assumed} for each in (ours, theirs))

@@ -161,7 +161,6 @@ class TestReading:
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(name)))
         if CASES[name].get("dtype"):
             theirs = {key: value.float() for key, value in theirs.items()}
-        theirs = {key.replace("backbone.", "model."): value for key, value in theirs.items()}
         assert ours.keys() == theirs.keys()
         assert [key for key in theirs if not same(ours[key], theirs[key])] == []
 

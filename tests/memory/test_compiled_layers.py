@@ -29,9 +29,13 @@ BATCH, TOKENS = 2, 256
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled_yet():
-    """Forget what other tests of this process compiled: beyond a limit torch runs a function without compiling it."""
+def _compiler(monkeypatch):
+    """Forget what other tests of this process compiled: beyond a limit torch runs a function without compiling it.
+
+    Makers of fixtures switch the compiler off for their whole process.
+    """
     torch._dynamo.reset()
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
 def ours(model_type="llama", *, tp=1, **options):

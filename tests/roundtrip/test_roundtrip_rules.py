@@ -157,6 +157,7 @@ class TestAnUnknownArchitecture:
             )
 
 
+@pytest.mark.wrong_result  # its gate and up projections are cut along different dims
 def test_a_rule_file_can_overrule_a_known_family(tiny, tmp_path):
     source = tiny("llama")
     (tmp_path / "rules.toml").write_text('[rules]\n"model.layers.*.mlp.up_proj.weight" = ["", "tp"]\n')
