@@ -36,6 +36,8 @@ DERIVED: Final = "derived"
 """What the option `rules` of a record says if no table, but derived rules say how tensors are cut."""
 GIVEN: Final = "given"
 """What it says if a rule file, or rules of transformers, say how."""
+FUSED_ORDER_UNKNOWN: Final = "fused_order_unknown"
+"""The option of a record that lists arrays that stay whole because the order of what is fused in them is not known."""
 OVERFLOWED: Final = "allow_overflow"
 """The option of a record that says that finite values became infinite, which somebody had allowed."""
 LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})

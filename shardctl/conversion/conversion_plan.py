@@ -55,7 +55,7 @@ from shardctl.models.binding import list_head_names
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import BASE_ONLY, DERIVED, GIVEN, OVERFLOWED, SUBTREE
+from shardctl.record import BASE_ONLY, DERIVED, FUSED_ORDER_UNKNOWN, GIVEN, OVERFLOWED, SUBTREE
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -513,7 +513,10 @@ def _record_rules(checkpoint: OpenedCheckpoint, placed: PlacedCheckpoint | None)
     if checkpoint.ruled:
         return {"rules": GIVEN}
     model = checkpoint.find_placement(placed.mesh)
-    return {"rules": DERIVED} if model is not None and model.derivation is not None else {}
+    if model is None or model.derivation is None:
+        return {}
+    unordered = model.derivation.unordered
+    return {"rules": DERIVED} | ({FUSED_ORDER_UNKNOWN: ", ".join(unordered)} if unordered else {})
 
 
 def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:

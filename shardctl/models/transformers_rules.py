@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError, format_first_few
 from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
+from shardctl.models.fused_orders import FusedOrders
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import LayerPattern, PatternList, list_name_patterns
 from shardctl.models.quantisation import find_quantisation_config
@@ -64,6 +65,7 @@ class _PlanRules:
 
     def __init__(self, config: ModelConfig, plan: TransformersPlan, stored: Manifest) -> None:
         self.config, self.plan, self.stored = config, plan, stored
+        self.orders = FusedOrders(config.values)
         self.prefix = _find_prefix(plan, stored)
         modules = {f"{self.prefix}{name}": style for name, style in plan.tp.items()} | plan.head
         self.styles = list(modules.values())
@@ -121,15 +123,26 @@ class _PlanRules:
         if style in _EMBEDDINGS:
             return _EMBEDDINGS[style], AxisCut("tp")
         if style in _PACKED:
-            if dims < _MATRIX:
-                return (0, self.exact(stored.shape[0])) if style == "packed_colwise" else None
-            dim = dims + _PACKED[style]
-            half = CutSection(stored.shape[dim] // 2, noun="columns of each half")
-            return dim, AxisCut("tp", (half, half))
+            return self.cut_packed(stored, style)
         raise UnsupportedError(
             f"{self.plan.source} cuts {stored.name} as {style!r}, which is not known",
             hint="write a rule file and give it with --rules FILE",
         )
+
+    def cut_packed(self, stored: Tensor, style: str) -> tuple[int, AxisCut] | None:
+        """Return how an array of gate and up is cut: in halves, unless the files have it in an order of their own."""
+        dims = len(stored.shape)
+        if dims < _MATRIX:
+            return (0, self.exact(stored.shape[0])) if style == "packed_colwise" else None
+        dim = dims + _PACKED[style]
+        extent = stored.shape[dim]
+        order = self.orders.find_gated_order(stored.name) if self.orders.is_converted(stored.name) else "joined"
+        if order is None:
+            self.whole.append(stored.name)
+            return None
+        half = CutSection(extent // 2, noun="columns of each half")
+        pairs = (CutSection(extent, 2, noun="pairs of columns"),)
+        return dim, AxisCut("tp", pairs if order == "interleaved" else (half, half))
 
     def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> AxisCut:
         """Return a cut into equal parts, of whole heads in attention.

@@ -7,6 +7,7 @@ from model_oracle import FIXTURES, fixture, stored
 
 from shardctl.models import describe_model, load_rules
 from shardctl.models.derived import derive_model, format_rule_file
+from shardctl.models.derived.derivation import ORDER_UNKNOWN
 from shardctl.models.derived.library_names import build_renamer
 from shardctl.models.untabled import build_untabled_model
 
@@ -116,7 +117,8 @@ class TestPairs:
         """Moshi calls linears `q_proj.linear`, and `fc1` is a gate and an up where it has twice the rows of `fc2`."""
         shapes = {name.replace(".weight", ".linear.weight"): shape for name, shape in ATTENTION.items()}
         shapes |= {f"{LAYER}.mlp.fc1.weight": (rows, 32), f"{LAYER}.mlp.fc2.weight": (32, 24)}
-        tensors = derive(HEADS, shapes.items(), library=False).tensors
+        config = {**HEADS, "architectures": ["MoshiForCausalLM"]}
+        tensors = derive(config, shapes.items(), library=False).tensors
         assert list_cuts(tensors[f"{LAYER}.self_attn.k_proj.linear.weight"])[0] == [[("tp", [(16, 8)])], []]
         wanted = [[("tp", sections)], []] if sections else [[], []]
         assert list_cuts(tensors[f"{LAYER}.mlp.fc1.weight"])[0] == wanted
@@ -149,12 +151,56 @@ class TestPairs:
         assert not is_cut(tensors[f"{LAYER}.self_attn.o_proj.bias"])
         assert is_cut(tensors[f"{LAYER}.self_attn.q_proj.bias"])
 
-    @pytest.mark.parametrize(("name", "cut"), [("query_key_value", set()), ("qkv_proj", {"qkv_proj", "o_proj"})])
-    def test_a_fused_array_whose_order_is_not_known_is_whole(self, name, cut):
+    @pytest.mark.parametrize(
+        ("name", "architecture", "cut"),
+        [
+            ("query_key_value", "Glm4MoeForCausalLM", set()),
+            ("qkv_proj", "NobodyForCausalLM", set()),
+            ("qkv_proj", "Phi3ForCausalLM", {"qkv_proj", "o_proj"}),
+        ],
+    )
+    def test_a_fused_array_whose_order_is_not_known_is_whole(self, name, architecture, cut):
         shapes = {f"{LAYER}.self_attn.{name}.weight": (64, 32), f"{LAYER}.self_attn.o_proj.weight": (32, 32)}
-        found, uncut = find_cut(shapes)
+        found, uncut = find_cut(shapes, {**HEADS, "architectures": [architecture]})
         assert found == cut
-        assert uncut.get(name, "in which order").startswith("in which order")
+        assert uncut.get(name, ORDER_UNKNOWN) == ORDER_UNKNOWN
+
+    def test_gate_and_up_of_a_class_that_nobody_knows_are_whole(self):
+        shapes = {f"{LAYER}.mlp.gate_up_proj.weight": (48, 32), f"{LAYER}.mlp.down_proj.weight": (32, 24)}
+        assert find_cut(shapes) == (set(), dict.fromkeys(("gate_up_proj", "down_proj"), ORDER_UNKNOWN))
+        derivation = derive(HEADS, shapes.items(), library=False).derivation
+        assert derivation.unordered == tuple(n.replace(".0.", ".*.") for n in shapes)
+        assert "whole, because the order of what is fused in them is not known: model.layers.*" in derivation.describe()
+        assert find_cut(shapes, {**HEADS, "architectures": ["Phi3ForCausalLM"]})[0] == {"gate_up_proj", "down_proj"}
+
+    def test_stacks_of_gates_and_ups_of_a_class_that_nobody_knows_are_cut_by_experts_alone(self):
+        shapes = {f"{LAYER}.mlp.experts.gate_up_proj": (4, 48, 32), f"{LAYER}.mlp.experts.down_proj": (4, 32, 24)}
+        derived = derive(HEADS, shapes.items(), library=False)
+        assert {str(list_cuts(t)[0]) for t in derived.tensors.values()} == {str([[("ep", [(4, 1)])], [], []])}
+        assert len(derived.derivation.unordered) == 2
+
+
+def test_sarvams_fused_rows_are_queries_then_keys_then_values():
+    """Its `query_key_value` is split by transformers when it is loaded; others of this name are cut by groups."""
+    shapes = {f"{LAYER}.attention.query_key_value.weight": (64, 32), f"{LAYER}.attention.dense.weight": (32, 32)}
+    config = {**HEADS, "architectures": ["SarvamMoEForCausalLM"], "model_type": "sarvam_moe"}
+    for library in (True, False):
+        tensors = derive(config, shapes.items(), library=library).tensors
+        cut = [("tp", [(32, 8), (16, 8), (16, 8)])]
+        assert list_cuts(tensors[f"{LAYER}.attention.query_key_value.weight"])[0] == [cut, []]
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "names"])
+@pytest.mark.parametrize("kind", ["inkling_text", "inkling2_text", "inkling2_loop_text"])
+def test_gates_and_ups_that_alternate_in_files_are_cut_by_pairs(kind, library):
+    base = "model.llm.layers.0.mlp.experts"
+    shapes = {f"{base}.w13_weight": (4, 96, 32), f"{base}.w2_weight": (4, 32, 48)}
+    architecture = {"inkling2_text": "Inkling2ForCausalLM", "inkling2_loop_text": "Inkling2LoopForCausalLM"}.get(kind)
+    config = {"architectures": [architecture or "InklingForCausalLM"], "model_type": kind, "n_routed_experts": 4}
+    if kind == "inkling_text":
+        config = {"model_type": "inkling_mm_model", "text_config": config}
+    derived = derive(config, shapes.items(), library=library)
+    assert list_cuts(derived.tensors[f"{base}.w13_weight"])[0] == [[("ep", [(4, 1)])], [("etp", [(96, 2)])], []]
 
 
 def test_experts_are_numbered_from_zero_or_whole():

@@ -111,7 +111,8 @@ def test_two_halves_add_up_to_the_whole(kind, mesh):
     known = build_untabled_model(CONFIG, stored((n, tuple(t.shape)) for n, t in values.items())).model
     derived = derive_model(CONFIG, known, share_kv=False)
     assert derived.derivation.origins == ("names and shapes",)
-    assert not derived.derivation.uncut
+    fused = tuple(f"stack.*.mixer.{name}_proj.weight" for name in ("qkv", "o")) if kind is ExpertBlock else ()
+    assert derived.derivation.unordered == tuple(each.pattern for each in derived.derivation.uncut) == fused
     states = torch.randn(7, HIDDEN, dtype=torch.float64)
     block = model.stack[0]
     whole = block.halves(states, hold(derived.tensors, values, Mesh.of(), 0), 1)
@@ -122,5 +123,8 @@ def test_two_halves_add_up_to_the_whole(kind, mesh):
     if mesh.degree("tp") == 1:
         assert [n for n in range(EXPERTS) if parts[1][f"moe.experts.{n}.w1.weight"] is None] == [0, 1]
     halves = [block.halves(states, part, 2) for part in parts]
+    if kind is ExpertBlock and mesh.degree("tp") > 1:
+        for name in ("mixer.qkv_proj.weight", "mixer.o_proj.weight"):
+            assert torch.equal(parts[1][name], values[f"stack.0.{name}"])
     torch.testing.assert_close(sum(halves), whole)
     assert not torch.allclose(2 * halves[0], whole)

@@ -13,8 +13,7 @@ from shardctl.models.derived.circuits import (
     LatentAttentionCircuit,
     SharedAttentionCircuit,
 )
-from shardctl.models.derived.derivation import SHAPES, TensorRule
-from shardctl.models.derived.fused_orders import find_fused_order
+from shardctl.models.derived.derivation import ORDER_UNKNOWN, SHAPES, TensorRule
 from shardctl.models.derived.head_counts import HeadLayout
 from shardctl.placement import AxisCut, CutSection, GroupMember
 from shardctl.value import state_class
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from shardctl.models.derived.head_counts import ConfigSizes
     from shardctl.models.derived.library_styles import LibraryStyle
     from shardctl.models.derived.stored_modules import ModuleTree, StoredModule
+    from shardctl.models.fused_orders import FusedOrders
     from shardctl.models.model import ModelTensor
 
 _EXPERT: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
@@ -46,10 +46,9 @@ _RELATIVE: Final = ("linear_pos", "relative_k_proj", "pos_proj")
 _INDEXERS: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
 """What stands in attention and works by itself, on every rank alike."""
 _BIASES_BY_HEAD: Final = ("relative_attention_bias",)
-_JOINED: Final = ("gate_up_proj",)
-"""What transformers calls its own arrays of gates and ups, one after the other; stored ones may have others' order."""
 _CONV1D: Final = ("c_fc", "c_attn")
 """What modules are called that are Conv1D in some models and Linear in others."""
+_EXPERT_COLUMNS: Final = "columns of each expert"
 _MATRIX: Final = 2
 _STACK: Final = 3
 
@@ -76,7 +75,7 @@ class CircuitCutter:
     sizes: ConfigSizes
     share: bool
     """Whether neighbouring ranks may hold the same key/value head."""
-    model_type: str
+    orders: FusedOrders
     styles: Mapping[str, LibraryStyle]
     """What transformers does with tensors, by name."""
     rules: dict[str, TensorRule] = field(default_factory=dict)
@@ -162,11 +161,11 @@ class CircuitCutter:
         layout = self.sizes.find_fused_heads(fused.path, rows, inner)
         if layout is None:
             raise UncutCircuitError(f"no number of heads in the config fits the fused {list(fused.shape)}")
-        order = find_fused_order(fused.path, self.model_type, layout)
-        if order is None and self._has_style(fused, "colwise"):
-            order = "grouped"  # which transformers cuts in one stretch
+        order = self.orders.find_attention_order(fused.weight.name, layout)
+        if order is None and self._has_style(fused, "colwise") and not self.orders.is_converted(fused.weight.name):
+            order = "grouped"  # transformers cuts the class's own array as one contiguous range
         if order is None:
-            raise UncutCircuitError("in which order queries, keys and values are fused is not known")
+            raise UncutCircuitError(ORDER_UNKNOWN)
         q, kv = layout.heads * layout.size, layout.key_heads * layout.size
         if order == "joined":
             keys = CutSection(kv, layout.size, self.share and layout.key_heads < layout.heads, "key/value heads")
@@ -272,27 +271,38 @@ class CircuitCutter:
         joined = rows == 2 * width and circuit.joinable and not transposed
         if rows != width and not joined:
             raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
-        inner = first.shape[0 if transposed else 1]
-        mine = {m.path for m in _list_modules(circuit)}
-        for module in self.tree.children(circuit.owner):
-            if module.path not in mine and module.shape in {first.shape, first.shape[::-1]} and width != inner:
-                raise UncutCircuitError(f"what {module.path.rpartition('.')[2]} beside it does is not known")
-            if module.shape == (width,) and width != inner:
-                raise UncutCircuitError(f"{module.path.rpartition('.')[2]} may need all of its columns")
-        axis, noun = ("etp", "columns of each expert") if expert else ("tp", "")
-        section = CutSection(width, noun=noun)
-        note = "an expert" if expert else "an MLP"
-        sections = (section, section) if joined else (section,)
-        rules: dict[str, TensorRule] = {}
-        for module in circuit.inputs:
-            cut = _cut_columns if transposed else _cut_rows
-            rules |= cut(module, sections, f"columns of {note}", axis=axis, bias=True)
-        cut = _cut_rows if transposed else _cut_columns
-        rules |= cut(output, (section,), f"the sum over columns of {note}", axis=axis, bias=False)
+        if width != first.shape[0 if transposed else 1]:
+            self._require_alone(circuit, width)
+        sections = self._find_gated_sections(first, CutSection(width)) if joined else (CutSection(width),)
         if expert is None:
-            return rules
+            if sections is None:
+                raise UncutCircuitError(ORDER_UNKNOWN)
+            return _cut_linears(circuit, sections, CutSection(width), "tp", "an MLP", transposed=transposed)
         member = self._find_member(expert["group"], int(expert["number"]))
+        if sections is None:  # its experts are divided by ep all the same
+            tensors = (t for m in _list_modules(circuit) for t in _list_tensors(m))
+            rules = {t.name: _leave_whole(t, f"an expert; {ORDER_UNKNOWN}") for t in tensors}
+        else:
+            sections = tuple(replace(each, noun=_EXPERT_COLUMNS) for each in sections)
+            columns = CutSection(width, noun=_EXPERT_COLUMNS)
+            rules = _cut_linears(circuit, sections, columns, "etp", "an expert", transposed=transposed)
         return {name: replace(rule, member=member) for name, rule in rules.items()}
+
+    def _require_alone(self, circuit: FeedForwardCircuit, width: int) -> None:
+        """Raise UncutCircuitError if something beside an MLP may depend on its columns."""
+        shape, mine = circuit.inputs[0].shape, {m.path for m in _list_modules(circuit)}
+        for module in self.tree.children(circuit.owner):
+            if module.path not in mine and module.shape in {shape, shape[::-1]}:
+                raise UncutCircuitError(f"what {module.path.rpartition('.')[2]} beside it does is not known")
+            if module.shape == (width,):
+                raise UncutCircuitError(f"{module.path.rpartition('.')[2]} may need all of its columns")
+
+    def _find_gated_sections(self, module: StoredModule, section: CutSection) -> tuple[CutSection, ...] | None:
+        """Return how the rows of a gate and an up in one array are cut; None if their order is not known."""
+        order = self.orders.find_gated_order(module.weight.name)
+        if order == "interleaved":
+            return (CutSection(2 * section.size, 2, noun=section.noun),)
+        return (section, section) if order == "joined" else None
 
     def _find_member(self, group: str, number: int) -> GroupMember:
         count = self.tree.count_numbered(group)
@@ -319,15 +329,14 @@ class CircuitCutter:
             raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
         ep = AxisCut("ep", (CutSection(experts, noun="experts"),))
         width = c if transposed else d
-        section = CutSection(width, noun="columns of each expert")
-        stored = first.path.rpartition(".")[2] not in _JOINED  # else it is as its class computes with it
-        woven = joined and stored and self._has_style(first, "colwise")  # which transformers cuts in one stretch
-        sure = not joined or woven or first.bias is None
-        pairs = (CutSection(2 * width, 2, noun=section.noun),)
-        etp = AxisCut("etp", pairs if woven else (section, section) if joined else (section,))
+        section = CutSection(width, noun=_EXPERT_COLUMNS)
+        sections = self._find_gated_sections(first, section) if joined else (section,)
+        # A class that adds biases to fused experts may alternate gate and up, as that of gpt-oss does.
+        sure = sections is not None and (len(sections) == 1 or first.bias is None)
+        etp = AxisCut("etp", sections or ())
         last = AxisCut("etp", (section,))
         rules: dict[str, TensorRule] = {}
-        note = "experts" if sure else "experts; in which order gate and up are fused is not known"
+        note = "experts" if sure else f"experts; {ORDER_UNKNOWN}"
         for module in circuit.inputs:
             cuts: tuple[tuple[AxisCut, ...], ...] = ((ep,), (), (etp,)) if transposed else ((ep,), (etp,), ())
             rules[module.weight.name] = TensorRule(cuts if sure else ((ep,), (), ()), SHAPES, note)
@@ -361,6 +370,23 @@ def _list_modules(circuit: Circuit) -> Iterator[StoredModule]:
 
 def _list_tensors(module: StoredModule) -> Iterable[ModelTensor]:
     return (module.weight,) if module.bias is None else (module.weight, module.bias)
+
+
+def _cut_linears(
+    circuit: FeedForwardCircuit,
+    sections: tuple[CutSection, ...],
+    columns: CutSection,
+    axis: str,
+    what: str,
+    *,
+    transposed: bool,
+) -> dict[str, TensorRule]:
+    """Return the linears before the activation cut by `sections` of their outputs, and the last by its inputs."""
+    cut_inputs, cut_output = (_cut_columns, _cut_rows) if transposed else (_cut_rows, _cut_columns)
+    rules: dict[str, TensorRule] = {}
+    for module in circuit.inputs:
+        rules |= cut_inputs(module, sections, f"columns of {what}", axis=axis, bias=True)
+    return rules | cut_output(circuit.output, (columns,), f"the sum over columns of {what}", axis=axis, bias=False)
 
 
 def _has_inputs_for_rows(module: StoredModule) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import format_first_few
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 SHAPES: Final = "names and shapes"
 """The origin of a rule that no library confirms."""
+ORDER_UNKNOWN: Final = "what is fused in it, in which order, is not known"
+"""Why an array stays whole that holds more than one projection."""
 _PROOF: Final = "reshard --prove or verify --forward proves it, inspect --show-rules prints it"
 
 
@@ -62,13 +65,21 @@ class RuleDerivation:
         """Where the rules are from, each once."""
         return tuple(dict.fromkeys(each.rule.origin for each in self.rules))
 
+    @property
+    def unordered(self) -> tuple[str, ...]:
+        """Patterns of arrays that no tp rank has a part of, because the order of what is fused in them is not known."""
+        rules = (each.pattern for each in self.rules if ORDER_UNKNOWN in each.rule.note)
+        return (*rules, *(each.pattern for each in self.uncut if each.reason == ORDER_UNKNOWN))
+
     def describe(self) -> str:
         """Return one sentence for people who did not ask for it."""
         what = self.architecture or "this model"
         source = " and ".join(self.origins) or "nothing that is known"
         whole = ""
-        if self.uncut:
-            few = ", ".join(each.pattern for each in self.uncut[:3])
-            more = f" and {len(self.uncut) - 3} more" if len(self.uncut) > 3 else ""  # noqa: PLR2004
-            whole = f"; whole, because it is not known how to cut them: {few}{more}"
+        unordered = self.unordered
+        others = [each.pattern for each in self.uncut if each.pattern not in unordered]
+        if unordered:
+            whole = f"; whole, because the order of what is fused in them is not known: {format_first_few(unordered)}"
+        if others:
+            whole += f"; whole, because it is not known how to cut them: {format_first_few(others)}"
         return f"shardctl has no table for {what}; its cuts are derived from {source}{whole}; {_PROOF}"

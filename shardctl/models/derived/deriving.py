@@ -15,6 +15,7 @@ from shardctl.models.derived.library_embeddings import list_normed_embeddings
 from shardctl.models.derived.library_styles import read_library_experts, read_library_styles
 from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
+from shardctl.models.fused_orders import FusedOrders
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.table import FSDP
 from shardctl.placement import AxisCut, CutSection
@@ -50,7 +51,7 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
         ModuleTree(weights.tensors.values()),
         ConfigSizes(config),
         share_kv,
-        named.text("model_type", ""),
+        FusedOrders(config),
         read_library_styles(config, list(weights.tensors)) if library else {},
     )
     for circuit in list_circuits(cutter.tree):

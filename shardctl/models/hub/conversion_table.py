@@ -199,6 +199,16 @@ class ClassInModel(NamedTuple):
     config: Mapping[str, Any]
 
 
+def knows_class(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Return whether transformers has a class of this name, or one for the config's model type."""
+    table = _read_table()
+    model_type = config.get("model_type")
+    types = (table["auto"][kind] for kind in _AUTO_ORDER)
+    return (
+        architecture in table["classes"] or architecture in table["plain"] or any(model_type in each for each in types)
+    )
+
+
 def find_conversions(architecture: str, config: Mapping[str, Any]) -> NameConversions:
     """Find what transformers changes when it loads and saves a class with this config; nothing if it knows neither."""
     table = _read_table()
