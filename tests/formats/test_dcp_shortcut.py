@@ -2,8 +2,11 @@
 
 import pickle
 import random
+import sys
 from contextlib import closing
+from dataclasses import make_dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,10 +30,13 @@ RANKS = 6
 NAMES = ("w", "layers.0.größe", "x" * 300, "layers.1.scalar")
 
 
-def build_metadata(*, shared: bool = False, far: int = 1) -> Metadata:
-    """Build the metadata of a save of several ranks; `shared` says that both tables hold the same sizes."""
+def build_metadata(*, shared: bool = False, far: int = 1, info: type = _StorageInfo) -> Metadata:
+    """Build the metadata of a save of several ranks; `shared` says that both tables hold the same sizes.
+
+    `info` is the class that says where an item is.
+    """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {"step": BytesStorageMetadata()}
-    stored = {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 0, 10)}
+    stored = {MetadataIndex("step"): info("__0_0.distcp", 0, 10)}
     for dims, name in enumerate(NAMES[::-1]):
         shape = (RANKS * far, *(3,) * (dims - 1)) if dims else ()
         chunks = []
@@ -39,7 +45,7 @@ def build_metadata(*, shared: bool = False, far: int = 1) -> Metadata:
             chunks.append(ChunkStorageMetadata(origin, torch.Size([far, *shape[1:]] if dims else [])))
             place = origin if shared else torch.Size(list(origin))
             index = MetadataIndex((name + " ")[:-1], place, None if rank % 3 else rank)
-            stored[index] = _StorageInfo(f"__{rank % 2}_0.distcp", rank * far * 7, 100_000 * far)
+            stored[index] = info(f"__{rank % 2}_0.distcp", rank * far * 7, 100_000 * far)
         properties = TensorProperties(dtype=torch.bfloat16)
         described[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     return Metadata(described, {name: (name,) for name in NAMES}, stored)
@@ -76,6 +82,26 @@ def test_folded_objects_mean_what_their_opcodes_mean(
     assert folded == plain
     assert isinstance(plain, DcpMetadata)
     assert sum(map(len, plain.items.values())) == 1 + 3 * RANKS + 1
+    assert (number > 2 * RANKS) == (protocol >= 4)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_olmo_core_says_with_a_class_of_its_own_where_items_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    """`olmo_core/distributed/checkpoint/filesystem.py` (3.0.0) has the first three fields of torch's class."""
+    info = make_dataclass("_StorageInfo", ["relative_path", "offset", "length"])
+    info.__module__ = "olmo_core.distributed.checkpoint.filesystem"
+    words = info.__module__.split(".")
+    for end in range(1, len(words) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(words[:end]), ModuleType(words[end - 1]))
+    sys.modules[info.__module__]._StorageInfo = info
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(build_metadata(), protocol))
+    expected, _, _ = read_both(tmp_path, monkeypatch)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(build_metadata(info=info), protocol))
+    folded, plain, number = read_both(tmp_path, monkeypatch)
+    assert isinstance(expected, DcpMetadata)
+    assert folded == plain == expected
     assert (number > 2 * RANKS) == (protocol >= 4)
 
 

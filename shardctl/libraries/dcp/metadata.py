@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.libraries.dcp.metadata_shortcut import CHUNK, INDEX, INFO, MetadataShortcut, is_folded
+from shardctl.libraries.dcp.metadata_shortcut import CHUNK, INDEX, INFO, OLMO_INFO, MetadataShortcut, is_folded
 from shardctl.libraries.files.impostors import refuse_impostor
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE
@@ -43,7 +43,7 @@ _BYTES: Final = f"{_ROOT}.metadata.BytesStorageMetadata"
 _PROPERTIES: Final = (f"{_ROOT}.metadata.TensorProperties", f"{_OLD}.TensorProperties")
 _ALLOWED: Final = frozenset(
     {
-        *(*_METADATA, _TENSOR, _BYTES, str(INDEX), str(INFO), *_PROPERTIES, str(CHUNK)),
+        *(*_METADATA, _TENSOR, _BYTES, str(INDEX), str(INFO), str(OLMO_INFO), *_PROPERTIES, str(CHUNK)),
         f"{_ROOT}.metadata.StorageMeta",
         *(
             f"{module}.{name}"
@@ -335,7 +335,7 @@ class _MetadataReader:
             file, offset, length = node.values
             transforms: object = ()
         else:
-            state = self.fields(node, f"where {key!r} is", str(INFO))
+            state = self.fields(node, f"where {key!r} is", str(INFO), str(OLMO_INFO))
             file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
             transforms = state.get("transform_descriptors") or ()
         known = self.files.get(file) if type(file) is str else None

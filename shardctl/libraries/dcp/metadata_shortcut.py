@@ -25,6 +25,8 @@ INDEX: Final = GlobalNode(f"{_MODULE}.metadata", "MetadataIndex")
 """What an item is of; its values are the tensor's key and the origin of the box."""
 INFO: Final = GlobalNode(f"{_MODULE}.filesystem", "_StorageInfo")
 """Where an item is; its values are file, offset and length."""
+OLMO_INFO: Final = GlobalNode("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo")
+"""OLMo-core's own, which has the same three fields (`olmo_core/distributed/checkpoint/filesystem.py`)."""
 _SIZE: Final = GlobalNode("torch", "Size")
 _AT_ONCE: Final = 4096
 """Objects folded between two looks at what was spent."""
@@ -64,7 +66,7 @@ class MetadataShortcut:
         function = state.stack[-1].function
         if function == CHUNK:
             self._fold_chunks(state)
-        elif function == INFO:
+        elif function in (INFO, OLMO_INFO):
             self._fold_items(state)
 
     def _fold_chunks(self, state: PickleState) -> None:
@@ -87,10 +89,9 @@ class MetadataShortcut:
 
     def _fold_items(self, state: PickleState) -> None:
         form = _compile_item_form().match(state.data, state.pos)
-        if form is None or _recall(state, form) != (
-            *(INDEX, "fqn", "index", "offset", _SIZE),
-            *(INFO, "relative_path", "offset", "length"),
-        ):
+        head = (INDEX, "fqn", "index", "offset", _SIZE)
+        fields = ("relative_path", "offset", "length")
+        if form is None or _recall(state, form) not in ((*head, INFO, *fields), (*head, OLMO_INFO, *fields)):
             return
         matched, data = _compile_items(form.groups()).match, state.data
         stack, memo, dims, texts, pos, count = state.stack, state.memo, self._dims, self._texts, state.pos, 0
