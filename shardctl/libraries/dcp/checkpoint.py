@@ -14,22 +14,27 @@ from shardctl.libraries.dcp.keys import (
     find_steps_done,
     sort_keys,
 )
+from shardctl.libraries.dcp.numbered_states import NUMBERED_NOTE, name_parameters
 from shardctl.libraries.dcp.save import DcpSave, count_writers
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.manifest import Manifest, OpaqueObject, Region, TrainingState
 from shardctl.models.automodel_names import GROUPED_NOTE, build_grouped_arrays, names_groups
 from shardctl.models.torchtitan_names import list_joined_names
 from shardctl.models.trainer_arrays import bind_states
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.libraries.dcp.metadata import DcpMetadata
-    from shardctl.manifest import CheckpointFile, Tensor
+    from shardctl.manifest import CheckpointFile, Chunk, Tensor
+    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
+_COMPARED: Final = 4 << 10
+"""Bytes of each box by which a tied weight, saved once for each name, is recognised: random weights differ in few."""
 
 
 class DcpCollector:
@@ -116,15 +121,61 @@ class _SortedSave(DcpSave):
         if names_groups(self.sorted.states):
             arrays = build_grouped_arrays({name: tensor.shape for name, tensor in weights.items()})
         named = dict.fromkeys((*weights, *arrays, *list_joined_names(weights)))
+        sorted_keys, notes = self.sorted, tuple(model.notes())
+        members: dict[str, Setting] = {}
+        numbered = self._name_numbered(weights, model)
+        if numbered is not None:
+            (sorted_keys, members), notes = numbered, (*notes, NUMBERED_NOTE)
         found = TrainingState(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
             ranks=count_writers(model.collector.files),
-            step=find_steps_done(self.sorted, self.value),
-            states=build_named_states(self.sorted, named, self.tensors, self.tensor, self.collector.warnings),
-            groups=build_parameter_groups(self.sorted, named, self.value),
-            notes=tuple(model.notes()),
+            step=find_steps_done(sorted_keys, self.value),
+            states=build_named_states(sorted_keys, named, self.tensors, self.tensor, self.collector.warnings),
+            groups=build_parameter_groups(
+                sorted_keys, named, lambda key: members[key] if key in members else self.value(key)
+            ),
+            notes=notes,
         )
         return bind_states(arrays, found, GROUPED_NOTE) if arrays else found
+
+    def _name_numbered(
+        self, weights: Mapping[str, Tensor], model: _SortedSave
+    ) -> tuple[SortedKeys, dict[str, Setting]] | None:
+        """Name parameters that are numbered, as accelerate 1.12 saves those of FSDP2; None if they are not.
+
+        The planner notes the keys of the state dict in their order; the table of tensors has them as ranks wrote them.
+        """
+        if not any(parameter.isdecimal() for parameter, _ in self.sorted.states.values()):
+            return None
+        names = [model.sorted.weights.get(key, "") for each in model.metadata for key in each.places]
+        ordered = {name: weights[name] for name in names if name in weights}
+        if len(ordered) < len(weights):
+            return None
+        shapes = {key: declared.shape for key, declared in self.tensors.items()}
+        given = name_parameters(self.sorted, ordered, shapes, self.value)
+        return given or name_parameters(self.sorted, self._drop_copies(ordered), shapes, self.value)
+
+    def _drop_copies(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Drop weights that hold what an earlier one of the same shape holds: tied ones, saved under each name."""
+        kept: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            alike = (t for t in kept.values() if t.shape == tensor.shape and t.dtype == tensor.dtype)
+            if len(tensor.shape) < len(("rows", "columns")) or not any(self._begin_alike(tensor, t) for t in alike):
+                kept[name] = tensor
+        return kept
+
+    def _begin_alike(self, tensor: Tensor, other: Tensor) -> bool:
+        """Return whether two tensors are cut alike and each box begins with the same bytes in both."""
+        pairs = zip(tensor.chunks, other.chunks, strict=False)
+        return len(tensor.chunks) == len(other.chunks) and all(
+            a.box == b.box and self._read_head(a) == self._read_head(b) for a, b in pairs
+        )
+
+    def _read_head(self, chunk: Chunk) -> bytes:
+        if not isinstance(chunk.where, Region):
+            return b""
+        size = min(chunk.dtype.nbytes(chunk.box.shape), _COMPARED)
+        return read_bytes(self.collector.source, chunk.where.file, chunk.where.offset, size)
 
     def notes(self) -> Iterable[str]:
         """Return how the keys were understood."""
