@@ -7,7 +7,7 @@ import threading
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from shardctl.errors import Interrupted, UsageError
+from shardctl.errors import Interrupted, MachineError, UsageError
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -101,6 +101,17 @@ def choose_thread_count(*, far: bool = False) -> int:
     return 8 if far else min((os.cpu_count() or 1) + 1, 8)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raises MachineError if the machine has no memory or no number left for one."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise MachineError(
+            f"this machine cannot start another thread: {error}",
+            hint="use fewer --threads, or raise the limits on memory and processes (ulimit -v, ulimit -u)",
+        ) from error
+
+
 @value_class
 class ExecutionOptions:
     """How much is spent on a task, who watches, and who may stop it."""
@@ -139,9 +150,15 @@ def run_in_threads(
                 errors.append(error)
 
     running = [threading.Thread(target=work, name=f"shardctl-{i}", daemon=True) for i in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
+    started: list[threading.Thread] = []
+    try:
+        for thread in running:
+            start_thread(thread)
+            started.append(thread)
+    except MachineError as error:
+        with lock:
+            errors.insert(0, error)  # which ends those that run: they must not write behind the caller's back
+    for thread in started:
         thread.join()
     if errors:
         raise errors[0]

@@ -103,8 +103,8 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
     found.sort(key=lambda setting: not setting.verb)
     files: dict[str, bool] = {}
     for path, table in _list_files(environment):
-        files[str(path)] = path.is_file()
-        if path.is_file():
+        files[str(path)] = _is_settings_file(path)
+        if files[str(path)]:
             content = parse_toml(read_file(path, RULE_TEXT, UsageError), str(path), RULE_TEXT, UsageError)
             for part in filter(None, table.split(".")):
                 content = content.get(part, {}) if isinstance(content, dict) else {}
@@ -118,9 +118,25 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
     return ReadSettings(tuple(found), files, tuple(warnings))
 
 
+def _is_settings_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except PermissionError:
+        raise
+    except OSError as error:  # such as a name that is too long
+        raise UsageError(
+            f"{path} cannot be looked for: {error.strerror}", hint="check XDG_CONFIG_HOME and HOME"
+        ) from error
+
+
 def _list_files(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     """List the nearest project's file, and the user's, each with the table that is shardctl's."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError(
+            "the working directory does not exist any more", hint="change to a directory that exists, with cd"
+        ) from error
     project = next((place / PROJECT for place in (here, *here.parents) if (place / PROJECT).is_file()), here / PROJECT)
     yield project, _TABLE
     base = environment.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118 - a home that is not known is "~"

@@ -40,7 +40,9 @@ class _ProgressWatch:
         self._meter = view.meter
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
-        self._thread.start()
+        from shardctl.workers import start_thread  # where there is progress, it is loaded
+
+        start_thread(self._thread)
 
     def warn(self, messages: Sequence[str]) -> None:
         streams.print_warnings(messages)

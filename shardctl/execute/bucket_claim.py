@@ -28,6 +28,7 @@ from shardctl.execute.lock import describe_process, is_process_gone
 from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, ReplacedObjects, replaced_by
 from shardctl.record import RECORD, parse_record
 from shardctl.storage.retries import sleep_unless_stopped
+from shardctl.workers import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -289,7 +290,7 @@ class BucketClaim:
                         return
 
         watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
+        start_thread(watcher)
         try:
             yield
         finally:

@@ -23,6 +23,16 @@ _HINTS: Final = {
 }
 """What to do, by exit code, where the error itself does not say."""
 _HINT_OF_MEMORY: Final = "end what else uses it, or use fewer --threads and a smaller --memory"
+_HINT_OF_SYSTEM: Final = "check the system's log, ulimit -a and the mounts, then run the same command again"
+_OF_SYSTEM: Final = frozenset(
+    {
+        *(errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR),
+        *(errno.ENOSYS, errno.EOPNOTSUPP, errno.ELOOP, errno.ENAMETOOLONG, errno.EOVERFLOW, errno.EFBIG, errno.EBUSY),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ECONNREFUSED),
+        *(errno.ECONNRESET, errno.ECONNABORTED, errno.EADDRNOTAVAIL),
+    }
+)
+"""What a system refuses for reasons of its own. A file that is missing where the program needs one is a bug."""
 _NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
@@ -71,6 +81,8 @@ def _describe_failure(error: BaseException) -> FailureReport:
             return FailureReport(f"{place}{error.strerror}", _HINTS[5], 5)
         if error.errno in _NO_PLACE:
             return FailureReport(f"{place}{error.strerror}", "free some space, or choose another place to write to", 6)
+        if error.errno in _OF_SYSTEM:
+            return FailureReport(f"{place}{error.strerror}", _HINT_OF_SYSTEM, MachineError.exit_code)
     return FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
 
 

@@ -18,6 +18,9 @@ def find_existing_parent(path: Path) -> Path:
 
 
 def measure_free_space(place: Path) -> int | None:
-    """Free bytes of the file system of an existing path; None if it does not know its own size."""
-    disk = shutil.disk_usage(place)
+    """Free bytes of the file system of an existing path; None if it does not know its own size, or cannot be asked."""
+    try:
+        disk = shutil.disk_usage(place)
+    except OSError:  # some FUSE file systems implement no statvfs: a full disk then shows when space is reserved
+        return None
     return disk.free if disk.total else None

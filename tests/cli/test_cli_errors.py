@@ -170,7 +170,10 @@ def test_a_source_that_is_not_there_is_exit_code_4(say, tmp_path):
         (Interrupted("no", signal=15), 143),
         (KeyboardInterrupt(), 130),
         (ZeroDivisionError("no"), 1),
-        (OSError(5, "Input/output error"), 1),
+        (OSError(5, "Input/output error"), 7),
+        (OSError(38, "Function not implemented"), 7),
+        (OSError(24, "Too many open files"), 7),
+        (FileNotFoundError(2, "No such file or directory", "x"), 1),
     ],
 )
 def test_every_error_has_its_code_and_two_lines_with_something_to_do(broken, error, code):

@@ -9,6 +9,7 @@ import pytest
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.libraries.files.index import read_index
+from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource
 
 NAME = "model.safetensors.index.json"
@@ -31,6 +32,25 @@ def folder(tmp_path):
 def index_of(folder, content):
     (folder / NAME).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return read_index(LocalSource(folder), NAME)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_that_names_no_file_is_refused(folder, kind):
+    for shard in SHARDS:
+        (folder / shard).rename(folder / shard.replace("safetensors", kind).replace("model", "pytorch_model"))
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    (folder / f"{stem}.{kind}.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+    with pytest.raises(SourceError, match="has an empty `weight_map`"):
+        scan_checkpoint(LocalSource(folder))
+
+
+@pytest.mark.parametrize("targets", [(SHARDS[1],), (SHARDS[0], SHARDS[1])], ids=["itself", "in a circle"])
+def test_a_shard_that_is_a_link_to_itself_is_an_error(folder, targets):
+    for shard, target in zip(SHARDS[::-1], targets, strict=False):
+        (folder / shard).unlink()
+        (folder / shard).symlink_to(target)
+    with pytest.raises(SourceError, match=r"which model\.safetensors\.index\.json names, is neither a regular file"):
+        index_of(folder, {"weight_map": {"b": SHARDS[1]}})
 
 
 def test_an_index_as_transformers_writes_it(folder):

@@ -1,5 +1,7 @@
 """Settings and answers with which no model can be read: each is told as what it is, never as a bug."""
 
+import sys
+
 import pytest
 from huggingface_hub import close_session
 
@@ -7,6 +9,7 @@ from shardctl.errors import SourceError, TransientError, UsageError
 from shardctl.storage.hub import open_hub
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.hub.listing import list_repository
+from shardctl.storage.hub.publishing import HubRepository
 from shardctl.workers import StopRequest
 
 ENTRY = {"type": "file", "path": "config.json", "size": 2, "oid": "0" * 40}
@@ -67,6 +70,29 @@ def test_an_entry_without_what_every_entry_has(hub, missing):
 def test_an_entry_that_is_none(hub, entry):
     with pytest.raises(TransientError, match="not in the form of the Hub"):
         listing(hub, entry)
+
+
+@pytest.mark.parametrize("value", ["http://[", "huggingface.co", "ftp://x", "http://x:99999", "http://", "http://a b"])
+@pytest.mark.parametrize("read", [True, False], ids=["source", "destination"])
+def test_an_endpoint_that_is_no_address(monkeypatch, value, read):
+    monkeypatch.setenv("HF_ENDPOINT", value)
+    with pytest.raises(UsageError, match=r"HF_ENDPOINT is .*, which is not the address of a server"):
+        open_hub("me/model") if read else HubRepository(HubAddress.parse("hf://me/model"))
+
+
+@pytest.mark.parametrize("name", ["ALL_PROXY", "HTTPS_PROXY"])
+@pytest.mark.usefixtures("hub")
+def test_a_socks_proxy_without_its_package(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv(name, "socks5://127.0.0.1:1")
+    close_session()
+    try:
+        with pytest.raises(UsageError, match="needs the package socksio") as raised:
+            open_hub("me/model")
+    finally:
+        close_session()
+    assert raised.value.hint is not None
+    assert "pip install socksio" in raised.value.hint
 
 
 @pytest.mark.usefixtures("hub")

@@ -362,6 +362,14 @@ def test_a_signed_address_with_a_space_is_never_said(hub):
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("number", [301, 302, 307])
+@pytest.mark.parametrize("route", ["info", "tree", "resolve"])
+def test_a_redirect_without_a_target(hub, route, number):
+    hub.fail(route, *[status(number)] * 20)
+    with pytest.raises(SourceError, match=r"redirects a request .*without saying where to"):
+        digest(NAME)
+
+
 def test_redirects_without_end(hub):
     commit = hub.repositories[NAME].references["main"]
     hub.fail("resolve", *[status(302, Location=f"/{NAME}/resolve/{commit}/config.json")] * 9)

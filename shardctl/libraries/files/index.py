@@ -124,6 +124,17 @@ def read_index(source: Source, path: str) -> WeightIndex:
     return WeightIndex(path, weight_map, parsed.total_size, tuple(parsed.warnings))
 
 
+def read_shard_index(source: Source, path: str) -> WeightIndex:
+    """Read an index by which the files of a checkpoint are chosen; raises as `read_index`, also if it names no file."""
+    index = read_index(source, path)
+    if not index.weight_map:
+        raise SourceError(
+            f"{path} has an empty `weight_map`, so it names no file",
+            hint="the save did not finish; if the files are whole, move the index away",
+        )
+    return index
+
+
 def shard_path(source: Source, index: str, file: str) -> str:
     """Return the path of a shard that the index calls `file`, such as ``./x`` for ``x``, a regular, complete file.
 

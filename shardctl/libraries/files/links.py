@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError
@@ -11,7 +12,6 @@ from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from shardctl.storage import Source
 
@@ -35,8 +35,8 @@ def check_link(source: Source, path: str) -> None:
     link = source.root / path
     if not (link.is_symlink() or any(folder.is_symlink() for folder in _list_folders(source.root, path))):
         return
-    target = link.resolve()
-    if target.is_relative_to(source.root.resolve()) or _is_blob(target):
+    target = Path(os.path.realpath(link))  # Path.resolve raises RuntimeError for links in a circle
+    if target.is_relative_to(os.path.realpath(source.root)) or _is_blob(target):
         return
     raise HostileError(
         f"{path} is a link that leaves the checkpoint's directory, to {target}",

@@ -68,8 +68,10 @@ def _check_backend(backend: ShardedBackend) -> None:
             f"{where} says that tensors are stored as zarr, which Megatron-LM core wrote until 0.15",
             hint="load it with that version of Megatron-LM and save it with --dist-ckpt-format torch_dist",
         )
-    if backend.name != _NAME or backend.common not in {None, "torch"}:
-        raise UnsupportedError(f"{where} has the backends {backend.name!r} and {backend.common!r}, which are not known")
+    if backend.name != _NAME or backend.common not in (None, "torch"):
+        raise UnsupportedError(
+            f"{where} has the backends {backend.name!r} and {ascii(backend.common)[:40]}, which are not known"
+        )
     if backend.version != _VERSION:
         raise UnsupportedError(
             f"{where} has version {ascii(backend.version)[:40]} of {_NAME}; version {_VERSION} is known"

@@ -21,7 +21,7 @@ from shardctl.libraries.files.impostors import (
     refuse_adapter,
     refuse_unfinished,
 )
-from shardctl.libraries.files.index import read_index
+from shardctl.libraries.files.index import read_index, read_shard_index
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.meta.native_params import read_native_config
@@ -136,7 +136,7 @@ def _choose_files(source: Source) -> FileChoice:
     if WHOLE_SAFETENSORS in names:
         return _choose_whole_file(source, indexes)
     if indexes:
-        index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
+        index = read_shard_index(source, choose_index(indexes, _STANDARD_INDEX))
         return FileChoice(index.shards, index, index.warnings)
     if names:
         _check_numbering(names)

@@ -21,7 +21,7 @@ from shardctl.libraries.files.impostors import (
     refuse_impostor,
     refuse_unfinished,
 )
-from shardctl.libraries.files.index import WeightIndex, read_index
+from shardctl.libraries.files.index import WeightIndex, read_index, read_shard_index
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.rank_files import parse_rank_file_name
 from shardctl.libraries.files.side_files import list_side_files
@@ -178,14 +178,15 @@ def _choose_files(source: Source) -> FileChoice:
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
     index = None
     if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and WHOLE_TORCH not in names):
-        index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
+        read = read_index if WHOLE_TORCH in names else read_shard_index
+        index = read(source, choose_index(indexes, _STANDARD_INDEX))
     if index is not None and (WHOLE_TORCH not in names or index.path == _STANDARD_INDEX):
-        if WHOLE_TORCH in names and index.shards != (WHOLE_TORCH,):
+        if WHOLE_TORCH in names and not {WHOLE_TORCH}.issuperset(index.shards):
             raise SourceError(
                 f"{source.name} holds two checkpoints: {WHOLE_TORCH}, and the files that {index.path} names",
                 hint=f"give {WHOLE_TORCH} itself, or move it away",
             )
-        return FileChoice(index.shards, index, index.warnings)
+        return FileChoice((WHOLE_TORCH,) if WHOLE_TORCH in names else index.shards, index, index.warnings)
     if WHOLE_TORCH in names:
         return FileChoice((WHOLE_TORCH,))
     if names:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.amounts import format_file_size, format_memory_size, format_plural
+from shardctl.errors import UsageError
 from shardctl.report.memory_bars import format_amount
 from shardctl.report.visible import escape_control_characters
 from shardctl.version import __version__
@@ -46,6 +47,12 @@ def _escape_controls(value: object) -> object:
 
 
 def _format_date() -> str:
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "").strip()
+    try:
+        now = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is {epoch[:80]!r}, which is not a date",
+            hint="unset it, or give whole seconds since 1970, such as those of date +%s",
+        ) from error
     return now.strftime("%Y-%m-%d %H:%M UTC")

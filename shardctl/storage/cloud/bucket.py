@@ -41,6 +41,8 @@ _COPIED_BY_STORE: Final = {"s3": 5 << 30, "gs": 1 << 50}
 answered take 256 MiB (Amazon S3 API Reference, CopyObject; Azure Blob REST API, "Copy Blob")."""
 _AT_ONCE: Final = 4
 """Parts of one upload on their way at once."""
+_PANIC: Final = "PanicException"
+"""The BaseException that PyO3 raises where Rust panics, as obstore does for credentials that no header can hold."""
 _MARK: Final = "shardctlupload"
 """The name of the metadata by which an upload knows its own object again; no store's rules forbid it."""
 
@@ -91,8 +93,13 @@ class CloudBucket:
     @cached_property
     def _store(self) -> Any:  # noqa: ANN401 - obstore's stores have no common type
         scheme = self.root.partition("://")[0]
+        options = build_store_options(scheme)
         try:
-            return self._obstore.store.from_url(self.root, **build_store_options(scheme))
+            return self._obstore.store.from_url(self.root, **options)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.root} is not the address of a bucket: {error}", hint=f"write {scheme}://BUCKET/FOLDER"
+            ) from error
         except self._obstore.exceptions.BaseError as error:
             words = str(error).strip().partition("\n")[0]
             raise AccessError(f"{self.root} cannot be opened: {words}", hint=HOW_ALLOWED[scheme]) from error
@@ -336,6 +343,14 @@ class CloudBucket:
         except (self._obstore.exceptions.BaseError, FileNotFoundError, PermissionError) as error:
             raise_if_stopped(self.stop)
             raise self._refusals.explain(error, doing) from error
+        except BaseException as error:
+            if type(error).__name__ != _PANIC:
+                raise
+            raise UsageError(
+                f"{doing} failed: obstore cannot make a request of the settings of the environment: {error}",
+                hint="look for line breaks and other characters that no address and no header can have in the store's "
+                "variables",
+            ) from error
 
 
 class _UploadStopped(Exception):  # noqa: N818 - a signal, not a fault

@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.storage.endpoints import check_endpoint
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -37,9 +39,15 @@ HOW_ALLOWED: Final = {
 
 
 def build_store_options(scheme: str) -> dict[str, Any]:
-    """Build the arguments for obstore's `from_url` that the environment asks for."""
+    """Build the arguments for obstore's `from_url` that the environment asks for.
+
+    Raises UsageError for an endpoint that is not the address of a server: obstore would panic in its first request.
+    """
     client: dict[str, Any] = {"timeout": _ONE_REQUEST}
-    if find_endpoint(scheme).startswith("http://"):
+    endpoint = find_endpoint(scheme)
+    if endpoint:
+        check_endpoint(_find_endpoint_variable(scheme), endpoint)
+    if endpoint.startswith("http://"):
         client["allow_http"] = True
     options: dict[str, Any] = {"client_options": client, "retry_config": QUICK}
     emulator = os.environ.get("STORAGE_EMULATOR_HOST", "") if scheme == "gs" else ""
@@ -57,6 +65,11 @@ def find_endpoint(scheme: str) -> str:
     if scheme == "gs":
         said = _add_scheme(said) if said else next(_list_google_endpoints(), "")
     return said.rstrip("/")
+
+
+def _find_endpoint_variable(scheme: str) -> str:
+    """Find what names the endpoint."""
+    return next((name for name in _ENDPOINTS[scheme] if os.environ.get(name)), "gcs_base_url of the service account")
 
 
 def _add_scheme(host: str) -> str:

@@ -47,6 +47,11 @@ def check_settings(environment: Mapping[str, str]) -> None:
                 f"{name} is {text[:80]!r}, which is not a number of seconds",
                 hint=f"unset it, or give a whole number from 1 to {_LONGEST}",
             )
+    endpoint = environment.get("HF_ENDPOINT", "").strip()
+    if endpoint:
+        from shardctl.storage.endpoints import check_endpoint
+
+        check_endpoint("HF_ENDPOINT", endpoint)
 
 
 def find_cache_folder(text: str) -> Path | None:

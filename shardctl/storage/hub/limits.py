@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.storage.retries import TroubleError
+from shardctl.workers import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def answer_within(seconds: float, ask: Callable[[], AbstractContextManager[Respo
                 manager.__exit__(None, None, None)
         asked.done.set()
 
-    threading.Thread(target=wait, daemon=True, name="shardctl-answer").start()
+    start_thread(threading.Thread(target=wait, daemon=True, name="shardctl-answer"))
     asked.done.wait(seconds)
     with lock:
         asked.late = asked.manager is None and asked.error is None
@@ -92,7 +93,7 @@ def ended_after(seconds: float, end: Callable[[], object]) -> Iterator[None]:
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
-    timer.start()
+    start_thread(timer)
     try:
         yield
     finally:

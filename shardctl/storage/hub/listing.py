@@ -129,6 +129,11 @@ def _check_connections() -> None:
 
     try:
         get_session()
+    except ImportError as error:  # httpx speaks to SOCKS proxies through a package of its own
+        raise UsageError(
+            "the environment names a SOCKS proxy, for which the Hub's library needs the package socksio",
+            hint="pip install socksio, or unset ALL_PROXY, HTTPS_PROXY and HTTP_PROXY",
+        ) from error
     except (OSError, ValueError, InvalidURL) as error:
         raise UsageError(
             f"the Hub's library cannot make connections: {error}",

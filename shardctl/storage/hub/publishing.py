@@ -8,10 +8,12 @@ follows, so that nobody else's work is overwritten.
 from __future__ import annotations
 
 import base64
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import AccessError, DestinationError, ShardctlError, SourceError, TransientError, UsageError
+from shardctl.storage.hub import check_settings
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.refusals import build_refusal_error
 from shardctl.storage.hub.statuses import PASSING
@@ -53,6 +55,7 @@ class HubRepository:
         self._listing = self._look(create=create, private=private)
 
     def _look(self, *, create: bool, private: bool) -> HubListing:
+        check_settings(os.environ)
         from huggingface_hub import constants, errors
 
         if constants.HF_HUB_OFFLINE:

@@ -49,7 +49,9 @@ class HubQuestions:
             )
             with answer_within(seconds, ask) as response:
                 location = response.headers.get("location")
-                if response.status_code in REDIRECTS and location:
+                if response.status_code in REDIRECTS:
+                    if not location:
+                        raise SourceError("the Hub redirects a request without saying where to", hint=_ENDPOINT)
                     url = urljoin(url, location)
                     continue
                 answer = read_bounded(response, _LARGEST, seconds)

@@ -263,6 +263,8 @@ class RangeReader:
 
         if isinstance(response, ResponseBody):
             return SourceError(f"the place that the Hub has {path} at answers with HTTP {response.status_code}")
+        if response.status_code in REDIRECTS:  # whose body was read, so that the connection can be used again
+            return SourceError(f"the Hub redirects a request for {path} without saying where to", hint=_BETWEEN)
         try:
             hf_raise_for_status(read_bounded(response, EXPLAINED, self._patient))
         except HfHubHTTPError as error:

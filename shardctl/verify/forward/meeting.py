@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.errors import MachineError
 from shardctl.value import value_class
+from shardctl.workers import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,9 +91,15 @@ class RankMeeting:
                     self._barrier.abort()
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in self.here]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        started: list[threading.Thread] = []
+        try:
+            for thread in threads:
+                start_thread(thread)
+                started.append(thread)
+        except MachineError as error:
+            raised.append(error)
+            self._barrier.abort()
+        for thread in started:
             thread.join()
         if raised:
             self._barrier.reset()
