@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.errors import ChangedError, HostileError, SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.dcp import reading as dcp
-from shardctl.libraries.files.file_names import DCP_METADATA, PIPELINE_FORMAT, SAFETENSORS
+from shardctl.libraries.files.file_names import DCP_METADATA, OPTIMIZER_FILES, PIPELINE_FORMAT, SAFETENSORS
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
@@ -111,7 +111,33 @@ def scan_checkpoint(
 
 def _finish_scan(source: Source, found: Manifest) -> Manifest:
     """Return the manifest with what is left behind of the files of torch.save in it, whoever read them."""
+    if found.training is None and found.format in {safetensors.FORMAT.name, torch_save.FORMAT.name}:
+        found = _add_optimizer_beside(source, found)
     return _check_names(replace(found, warnings=(*found.warnings, *list_leftovers(source))))
+
+
+def _add_optimizer_beside(source: Source, found: Manifest) -> Manifest:
+    """Return the weights with the optimizer that was saved by itself in a folder or a file beside them.
+
+    A file that cannot be read is a warning, and an error for whoever asks for its states. Raises HostileError for one
+    that tries to run code, and as `scan_optimizer_folder`.
+    """
+    if find_given_file(source) is not None:
+        return found
+    found = dcp.scan_optimizer_folder(source, found)
+    paths = [path for path in OPTIMIZER_FILES if path in source.files()]
+    if not paths or found.training is not None:
+        return found
+    try:
+        if len(paths) > 1:
+            raise UnsupportedError(f"there are several, {' and '.join(paths)}")
+        from shardctl.libraries.torch_save.optimizer_file import add_optimizer_file
+
+        return add_optimizer_file(source, found, paths[0], ordered=found.format == torch_save.FORMAT.name)
+    except (HostileError, ChangedError):
+        raise
+    except SourceError as error:
+        return dcp.note_unreadable(found, paths[0], error)
 
 
 def _check_names(found: Manifest) -> Manifest:

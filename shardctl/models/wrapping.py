@@ -188,6 +188,25 @@ def list_bare_prefixes(names: Collection[str]) -> Iterator[tuple[str, dict[str, 
         yield prefix, {name: each[len(prefix) :] for name, each in bare.items()}
 
 
+def match_parameters(parameters: Collection[str], weights: Collection[str]) -> dict[str, str]:
+    """Match an optimizer's parameters with weights that were saved with other modules around them, or with none.
+
+    A prefix that all of them share counts only where each parameter has a weight then.
+
+    >>> match_parameters(["a.weight"], ["_orig_mod.a.weight"]), match_parameters(["a.w"], ["module.a.w", "module.b.w"])
+    ({'a.weight': '_orig_mod.a.weight'}, {'a.w': 'module.a.w'})
+    """
+    stored = {bare: name for name, bare in _strip_all(weights).items()}
+    bare = _strip_all(parameters)
+    for own in list_common_prefixes(stored):
+        inside = {name[len(own) :]: weight for name, weight in stored.items()}
+        for prefix in list_common_prefixes(bare.values()):
+            found = {name: inside[each[len(prefix) :]] for name, each in bare.items() if each[len(prefix) :] in inside}
+            if len(found) == len(parameters):
+                return found
+    return {name: stored[each] for name, each in bare.items() if each in stored}
+
+
 def set_extra_apart(stored: Manifest, extra: Collection[str]) -> Manifest:
     """Return `stored` with some tensors, and the states that an optimizer has of them, as extra ones.
 

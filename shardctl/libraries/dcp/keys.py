@@ -128,9 +128,13 @@ def build_named_states(
     strange: list[str] = []
     plain: list[str] = []
     numbered = True
-    for key, (parameter, state) in found.states.items():
-        if not parameter:
-            parameter, state = split_flat_key(state, weights)  # noqa: PLW2901 - told apart at last
+    told = {
+        key: (parameter, state) if parameter else split_flat_key(state, weights)
+        for key, (parameter, state) in found.states.items()
+    }
+    known = _match_names({parameter for parameter, _ in told.values()}, weights)
+    for key, (stored, state) in told.items():
+        parameter = known.get(stored, stored)
         if key not in tensors:
             plain += [key] if state != _STEP else []
             continue
@@ -178,11 +182,23 @@ def build_parameter_groups(
         listed = values.pop(_MEMBERS, (group,))
         members = [name for name in listed if isinstance(name, str)] if isinstance(listed, tuple) else []
         groups.setdefault(repr(sorted(values.items())) if flat else group, (values, []))[1].extend(members)
-    made = [ParameterGroup(tuple(members), values) for values, members in groups.values()]
+    known = _match_names({name for _, members in groups.values() for name in members}, parameters)
+    made = [
+        ParameterGroup(tuple(known.get(name, name) for name in members), values) for values, members in groups.values()
+    ]
     if not any(name == _MEMBERS for _, name in found.settings.values()):
         places = {name: place for place, name in enumerate(parameters)}
         made.sort(key=lambda group: min((places.get(name, len(places)) for name in group.parameters), default=0))
     return tuple(made)
+
+
+def _match_names(parameters: Collection[str], weights: Collection[str]) -> Mapping[str, str]:
+    """Return the weight of each parameter that has another name, because other modules were around it."""
+    if all(name in weights or name.isdecimal() for name in parameters):
+        return {}
+    from shardctl.models.wrapping import match_parameters
+
+    return match_parameters(parameters, weights)
 
 
 def _list_optimizer_roots(ways: Collection[Way]) -> list[Way]:

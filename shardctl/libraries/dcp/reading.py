@@ -80,7 +80,7 @@ def scan_dcp(source: Source) -> Manifest:
         return DcpCollector(source).manifest(FORMAT.name, *saves)
 
 
-def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:
+def scan_optimizer_folder(source: Source, weights: Manifest) -> Manifest:
     """Return `weights` with the optimizer that was saved by itself in a folder beside them, if there is one.
 
     transformers saves so with `save_optimizer_distributed` (`distributed/checkpoint.py`). Weights do not depend on it:
@@ -101,8 +101,13 @@ def scan_optimizer_beside(source: Source, weights: Manifest) -> Manifest:
     except (HostileError, ChangedError):
         raise
     except SourceError as error:
-        why = f"the optimizer states in {folder}/ cannot be read: {error}"
-        return replace(weights, warnings=(*weights.warnings, why), training=TrainingState(unreadable=why))
+        return note_unreadable(weights, f"{folder}/", error)
+
+
+def note_unreadable(weights: Manifest, place: str, error: SourceError) -> Manifest:
+    """Return `weights` with why the states of the optimizer in a place cannot be read."""
+    why = f"the optimizer states in {place} cannot be read: {error}"
+    return replace(weights, warnings=(*weights.warnings, why), training=TrainingState(unreadable=why))
 
 
 def _list_saves(source: Source) -> dict[str, list[str]]:

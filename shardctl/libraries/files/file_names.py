@@ -23,3 +23,5 @@ PIPELINE: Final = "model_index.json"
 """Lists the parts of a pipeline of diffusers, each in a folder (diffusers, `DiffusionPipeline.config_name`)."""
 PIPELINE_FORMAT: Final = "diffusers"
 """What `--from` calls such a pipeline; the names of its tensors begin with those of their folders."""
+OPTIMIZER_FILES: Final = ("optimizer.bin", "optimizer.pt")
+"""The first optimizer of accelerate (`utils/constants.py`), and that of Trainer, beside the weights."""

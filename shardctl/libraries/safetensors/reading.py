@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.dcp.reading import scan_optimizer_beside
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
 from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
@@ -110,7 +109,7 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
         dropped = FOLDER if apart else METADATA
     if own_config is not None or dropped == FOLDER:
         objects = tuple(replace(each, policy="drop") if each.name.startswith(dropped) else each for each in objects)
-    found = Manifest(
+    return Manifest(
         format=FORMAT.name,
         tensors=tensors,
         files={path: CheckpointFile(path, header.size) for path, header in headers.items()},
@@ -119,7 +118,6 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
         warnings=(*warnings, *differing, *left, *unlike),
         own_config=own_config,
     )
-    return scan_optimizer_beside(source, found)
 
 
 def _choose_files(source: Source) -> FileChoice:

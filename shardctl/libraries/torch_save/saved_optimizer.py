@@ -42,7 +42,7 @@ class SavedOptimizer:
     def __init__(self, saved: SavedFile, keys: tuple[str, ...]) -> None:
         self._saved = replace(saved, tree=None)
         top = as_mapping(saved.tree) or {}
-        self.key = ".".join(keys)
+        self.key = ".".join(keys) or saved.path
         self.views: dict[str, StorageView] = {}
         self._objects: dict[str, object] = {name: top[name] for name in STEPS if name in top}
         self._sorted = SortedKeys(others=list(self._objects))
@@ -77,8 +77,13 @@ class SavedOptimizer:
         else:
             self.views[key] = view
 
-    def collect_training(self, source: Source, weights: Mapping[str, Tensor], warnings: list[str]) -> TrainingState:
-        """Collect states and settings; what is left behind, and why, is added to `warnings`."""
+    def collect_training(
+        self, source: Source, weights: Mapping[str, Tensor], warnings: list[str], *, ordered: bool = True
+    ) -> TrainingState:
+        """Collect states and settings; what is left behind, and why, is added to `warnings`.
+
+        Parameters that are numbered get names only if the weights are `ordered` as the model's modules are.
+        """
 
         def read_value(key: str) -> Setting:
             view = self.views.get(key)
@@ -93,7 +98,7 @@ class SavedOptimizer:
         found = self._sorted
         members: dict[str, Setting] = {}
         shapes = {key: view.shape for key, view in self.views.items()}
-        named = name_parameters(found, weights, shapes, read_value)
+        named = name_parameters(found, weights, shapes, read_value) if ordered else None
         if named is not None:
             found, members = named
         states = build_named_states(found, weights, self.views, self._build_tensor, warnings)
