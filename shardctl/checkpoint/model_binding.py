@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shardctl import models
@@ -71,10 +71,33 @@ class ModelBinder:
             misfit = True
             lacking = lacking or options.complete_from is not None or (self.record is not None and self.record.partial)
             source, readable = self._reduce_ranks(stored)
-            manifest = schemas.bind_checkpoint(model, readable, partial(read_bytes, source), partial=lacking)
+            model, manifest = self._bind_names(model, source, readable, partial=lacking)
         except UnsupportedError as error:
             return BoundCheckpoint(self.source, stored, None, error, misfit)
         return BoundCheckpoint(source, manifest, model)
+
+    def _bind_names(self, model: Model, source: Source, stored: Manifest, *, partial: bool) -> tuple[Model, Manifest]:
+        """Bind the names to the model, also those that transformers converts; returns it with arrays that it needs."""
+        config = self.config if stored.dialect is None and model.family else None
+        try:
+            manifest = schemas.bind_checkpoint(model, stored, functools.partial(read_bytes, source), partial=partial)
+        except UnsupportedError:
+            if config is None:
+                raise
+            from shardctl.models.hub import bind_other_names  # whose table is long
+
+            found = bind_other_names(model, stored, config, partial=partial)
+            if found is None:
+                raise
+            return found
+        if config is None or self.record is None:
+            return model, manifest
+        original = {name for tensor in self.record.tensors.values() for name in tensor.spelling}
+        if not all(models.find_canonical_name(model, name) for name in original):
+            from shardctl.models.hub import add_saved_arrays
+
+            model = add_saved_arrays(model, original, config)
+        return model, manifest
 
     def _reduce_ranks(self, stored: Manifest) -> tuple[Source, Manifest]:
         """Return the source and the manifest in which what every rank has a copy of is their sum or mean."""

@@ -122,7 +122,7 @@ def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> 
             first, parameter = have.tensors.get(names[0]), have.tensors.get(fusion.tensors[0])
             if first is not None and parameter is not None and first.shape == parameter.shape:
                 name = format_state_name(state, fusion.name)
-                found[name] = TensorFusion(name, names, fusion.places)
+                found[name] = TensorFusion(name, names, fusion.places, fusion.stored)
     return found
 
 

@@ -1,6 +1,6 @@
 """Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
-from shardctl.models.binding import find_weight_name
+from shardctl.models.binding import find_canonical_name, find_weight_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters
 from shardctl.models.describe import (
@@ -44,6 +44,7 @@ __all__ = [
     "describe_model",
     "drop_quantisation_config",
     "drop_torchao_metadata",
+    "find_canonical_name",
     "find_family",
     "find_quantisation_config",
     "find_weight_name",

@@ -11,12 +11,15 @@ from shardctl.models.hub.conversion_table import (
     list_unsaved_names,
 )
 from shardctl.models.hub.hub_arrays import build_hub_arrays, list_state_arrays
+from shardctl.models.hub.other_names import add_saved_arrays, bind_other_names
 from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
 __all__ = [
     "HUB_NAMES",
     "SAVED_FOR_NOBODY",
     "NameConversions",
+    "add_saved_arrays",
+    "bind_other_names",
     "build_hub_arrays",
     "find_conversions",
     "find_tied_names",

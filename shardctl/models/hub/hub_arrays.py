@@ -14,7 +14,7 @@ most one conversion for each array, then all renames.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardctl.errors import UnsupportedError
 from shardctl.models.binding import find_canonical_name
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.models.hub.conversion_table import NameConversions, NameTransform
     from shardctl.models.model import Model
+
+
+_HEAD: Final = "lm_head."
+"""How names of the head begin, which lies outside the base model."""
 
 
 class _ConvertedArray(NamedTuple):
@@ -100,8 +104,12 @@ def _find_hub_modules(model: Model | None) -> tuple[str, ...]:
 def _name_hub_arrays(arrays: Iterable[TensorFusion], conversions: NameConversions) -> Iterator[TensorFusion]:
     """Name arrays that are stored as on the Hub as transformers names them when it has loaded and saved them."""
     loading, saving = NameRenamer(conversions.loading_renames), NameRenamer(conversions.saving_renames)
+    base = next((f"{each.base_prefix}." for each in conversions.loading if each.base_prefix), "")
     for array in sorted(arrays, key=lambda each: _sort_naturally(each.name)):
-        yield replace(array, name=saving.rename(loading.rename(array.name)))
+        name = loading.rename(array.name)
+        if not name.startswith((base, _HEAD)):  # transformers adds the base model's prefix when it loads
+            name = base + name
+        yield replace(array, name=saving.rename(name))
 
 
 def _name_stacks(
