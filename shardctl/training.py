@@ -29,6 +29,8 @@ COUNTED: Final = "exp_avg"
 """A state of optimizers that count steps."""
 MOMENTUM: Final = "momentum_buffer"
 """The state of Muon, and of no Adam."""
+MASTER: Final = "master_param"
+"""The state that is an optimizer's fp32 copy of a weight (Transformer Engine `pytorch/optimizers/fused_adam.py`)."""
 _OF_MOMENTUM: Final = "momentum"
 """The setting that Muon's groups have, and no group of Adam's."""
 _WORDS: Final = 3
@@ -70,6 +72,35 @@ def add_states(manifest: Manifest) -> Manifest:
     if manifest.training is None or not manifest.training.states:
         return manifest
     return replace(manifest, tensors={**manifest.tensors, **manifest.training.states})
+
+
+def find_master_weights(manifest: Manifest) -> dict[str, Tensor]:
+    """Find the states that are an optimizer's fp32 copies of weights, by the weight's name."""
+    states = manifest.training.states if manifest.training is not None else {}
+    return {
+        name: state for name in manifest.tensors if (state := states.get(format_state_name(MASTER, name))) is not None
+    }
+
+
+def take_master_weights(manifest: Manifest, masters: Mapping[str, Tensor]) -> Manifest:
+    """Return the manifest with an optimizer's copies in place of the weights that have one, and no longer as states.
+
+    Raises SourceError for a copy of another shape.
+    """
+    tensors = dict(manifest.tensors)
+    for name, master in masters.items():
+        weight = tensors[name]
+        if master.shape != weight.shape:
+            raise SourceError(
+                f"the optimizer's copy of {name} is {list(master.shape)}, but the weight is {list(weight.shape)}",
+                hint="--weights module reads the weights that the model computes with",
+            )
+        tensors[name] = replace(master, name=name, ties=weight.ties)
+    training = manifest.training or TrainingState()
+    taken = {master.name for master in masters.values()}
+    states = {name: state for name, state in training.states.items() if name not in taken}
+    note = f"{len(masters)} weights are the optimizer's fp32 copies of them"
+    return replace(manifest, tensors=tensors, training=replace(training, states=states, notes=(*training.notes, note)))
 
 
 def add_steps(have: Manifest) -> Manifest:

@@ -15,6 +15,7 @@ from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
 from shardctl.settings import is_text
+from shardctl.training import find_master_weights, take_master_weights
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Format, Weights
@@ -101,12 +102,16 @@ def scan_checkpoint(
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
         return _finish_scan(source, (indexed or chosen.scan)(source))
-    if chosen.scan_copy is None:
+    if chosen.scan_copy is not None:
+        return _finish_scan(source, chosen.scan_copy(source, weights))
+    found = _finish_scan(source, chosen.scan(source))
+    masters = find_master_weights(found)
+    if not masters:
         raise UsageError(
             f"--weights {weights} was given, but {chosen.title} hold one copy of the weights only",
             hint="leave --weights out",
         )
-    return _finish_scan(source, chosen.scan_copy(source, weights))
+    return found if weights == "module" else take_master_weights(found, masters)
 
 
 def _finish_scan(source: Source, found: Manifest) -> Manifest:

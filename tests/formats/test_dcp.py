@@ -444,6 +444,28 @@ def test_an_optimizer_that_numbers_other_parameters_is_left_behind(tmp_path):
     assert "3 optimizer states such as 'optimizer.state.0.step' are left behind" in manifest.warnings[0]
 
 
+def test_the_optimizers_copies_of_weights_are_taken_where_they_are_meant(tmp_path):
+    """FusedAdam of Transformer Engine keeps them among its states (TransformerEngine#2795)."""
+    full = {name: torch.arange(6.0).reshape(2, 3) / 7 for name in ("a.weight", "b.weight")}
+    states = {name: {"exp_avg": value * 0.5, "master_param": value} for name, value in full.items()}
+    state = {
+        "model": {name: value.bfloat16() for name, value in full.items()} | {"scale": torch.ones(2)},
+        "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": list(full)}]},
+    }
+    place = saved(state, tmp_path / "fused")
+    for weights in (None, "module"):
+        found = scan(place, weights)
+        check(place, found.tensors, state["model"])
+        assert len(found.training.states) == 4
+    found = scan(place, "master")
+    check(place, found.tensors, {**full, "scale": torch.ones(2)})
+    assert found.training.states.keys() == {f"optimizer.exp_avg.{name}" for name in full}
+    assert "2 weights are the optimizer's fp32 copies of them" in found.training.notes
+    states["a.weight"]["master_param"] = torch.ones(3)
+    with pytest.raises(SourceError, match=r"copy of a.weight is \[3\], but the weight is \[2, 3\]"):
+        scan(saved(state, tmp_path / "other"), "master")
+
+
 def test_a_group_of_any_number_of_parameters_keeps_them_all(tmp_path):
     """Their names are one item, which for a mixture of experts has megabytes."""
     names = [f"model.layers.{layer}.mlp.experts.{n}.down_proj.weight" for layer in range(61) for n in range(256)]
