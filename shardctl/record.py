@@ -46,6 +46,8 @@ BASE_ONLY: Final = "base_only"
 """The option of a record that says that the source was a base model, without the head of the config's class."""
 SUBTREE: Final = "subtree"
 """The option of a record that says below which prefix of the source's names the model was."""
+SAVED_NAMES: Final = "source_names"
+"""The option of a record that says that the source had the names of the Hub, of a model that no table knows."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'

@@ -31,7 +31,7 @@ from shardctl.libraries.catalogue import get_schema
 from shardctl.libraries.files.extra_tensors import read_extra_file
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
-from shardctl.manifest import first_byte
+from shardctl.manifest import Tensor, first_byte
 from shardctl.models.torchtitan_names import leave_joined_states
 from shardctl.models.wrapping import remove_wrappers
 from shardctl.options import SourceOptions
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.checkpoint.name_selection import NameSelection
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.manifest import Manifest
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
 
@@ -191,6 +191,7 @@ def _bind_checkpoint(
             problem = stored_formats.explain_stored_quantization(quantization)
         models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, source_options)
+        manifest = _read_saved_arrays(manifest, record, config)
         manifest = models.order_ties(_merge_known_ties(config, leave_joined_states(manifest)))
     if record:
         manifest = _apply_record(manifest, record, model)
@@ -213,6 +214,17 @@ def _bind_checkpoint(
         ruled=rules is not None or source_options.rules_from == "transformers",
         stored_quantization=quantization,
         rebind=partial(_bind_checkpoint, source_options, record, selection) if quantization is not None else None,
+    )
+
+
+def _read_saved_arrays(stored: Manifest, record: CheckpointRecord | None, config: Mapping[str, Any] | None) -> Manifest:
+    """Return `stored` with the tensors that a record has in place of the arrays that were saved for the Hub."""
+    if record is None or config is None or record.options.get("names") != "hub":
+        return stored
+    from shardctl.models.hub import take_saved_arrays_apart  # whose table is long
+
+    return take_saved_arrays_apart(
+        stored, [Tensor(name, t.dtype, t.shape, (), t.ties) for name, t in record.tensors.items()], config
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.manifest import Chunk, Manifest, Tensor
     from shardctl.options import SourceOptions
     from shardctl.storage import Source
@@ -135,3 +136,20 @@ def _trim_rows(tensor: Tensor, rows: int) -> Tensor:
         if common is not None:
             chunks.append(narrow_chunk(chunk, common))
     return replace(tensor, shape=shape, chunks=tuple(chunks))
+
+
+def pad_as(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return `other` with the rows of zeros that its class adds when it saves, where `checkpoint` has them."""
+    longer = {
+        name
+        for name, tensor in checkpoint.manifest.tensors.items()
+        if (own := other.manifest.tensors.get(name)) is not None and tensor.shape[:1] > own.shape[:1]
+    }
+    if not longer or other.config is None or other.model is not None:
+        return other
+    from shardctl.models.hub import pad_saved_tensors  # whose table is long
+
+    padded = pad_saved_tensors(other.manifest, other.config)
+    if any(padded.tensors[name].shape != checkpoint.manifest.tensors[name].shape for name in longer):
+        return other
+    return replace(other, manifest=padded)

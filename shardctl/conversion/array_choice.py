@@ -30,9 +30,11 @@ from shardctl.models.hub import (
     find_conversions,
     list_state_arrays,
     list_unsaved_names,
+    pad_saved_tensors,
 )
 from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
 from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
+from shardctl.record import SAVED_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -95,6 +97,10 @@ def decide_names(
     architecture = ModelConfig(config).architecture()
     if architecture in SAVED_FOR_NOBODY:
         return reshard_options
+    if checkpoint.record is not None and checkpoint.model is None:
+        said = checkpoint.record.options
+        if HUB_NAMES in {said.get("names"), said.get(SAVED_NAMES)}:  # read as the names of the class
+            return replace(reshard_options, names=HUB_NAMES)
     kind, files = _find_original_files(checkpoint)
     if kind in _HUB_FORMATS and reshard_options.consumer is None:  # whose names someone chose, and the class loads
         return reshard_options
@@ -129,6 +135,8 @@ def choose_arrays(
         have, named = name_state_arrays(have, trained, joined)
         return have, join_trainer_forms(form, named, list_balances(model) if asked == TRAINER else {})
     if reshard_options.names == HUB_NAMES:
+        if checkpoint.config is not None and checkpoint.model is None:
+            have = pad_saved_tensors(have, checkpoint.config)
         return have, _choose_hub_arrays(checkpoint, reshard_options, layout, have, dtypes)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(

@@ -52,10 +52,11 @@ from shardctl.manifest import ConstantFill
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.models.binding import list_head_names
+from shardctl.models.hub.conversion_table import HUB_NAMES
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import BASE_ONLY, DERIVED, FUSED_ORDER_UNKNOWN, GIVEN, OVERFLOWED, SUBTREE
+from shardctl.record import BASE_ONLY, DERIVED, FUSED_ORDER_UNKNOWN, GIVEN, OVERFLOWED, SAVED_NAMES, SUBTREE
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -80,7 +81,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
-    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED, SUBTREE),
+    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED, SAVED_NAMES, SUBTREE),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -488,7 +489,10 @@ def choose_stages(
 def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """Carry over what an earlier conversion left out or cast: it is so in this one's result, too."""
     earlier = checkpoint.record.options if checkpoint.record else {}
-    return {key: earlier[key] for key in _INHERITED if key in earlier}
+    found = {key: earlier[key] for key in _INHERITED if key in earlier}
+    if checkpoint.model is None and earlier.get("names") == HUB_NAMES:  # its arrays were read as those of the class
+        found[SAVED_NAMES] = HUB_NAMES
+    return found
 
 
 def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.merging import merge_adapters
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
+from shardctl.checkpoint.padded_vocabulary import pad_as
 from shardctl.checkpoint.quantising import quantise_as
 from shardctl.checkpoint.settings_comparison import list_contradictions
 from shardctl.checkpoint.splitting import split_as
@@ -155,6 +156,7 @@ class _VerifyRun:
                 if self.verify_options.against is not None:
                     other = stack.enter_context(_open_source(self.verify_options.against, options, checkpoint))
                     self.require_base(checkpoint, other)
+                    other = pad_as(checkpoint, other)
                     other = dequantise_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
                     self.unquantized = split_as(checkpoint, other)

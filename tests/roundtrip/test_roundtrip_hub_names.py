@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tiny_models import assert_same, build, config_of, save, stored
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
@@ -56,6 +57,47 @@ def test_a_run_becomes_what_save_pretrained_writes(tmp_path, name):
     if name != "marian":  # whose positions are left out
         assert done.record.digest == digest(tmp_path / "saved").digest
     assert verify(tmp_path / "out", VerifyOptions(level="full", against=tmp_path / "run"), source_options=source).ok
+
+
+INKLING = {
+    "vocab_size": 96,
+    "unpadded_vocab_size": 90,
+    "hidden_size": 32,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "n_layers_per_attn_res_block": 1,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["inkling2_text", "inkling2_loop_text"])
+def test_rows_that_a_class_adds_are_written_and_read_again(tmp_path, kind):
+    """Inkling 2 has no table: heads are padded, gates and ups alternate, and queries of messages are two arrays."""
+    loop = {"loop_layer_index_start": 1, "loop_layer_index_end": 2} if "loop" in kind else {}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**INKLING, **loop))
+    model.save_pretrained(tmp_path / "saved")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run", no_dist=True)
+    (tmp_path / "run" / "config.json").write_text((tmp_path / "saved" / "config.json").read_text())
+    done = reshard(tmp_path / "run", tmp_path / "out", ReshardOptions(to="hf"))
+    assert any(each.startswith("padded with zeros to 96 rows") for each in done.warnings)
+    assert_same(stored(tmp_path / "out"), stored(tmp_path / "saved"))
+    reshard(tmp_path / "out", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(tmp_path / "saved"))
+    for made in ("out", "ranks", "back"):
+        assert verify(tmp_path / made, VerifyOptions(level="full", against=tmp_path / "run")).ok
 
 
 @pytest.fixture(scope="module")

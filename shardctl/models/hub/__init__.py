@@ -10,7 +10,12 @@ from shardctl.models.hub.conversion_table import (
     find_conversions,
     list_unsaved_names,
 )
-from shardctl.models.hub.hub_arrays import build_hub_arrays, list_state_arrays
+from shardctl.models.hub.hub_arrays import (
+    build_hub_arrays,
+    list_state_arrays,
+    pad_saved_tensors,
+    take_saved_arrays_apart,
+)
 from shardctl.models.hub.other_names import add_saved_arrays, bind_other_names
 from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
@@ -26,4 +31,6 @@ __all__ = [
     "list_state_arrays",
     "list_unsaved_names",
     "merge_tied_tensors",
+    "pad_saved_tensors",
+    "take_saved_arrays_apart",
 ]

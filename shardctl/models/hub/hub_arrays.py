@@ -16,20 +16,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardctl.errors import UnsupportedError
+from shardctl.box import Box
+from shardctl.errors import UnsupportedError, format_first_few
+from shardctl.manifest import Chunk, ConstantFill
 from shardctl.models.binding import find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.fusion import FusionPlaces, TensorFusion, join_tensors
 from shardctl.models.hub.composed_array import HubArray, TensorSlice
 from shardctl.models.hub.conversion_table import NameRenamer, find_conversions, list_unsaved_names
-from shardctl.models.hub.saving_operations import OperationContext, apply_operation
+from shardctl.models.hub.saving_operations import PADDING, OperationContext, apply_operation
 from shardctl.models.hub.tied_names import find_tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.manifest import Tensor
+    from shardctl.manifest import Manifest, Tensor
     from shardctl.models.hub.conversion_table import NameConversions, NameTransform
     from shardctl.models.model import Model
 
@@ -76,6 +78,48 @@ def build_hub_arrays(
         *_name_hub_arrays(kept, conversions),
         *_name_stacks(model, stacks, conversions),
     ]
+
+
+def pad_saved_tensors(stored: Manifest, config: Mapping[str, Any]) -> Manifest:
+    """Return `stored`, whose names are those of a class, with the rows of zeros that the class adds when it saves.
+
+    Inkling 2 computes scores for the tokens that it has, and saves a row for each of `vocab_size`.
+    """
+    conversions = find_conversions(ModelConfig(config).architecture(), config).saving_arrays
+    padding = [each for each in conversions if PADDING in (name for name, _ in each.operations)]
+    rows = (config.get("text_config") or config).get("vocab_size")
+    if not padding or not isinstance(rows, int):
+        return stored
+    found = {}
+    for name, tensor in stored.tensors.items():
+        if tensor.shape and tensor.shape[0] < rows and any(each.match(name) for each in padding):
+            zero = ConstantFill(bytes(tensor.dtype.nbytes((1,))))
+            box = Box((tensor.shape[0], *(0,) * (len(tensor.shape) - 1)), (rows - tensor.shape[0], *tensor.shape[1:]))
+            chunks = (*tensor.chunks, Chunk(box, tensor.dtype, zero))
+            found[name] = replace(tensor, shape=(rows, *tensor.shape[1:]), chunks=chunks)
+    if not found:
+        return stored
+    line = f"padded with zeros to {rows:,} rows, as transformers saves it: {format_first_few(found)}"
+    return replace(stored, tensors={**stored.tensors, **found}, warnings=(*stored.warnings, line))
+
+
+def take_saved_arrays_apart(stored: Manifest, state: Iterable[Tensor], config: Mapping[str, Any]) -> Manifest:
+    """Return `stored`, which has arrays that a class saves of its `state`, under the names and shapes of that state.
+
+    Arrays that are one tensor as it is stay as they are.
+    """
+    arrays = {array.name: array for array in build_hub_arrays(None, state, config) if not array.renames}
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in arrays}
+    parts: dict[str, list[Tensor]] = {}
+    for name in stored.tensors.keys() & arrays.keys():
+        if stored.tensors[name].shape == arrays[name].shape:
+            for part, held in arrays[name].taken_apart(stored.tensors[name]):
+                parts.setdefault(part, []).append(held)
+        else:
+            tensors[name] = stored.tensors[name]
+    for name, some in parts.items():
+        tensors[name] = replace(some[0], name=name, chunks=tuple(chunk for each in some for chunk in each.chunks))
+    return replace(stored, tensors=tensors) if parts else stored
 
 
 def list_state_arrays(model: Model | None, tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[TensorFusion]:

@@ -26,6 +26,8 @@ from shardctl.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+PADDING: Final = "Inkling2UnpadVocab"
+"""The operation that adds rows of zeros, which `pad_saved_tensors` has done before."""
 _HEADS: Final = ("num_attention_heads", "num_heads", "n_heads", "vt_num_attention_heads")
 """Keys for the number of heads, as configs of transformers and of the Hub have it."""
 
@@ -165,7 +167,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationC
     "Interleave": _interleave,
     "PermuteForRope": _permute_for_rope,
     "ErnieSplitAndDecoupleTextVisionExperts": _split_text_and_vision_experts,
-    "Inkling2UnpadVocab": _pad_vocabulary,
+    PADDING: _pad_vocabulary,
     "Inkling2LoopMergeMessageQueries": _split_message_queries,
     "Inkling2LoopDequantizeExperts": _keep,  # which quantizes nothing when it saves
 }
