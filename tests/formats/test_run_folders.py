@@ -137,3 +137,17 @@ def test_a_stale_model_beside_a_distributed_one_is_asked_about(tmp_path, folder)
     assert error.hint == "say which with --from dcp or --from safetensors"
     for container in ("dcp", "safetensors"):
         assert inspect(tmp_path, source_options=SourceOptions(container=container)).format == container
+
+
+@pytest.mark.parametrize("given", ["", "model", "model/model"])
+def test_a_run_of_nanotron_is_named(tmp_path, given):
+    """`nanotron/serialize/weights.py` writes a file for each parameter and rank, in the folders of its modules."""
+    rank = tmp_path / "model/model/decoder/0/pp_block/attn/o_proj"
+    norm = tmp_path / "model/model/final_layer_norm/pp_block"
+    for place, name in ((rank, "model_weight_pp-rank-0-of-1_tp-rank-0-of-2"), (norm, "model_weight")):
+        place.mkdir(parents=True)
+        save_file({"data": torch.ones(2, 2)}, place / f"{name}.safetensors")
+    (tmp_path / "checkpoint_metadata.json").write_text("{}")
+    found = refused(tmp_path / given)
+    assert "is a checkpoint of nanotron" in found.message
+    assert "convert_nanotron_to_hf.py" in found.hint

@@ -171,6 +171,10 @@ _HINTS: Final = {
 }
 
 
+_NANOTRON: Final = re.compile(r"(.+/)?pp_block/(.+/)?model_(weight|bias)(_pp-rank-[0-9]+-of-[0-9]+_.*)?\.safetensors")
+"""A parameter of nanotron, in the folders of its modules (`nanotron/serialize/weights.py`)."""
+
+
 def refuse_foreign(source: Source) -> None:
     """Raise UnsupportedError if the source's own files are a checkpoint of a container that shardctl does not read."""
     for path in source.files():
@@ -180,3 +184,9 @@ def refuse_foreign(source: Source) -> None:
                 f"{path} is a checkpoint in the format {FOREIGN[suffix]}, which shardctl does not convert",
                 hint=_HINTS.get(suffix, "give the model's safetensors or torch files; most repositories hold them too"),
             )
+    if any(map(_NANOTRON.fullmatch, source.files())):
+        raise UnsupportedError(
+            f"{source.name} is a checkpoint of nanotron, one file for each parameter and rank, which shardctl does not "
+            "convert",
+            hint="convert it with nanotron's examples/llama/convert_nanotron_to_hf.py, and give the result",
+        )
