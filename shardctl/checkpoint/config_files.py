@@ -8,11 +8,13 @@ no `quantization_config` (transformers_utils/config.py), or has one that leaves 
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.models import complete_config
 from shardctl.models.quantisation.settings import SIDECAR
+from shardctl.storage.addresses import is_hub_name, open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file, read_text
 from shardctl.value import value_class
 
@@ -35,13 +37,15 @@ class ConfigReading:
 
 
 def read_config(source: Source, override: Path | None = None, *, given: str = CONFIG) -> ConfigReading:
-    """Read the config in the file `given` of a source, or in the file or directory `override`, with its sidecar.
+    """Read the config in the file `given` of a source, or in `override`, with its sidecar.
 
-    A sidecar is looked for beside `override` first, then in the source, whose weights it is about.
-    Raises SourceError for a file that cannot be read or is no JSON object.
+    `override` is a file, a directory or the name of a model on the Hub. A sidecar is looked for beside it first, then
+    in the source, whose weights it is about. Raises SourceError for a file that cannot be read or is no JSON object.
     """
     sidecar: Mapping[str, Any] | None = None
-    if override is not None:
+    if override is not None and is_hub_name(override):
+        config, sidecar = _read_hub_config(str(override))
+    elif override is not None:
         path, *beside = list_override_files(override)
         config = _read_object(path)
         sidecar = _read_object(beside[0]) if beside else None
@@ -63,6 +67,16 @@ def list_override_files(given: Path) -> tuple[Path, ...]:
     name = _name_sidecar(path.name)
     beside = path.with_name(name) if name else path
     return (path, beside) if name and os.path.isfile(beside) else (path,)  # noqa: PTH113 - as above
+
+
+def _read_hub_config(name: str) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Read the config of a model on the Hub, and the sidecar beside it if there is one."""
+    with closing(open_source(name)) as place:
+        data = _read_beside(place, CONFIG)
+        if data is None:
+            raise SourceError(f"{name} on the Hub has no {CONFIG}", hint="give a model that has one, or a file")
+        beside = _read_beside(place, SIDECAR)
+    return _parse_object(data, f"{name}/{CONFIG}"), None if beside is None else _parse_object(beside, SIDECAR)
 
 
 def _name_sidecar(config: str) -> str:

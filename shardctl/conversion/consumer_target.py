@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,11 +18,14 @@ from shardctl.checkpoint.consumer_check import describe_model
 from shardctl.checkpoint.run_directory import find_run_files
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.file_names import SAFETENSORS
+from shardctl.libraries.files.impostors import ADAPTER_CONFIG, find_lone_adapter
 from shardctl.libraries.safetensors.header import METADATA
 from shardctl.mesh import Mesh
+from shardctl.storage.addresses import open_source
+from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
 from shardctl.verify.consumer import check_consumer, require_axes
 
 if TYPE_CHECKING:
@@ -48,6 +52,9 @@ def apply_consumer(options: ReshardOptions) -> ReshardOptions:
     """
     if options.consumer is None or options.consumer_mesh is not None:
         return options
+    older = _find_older_profile(options)
+    if older:
+        return replace(options, consumer=None, vllm_profile=older)
     profile = find_profile(options.consumer)
     if options.vllm_profile is not None:
         raise UsageError(
@@ -65,6 +72,54 @@ def apply_consumer(options: ReshardOptions) -> ReshardOptions:
     if options.stages is not None:
         raise UsageError(f"{profile.label} divides layers itself", hint="leave --stages out")
     return replace(options, to="hf", mesh=None, consumer_mesh=mesh)
+
+
+def _find_older_profile(options: ReshardOptions) -> str:
+    """Find the version whose files of ranks are known, and nothing else of the consumer; empty for any other."""
+    name, _, version = (options.consumer or "").partition("@")
+    if options.to != _PER_RANK_LAYOUT or name != "vllm" or not version or options.vllm_profile is not None:
+        return ""
+    newest = find_profile(name).version
+    return "" if version == newest or newest.startswith(f"{version}.") else version
+
+
+def warn_of_unchecked(reshard_options: ReshardOptions | None, applied: ReshardOptions) -> tuple[str, ...]:
+    """Warn of a consumer that `apply_consumer` left out, because its version has no profile."""
+    if reshard_options is None or reshard_options.consumer is None or applied.consumer is not None:
+        return ()
+    return (f"{reshard_options.consumer} has no profile here: whether it loads the result was not checked",)
+
+
+def merge_lone_adapter(
+    path: str | Path, reshard_options: ReshardOptions, source_options: SourceOptions
+) -> tuple[str | Path, ReshardOptions, SourceOptions]:
+    """Return the base as the source, with the adapter to be merged, where the source is an adapter alone.
+
+    A consumer serves a whole model. The base is what --complete-from names, or the directory that the adapter's config
+    names. Adapters that are to stay adapters (`--experts split`, `--only adapter`) are returned as they are.
+    Raises SourceError if the base is not found, and UnsupportedError for an adapter that is not on this machine.
+    """
+    if reshard_options.experts != "keep" or reshard_options.only is not None or reshard_options.merge:
+        return path, reshard_options, source_options
+    with closing(open_source(path)) as source:
+        if find_lone_adapter(source) is None:
+            return path, reshard_options, source_options
+        if source.folder is None:
+            raise UnsupportedError(
+                f"{path} is an adapter, which is merged from a directory of this machine only",
+                hint=f"download it and give its base: reshard BASE DST --merge DIR --for {reshard_options.consumer}",
+            )
+        folder, values = source.folder, read_json(source, ADAPTER_CONFIG, CONFIG_TEXT)
+    named = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    base = source_options.complete_from or (named if isinstance(named, str) and os.path.isdir(named) else None)  # noqa: PTH112 - a name may be too long
+    if base is None:
+        of = f" of {named}" if isinstance(named, str) and named else ""
+        raise SourceError(
+            f"{path} is an adapter{of}, and the weights of its base are not here",
+            hint="give its base with --complete-from BASE, a directory or owner/name on the Hub",
+        )
+    merged = replace(reshard_options, merge=(folder,))
+    return base, merged, replace(source_options, complete_from=None)
 
 
 def locate_run(path: str | Path, options: SourceOptions) -> tuple[str | Path, SourceOptions]:
@@ -102,6 +157,11 @@ def fit_consumer(checkpoint: OpenedCheckpoint, work: PlannedConversion, destinat
             f"the result would not load in {profile.label}: {verdict.reasons[0]}",
             hint="; ".join(verdict.reasons[1:])
             or f"see what {profile.label} loads with verify --for {options.consumer}",
+        )
+    if verdict.unlisted:
+        raise UnsupportedError(
+            f"it is not known whether {profile.label} loads the result: {verdict.unlisted}",
+            hint="--to hf in place of --for writes the files without this check",
         )
     return replace(work, consumer=verdict)
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.conversion.consumer_target import apply_consumer, fit_consumer, locate_run
+from shardctl.conversion.consumer_target import (
+    apply_consumer,
+    fit_consumer,
+    locate_run,
+    merge_lone_adapter,
+    warn_of_unchecked,
+)
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import require_bookkeeping
@@ -46,7 +52,9 @@ def open_conversion(
     writing it would touch the source or anything else that is read.
     """
     check_destination(destination)
-    wanted = apply_consumer(reshard_options or (plan.reshard_options if plan else ReshardOptions()))
+    asked = reshard_options or (plan.reshard_options if plan else ReshardOptions())
+    wanted = apply_consumer(asked)
+    said = warn_of_unchecked(asked, wanted)
 
     def count(entries: int) -> None:
         """Refuse before headers are parsed what could not be planned; every entry is a chunk, perhaps a replica."""
@@ -59,6 +67,9 @@ def open_conversion(
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
     if wanted.consumer is not None:
         path, options = locate_run(path, options or SourceOptions())
+        adapter, (path, wanted, options) = path, merge_lone_adapter(path, wanted, options)
+        if path != adapter:
+            said += (f"{adapter} is an adapter, and is merged into {path}",)
     with open_checkpoint(path, options, count=count if whole else None, selection=selection) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
@@ -67,7 +78,8 @@ def open_conversion(
             if plan
             else plan_conversion(checkpoint, wanted)
         )
-        work = replace(work, allow_overflow=allow_overflow)
+        have = replace(work.have, warnings=(*work.have.warnings, *said))
+        work = replace(work, have=have, allow_overflow=allow_overflow)
         if wanted.consumer is not None:
             work = fit_consumer(checkpoint, work, destination)
         if work.reshard_options.reflink and (is_bucket(destination) or is_hub_address(destination)):

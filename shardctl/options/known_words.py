@@ -68,6 +68,12 @@ def parse_consumer(text: str) -> str:
     return text
 
 
+def parse_target(text: str) -> str:
+    """Refuse a consumer that no profile describes; whether its version is known depends on the layout, too."""
+    parse_consumer(text.partition("@")[0])
+    return text
+
+
 def list_uses() -> list[str]:
     """List what `--for` takes of `plan`."""
     return [*USES, *(each for each in list_consumer_names() if each.partition("@")[0] in ESTIMATED_SERVERS)]

@@ -10,7 +10,7 @@ from shardctl.options.known_words import (
     list_layout_names,
     list_part_names,
     list_recipe_names,
-    parse_consumer,
+    parse_target,
 )
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
@@ -67,7 +67,7 @@ class ReshardOptions:
             "vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.",
             flag="--for",
             metavar="CONSUMER",
-            parser=parse_consumer,
+            parser=parse_target,
             words=list_consumer_names,
         ),
     ] = None
@@ -113,10 +113,12 @@ class ReshardOptions:
     vllm_profile: Annotated[
         str | None,
         CommandOption(
-            HelpPanel.WRITING, "Engine whose names --to vllm writes: vLLM 0.32, 0.25 or 0.11, or sglang. Default: 0.32."
+            HelpPanel.WRITING,
+            "Engine whose names --to vllm writes: vLLM 0.32, 0.25 or 0.11, or sglang. Default: 0.32.",
+            hidden=True,
         ),
     ] = None
-    """Which version of vLLM the files are for."""
+    """The former option of `--for vllm@VERSION --to vllm`."""
     trtllm_embedding: Annotated[
         Literal["whole", "vocabulary", "hidden"] | None,
         CommandOption(

@@ -15,7 +15,10 @@ class SourceOptions:
     config: Annotated[
         Path | None,
         CommandOption(
-            HelpPanel.SOURCE, "The model's config.json, or its directory.", metavar="PATH", access=PathAccess.READ
+            HelpPanel.SOURCE,
+            "The model's config.json, its directory, or owner/name on the Hub.",
+            metavar="PATH",
+            access=PathAccess.READ,
         ),
     ] = None
     """Needed where the checkpoint has none."""

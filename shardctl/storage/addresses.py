@@ -59,6 +59,11 @@ def open_source(text: str | Path) -> Source:
             )
 
 
+def is_hub_name(place: Path) -> bool:
+    """Return whether a path that is not here looks like ``owner/name``, a model of the Hub."""
+    return not os.path.lexists(place) and _HUB_NAME.fullmatch(place.as_posix()) is not None
+
+
 def _refuse_mistyped_path(text: str) -> None:
     """Raise SourceError for ``owner/name`` if a path here is nearly the same: it is more likely to be meant."""
     near = find_near_path(Path(text.partition("@")[0]))

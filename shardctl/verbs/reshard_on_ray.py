@@ -27,6 +27,7 @@ from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.extras import format_install_command
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
+from shardctl.storage.addresses import is_hub_name
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
 from shardctl.value import value_class
@@ -112,9 +113,10 @@ def _count_data_files(work: PlannedConversion) -> int:
 
 def _make_paths_absolute(source_options: SourceOptions) -> SourceOptions:
     """Return the same from any working directory."""
+    config = source_options.config
     return replace(
         source_options,
-        config=source_options.config.absolute() if source_options.config else None,
+        config=config if config is None or is_hub_name(config) else config.absolute(),
         rules=source_options.rules.absolute() if source_options.rules else None,
     )
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.amounts import format_plural
 from shardctl.errors import UsageError, format_first_few
+from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS
 from shardctl.models import find_quantisation_config
+from shardctl.models.predicting import list_predicting_names
 from shardctl.models.quantisation.settings import name_method
 from shardctl.models.text_config import merge_text_config
 from shardctl.value import value_class
@@ -76,6 +78,8 @@ class ConsumerVerdict:
     """Why it will not load; empty if nothing speaks against it."""
     unknown: tuple[str, ...]
     """What headers and the profile cannot tell; empty if nothing is open."""
+    unlisted: str
+    """Why the profile cannot tell whether it has the class, which is among `unknown`; empty if it can."""
     notes: tuple[str, ...]
     """What the user must know to start the consumer."""
     command: str
@@ -117,11 +121,13 @@ def check_consumer(
     """
     reasons: list[str] = []
     unknown: list[str] = []
+    unlisted = ""
     if stored.config is None:
         reasons.append(f"there is no {CONFIG}")
     else:
         for known, text in _check_class(profile, stored.config):
             (reasons if known else unknown).append(text)
+        unlisted = "; ".join(unknown)
         reasons += _check_quantization(profile, stored)
         reasons += _check_degrees(stored.config, mesh)
     if not per_rank:
@@ -130,7 +136,7 @@ def check_consumer(
         reasons += _check_files(stored)
     notes = tuple(_list_notes(profile, stored))
     command = format_command(profile, stored, mesh, path, per_rank=per_rank)
-    return ConsumerVerdict(profile, tuple(reasons), tuple(unknown), notes, command)
+    return ConsumerVerdict(profile, tuple(reasons), tuple(unknown), unlisted, notes, command)
 
 
 def _check_class(profile: ConsumerProfile, config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
@@ -240,7 +246,13 @@ def _check_files(stored: StoredModel) -> Iterator[str]:
 
 
 def _list_notes(profile: ConsumerProfile, stored: StoredModel) -> Iterator[str]:
-    """Yield what a user must add to start the consumer."""
+    """Yield what a user must add to start the consumer, and what it does not load."""
+    predicting = list_predicting_names(stored.config or {}, stored.arrays)
+    if predicting:
+        some = f"{_count(predicting)} of multi-token prediction layers: {format_first_few(predicting, MAX_NAMES)}"
+        yield f"{profile.label} loads {some} for speculative decoding at most, and ignores them otherwise"
+    if EXTRA_FILE in stored.files:
+        yield f"{profile.label} does not load the tensors in {EXTRA_FILE}, which the class does not have"
     if TOKENIZER_FILES.isdisjoint(stored.files):
         way = f"start {profile.consumer} with {profile.tokenizer}, or " if profile.tokenizer else ""
         yield f"there is no tokenizer: {way}add one with --complete-from BASE"

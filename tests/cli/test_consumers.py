@@ -9,7 +9,10 @@ import pytest
 from cli_checkpoints import llama, told
 from safetensors.numpy import load_file, save_file
 
+from shardctl.dtype import BY_NAME
 from shardctl.libraries.consumers.profile import find_profile, list_consumers
+from shardctl.mesh import Mesh
+from shardctl.verify.consumer import StoredModel, check_consumer
 
 
 @pytest.mark.parametrize("name", list_consumers())
@@ -87,6 +90,91 @@ def test_what_would_not_load_is_refused_before_anything_is_written(say, tmp_path
     assert reason in said.err
     assert not (tmp_path / "out").exists()
     assert say("verify", model, "--for", "vllm").code in {3, 4}
+
+
+@pytest.mark.parametrize("consumer", ["tgi", "llama.cpp", "vllm", "transformers"])
+def test_a_class_that_the_profile_does_not_know_is_refused_before_anything_is_written(say, tmp_path, consumer):
+    model = llama(tmp_path / "in")
+    changes = {"architectures": ["NobodysForCausalLM"], "auto_map": {"AutoModelForCausalLM": "code.NobodysForCausalLM"}}
+    (model / "config.json").write_text(json.dumps(told(model_type="nobodys", **changes)))
+    said = say("reshard", model, tmp_path / "out", "--for", consumer)
+    assert said.code == 4
+    assert "obodys" in said.err
+    assert not (tmp_path / "out").exists()
+    assert say("reshard", model, tmp_path / "out", "--to", "hf").code == 0
+
+
+def test_layers_that_predict_further_tokens_are_named():
+    arrays = dict.fromkeys(("model.norm.weight", "mtp.fc.weight"), BY_NAME["F32"])
+    stored = StoredModel(told(), arrays, {"model.safetensors", "extra/extra_tensors.safetensors"})
+    notes = " ".join(check_consumer(find_profile("vllm"), stored, Mesh.of(), "x", per_rank=False).notes)
+    assert "1 tensor of multi-token prediction layers: mtp.fc.weight for speculative decoding at most" in notes
+    assert "does not load the tensors in extra/extra_tensors.safetensors" in notes
+
+
+def test_extra_tensors_are_named_in_text_and_json(say, tmp_path):
+    model = llama(tmp_path / "in")
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "v_head.weight": np.ones(4, np.float32)}, model / "model.safetensors", {"format": "pt"})
+    said = say("reshard", model, tmp_path / "out", "--for", "vllm")
+    assert "does not load the tensors in extra/extra_tensors.safetensors" in said.out
+    assert "v_head.weight" in said.out
+    found = json.loads(say("reshard", model, tmp_path / "again", "--for", "vllm", "--json").out.splitlines()[-1])
+    assert [each["name"] for each in found["extra_tensors"]] == ["v_head.weight"]
+    assert any("extra/extra_tensors.safetensors" in note for note in found["consumer"]["notes"])
+
+
+def make_adapter(place, base):
+    """An adapter of two projections, as PEFT stores it."""
+    place.mkdir()
+    shape = load_file(base / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape
+    generator = np.random.default_rng(3)
+    module = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    matrices = {
+        module.format(layer, part): generator.standard_normal(size, np.float32)
+        for layer in range(told()["num_hidden_layers"])
+        for part, size in (("A", (2, shape[1])), ("B", (shape[0], 2)))
+    }
+    save_file(matrices, place / "adapter_model.safetensors", {"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    (place / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(base)}))
+    return place
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_adapter_alone_is_merged_into_its_base(say, source, tmp_path, named):
+    adapter = make_adapter(tmp_path / "lora", source)
+    if named:
+        settings = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "org/base"}))
+        said = say("reshard", adapter, tmp_path / "out", "--for", "vllm")
+        assert said.code == 4
+        assert "is an adapter of org/base, and the weights of its base are not here" in said.err
+        assert "--complete-from BASE" in said.err
+        assert not (tmp_path / "out").exists()
+    said = say("reshard", adapter, tmp_path / "out", "--for", "vllm", *(("--complete-from", source) if named else ()))
+    assert said.code == 0, said.err
+    assert f"{adapter} is an adapter, and is merged into {source}" in said.err
+    assert "vllm serve" in said.out
+    assert say("reshard", source, tmp_path / "merged", "--merge", adapter).code == 0
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
+    before = load_file(source / "model.safetensors")
+    assert not np.array_equal(
+        found["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+def test_files_of_ranks_of_an_older_vllm_are_written_and_not_checked(say, source, tmp_path):
+    said = say("reshard", source, tmp_path / "out", "--for", "vllm@0.25", "--to", "vllm", "--tp", 2)
+    assert said.code == 0, said.err
+    assert "vllm@0.25 has no profile here: whether it loads the result was not checked" in said.err
+    assert say("reshard", source, tmp_path / "old", "--to", "vllm", "--vllm-profile", "0.25", "--tp", 2).code == 0
+    names = sorted(path.name for path in (tmp_path / "old").glob("*.safetensors"))
+    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "old" / name).read_bytes() for name in names)
+    assert say("reshard", source, tmp_path / "no", "--for", "vllm@0.9", "--to", "vllm").code in {2, 4}
+    assert "--vllm-profile" not in say("reshard", "--help-all").out
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_refused(say, source, tmp_path):

@@ -66,6 +66,22 @@ def test_a_plan_is_made_and_followed_at_its_commit(hub, say, tmp_path):
     assert code == 0, out + err
 
 
+def test_a_config_is_read_from_the_hub_by_the_models_name(hub, say, tmp_path):
+    hub.add(NAME, model())
+    here = write(model(), tmp_path / "here")
+    (here / "config.json").rename(tmp_path / "config.json")
+    code, _, err = say("reshard", "here", "out", "--config", NAME, "--for", "vllm")
+    assert code == 0, err
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((tmp_path / "config.json").read_text())
+    code, _, err = say("plan", "here", "--config", NAME, "--tp", 2)
+    assert code == 0, err
+    assert say("plan", "here", "--config", "someone/nothing", "--tp", 2)[0] == 4
+    hub.add("someone/empty", {"README.md": b"x"})
+    code, _, err = say("plan", "here", "--config", "someone/empty", "--tp", 2)
+    assert code == 4
+    assert "someone/empty on the Hub has no config.json" in err
+
+
 def test_exit_codes(hub, say):
     hub.add(NAME, model(), gated=True)
     code, _, err = say("inspect", NAME)

@@ -140,7 +140,7 @@ def _check_newer(model: Model, dialect: LibraryDialect) -> None:
     if profile != PROFILES[0]:
         raise UnsupportedError(
             f"the arrays of {model.architecture} are known of vLLM {PROFILES[0]} alone, not of {profile}",
-            hint=f"use --vllm-profile {PROFILES[0]}, or --to hf, which every version loads",
+            hint=f"use --for vllm@{PROFILES[0]}, or --to hf, which every version loads",
         )
 
 

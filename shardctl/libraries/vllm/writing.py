@@ -146,7 +146,7 @@ def _build_mesh(order: PackRequest, profile: str) -> Mesh:
         engine = "SGLang" if profile == SGLANG else f"vLLM {profile}"
         raise CutError(
             f"the files of {engine} have no names for stages, so pp={mesh.degree('pp')} is not possible",
-            hint=f"use --vllm-profile {PROFILES[0]}, or --to hf",
+            hint=f"use --for vllm@{PROFILES[0]}, or --to hf",
         )
     if mesh.ep > 1 and profile == SGLANG:
         raise CutError(
