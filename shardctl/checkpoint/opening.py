@@ -229,12 +229,15 @@ def _read_saved_arrays(stored: Manifest, record: CheckpointRecord | None, config
 
 
 def _merge_known_ties(config: Mapping[str, Any] | None, stored: Manifest) -> Manifest:
-    """Return `stored` with the weights that a class ties as one, where the container stores each name by itself."""
+    """Return `stored` with the weights that a class ties as one, where the container stores each name by itself.
+
+    Names that an earlier version of the class had are those of today.
+    """
     if config is None or stored.format in _FORMATS_WITH_TIES:
         return stored
-    from shardctl.models.hub import merge_tied_tensors  # whose table is long
+    from shardctl.models.hub import merge_tied_tensors, read_older_names  # whose table is long
 
-    return merge_tied_tensors(config, stored)
+    return merge_tied_tensors(config, read_older_names(stored, config))
 
 
 def _open_adapter(

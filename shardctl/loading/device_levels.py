@@ -365,7 +365,8 @@ def _has_loadable_names(checkpoint: OpenedCheckpoint) -> bool:
         for tensor in checkpoint.manifest.tensors.values()
         for name in (tensor.name, *tensor.ties, *(tensor.spelling or ()))
     }
-    return checkpoint.model is None or names >= checkpoint.stored.tensors.keys()
+    known = checkpoint.model is None and checkpoint.record is not None
+    return known or names >= checkpoint.stored.tensors.keys()
 
 
 def _compare_on_devices(

@@ -100,6 +100,38 @@ def test_rows_that_a_class_adds_are_written_and_read_again(tmp_path, kind):
         assert verify(tmp_path / made, VerifyOptions(level="full", against=tmp_path / "run")).ok
 
 
+OLDER_PARTS = {
+    **{f"{each}_proj.linear.weight": f"{each}_proj.weight" for each in "qkvo"},
+    "k_proj.sconv.": "k_sconv.",
+    "v_proj.sconv.": "v_sconv.",
+    "relative_position_bias.linear.": "r_proj.",
+    "relative_position_bias.norm.": "rel_l2_clip.",
+    "relative_position_bias.proj": "rel_logits_proj.proj",
+    "o_proj.gate_proj.": "gate_proj.",
+    "q_proj.norm.": "q_l2_clip.",
+}
+"""What transformers 5.24 calls parts of Inkling 2's attention, and 5.23 called them; nothing else has another name."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_runs_of_both_versions_of_inkling_2_become_the_same(tmp_path):
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["inkling2_text"](**INKLING))
+    model.save_pretrained(tmp_path / "saved")
+    state, older = model.state_dict(), {}
+    for name, tensor in state.items():
+        new = next((part for part in OLDER_PARTS if f".self_attn.{part}" in name), "")
+        older[name.replace(new, OLDER_PARTS[new]) if new else name] = tensor
+    assert len(older) == len(state)
+    assert sum(name not in state for name in older) == 24  # as many as the two versions differ in
+    for run, tensors in (("5.24", state), ("5.23", older)):
+        dcp.save({"model": tensors}, checkpoint_id=tmp_path / run, no_dist=True)
+        (tmp_path / run / "config.json").write_text((tmp_path / "saved" / "config.json").read_text())
+        reshard(tmp_path / run, tmp_path / f"{run}-hf", ReshardOptions(to="hf"))
+        assert_same(stored(tmp_path / f"{run}-hf"), stored(tmp_path / "saved"))
+        reshard(tmp_path / run, tmp_path / f"{run}-ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert digest(tmp_path / "5.23-ranks").digest == digest(tmp_path / "5.24-ranks").digest
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     """A Mixtral, as a run and as saved; not to be changed."""

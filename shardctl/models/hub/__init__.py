@@ -16,6 +16,7 @@ from shardctl.models.hub.hub_arrays import (
     pad_saved_tensors,
     take_saved_arrays_apart,
 )
+from shardctl.models.hub.older_names import read_older_names
 from shardctl.models.hub.other_names import add_saved_arrays, bind_other_names
 from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
@@ -32,5 +33,6 @@ __all__ = [
     "list_unsaved_names",
     "merge_tied_tensors",
     "pad_saved_tensors",
+    "read_older_names",
     "take_saved_arrays_apart",
 ]
