@@ -7,7 +7,8 @@ write. The file has three tables:
 
 - `conversions`: what `conversion_mapping.py` says of each model type or class, in both directions. `load` turns names
   of the Hub into those of the class, `save` is the reverse (`reverse_transform`), with its operations. What changes
-  nothing when a model is saved that was not loaded (`PrefixChange`, `LayerPairCollapse`) is left out.
+  nothing when a model is saved that was not loaded is left out (`LayerPairCollapse`, and `PrefixChange` but for the
+  one of `OLDER_PREFIXES`).
 - `classes`: the models inside each class, as `named_modules` lists them, which weights it ties, and what it does not
   save, if there is something of this or something is converted.
 - `plain`: the other classes.
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 from small_classes import give_sizes, set_sizes
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as SHARED
 from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     GroupWeightRename,
@@ -52,6 +54,8 @@ AUTO = {
 """The mappings of transformers' auto classes that models inside others come from."""
 ARRAYS = ("from", "operations")
 """What only saving needs."""
+OLDER_PREFIXES = ("CLIPVisionModel", "CLIPTextModel")
+"""Classes, and with them those that share their conversions, that had one more module in transformers 4."""
 SIMPLE = (int, str, bool, list, type(None))
 
 
@@ -77,15 +81,17 @@ def describe_direction(transform):
     return described
 
 
-def describe_transform(transform):
+def describe_transform(transform, name):
     """Describe a transform in both directions; nothing for one that saves names as they are."""
     kinds = {
+        PrefixChange: "prefix",
         WeightRenaming: "rename",
         GroupWeightRename: "group",
         Inkling2IndexOffsetWeightRename: "rename",
         WeightConverter: "arrays",
     }
-    if type(transform) in {LayerPairCollapse, PrefixChange}:
+    unused = {LayerPairCollapse} if SHARED.get(name, name) in OLDER_PREFIXES else {LayerPairCollapse, PrefixChange}
+    if type(transform) in unused:
         return None
     return {
         "kind": kinds[type(transform)],
@@ -100,7 +106,7 @@ def list_conversions():
     mapping = _build_checkpoint_conversion_mapping()
     del mapping["legacy"]
     for name, transforms in mapping.items():
-        described = [each for each in map(describe_transform, transforms) if each is not None]
+        described = [said for each in transforms if (said := describe_transform(each, name)) is not None]
         first = known.setdefault(json.dumps(described), name)
         found[name] = described if first == name else first
     return found

@@ -34,11 +34,12 @@ def describe_model(
     files: Collection[str],
     config: Mapping[str, Any] | None,
     *,
+    shapes: Mapping[str, tuple[int, ...]],
     extra: tuple[str, ...] = (),
 ) -> StoredModel:
     """Describe a directory with these arrays and files, whose tensors and class are those of an opened checkpoint.
 
-    `extra` are arrays that the class does not have.
+    `shapes` are those of the arrays, and `extra` are arrays that the class does not have.
     """
     model = checkpoint.model
     if model is None or config is None:
@@ -46,16 +47,19 @@ def describe_model(
         misfit = checkpoint.model_error.message if known and checkpoint.model_error is not None else ""
         return StoredModel(config, arrays, files, known=False, misfit=misfit)
     tensors = checkpoint.manifest.tensors
-    conversions = find_conversions(model.architecture, config)
+    conversions = find_conversions(model.architecture, config, as_on_hub=True)
     state = (array.name for array in list_state_arrays(model, tensors.values(), config) if array.name in arrays)
+    unsaved = [name for name in state if conversions.changes_any([name])]
+    unsaved += [name for name in arrays if conversions.lacks_prefix(name)]
+    for name, fusion in model.fusions.items():  # the same array, transposed
+        if fusion.tensors == (name,) and shapes.get(name) == fusion.places.shape != model.tensors[name].shape:
+            unsaved.append(name)
     return StoredModel(
         config,
         arrays,
         files,
         missing=tuple(tensor.name for tensor in model.own() if not tensor.spare and tensor.name not in tensors),
-        unsaved=tuple(
-            name for name in state if model.architecture not in SAVED_FOR_NOBODY and conversions.changes_any([name])
-        ),
+        unsaved=() if model.architecture in SAVED_FOR_NOBODY else tuple(dict.fromkeys(unsaved)),
         extra=extra,
     )
 
@@ -70,7 +74,7 @@ def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: M
     files, dialect = checkpoint.source.files(), checkpoint.stored.dialect
     config = checkpoint.config if CONFIG in files else None
     if dialect is not None and dialect.schema == _RANK_SCHEMA and profile.sharded:
-        stored = describe_model(checkpoint, {}, files, config)
+        stored = describe_model(checkpoint, {}, files, config, shapes={})
         verdict = check_consumer(profile, stored, dialect.mesh or mesh, path, per_rank=True)
         written = dialect.facts.get(_PROFILE_FACT)
         if written != profile.rank_profile:
@@ -78,7 +82,8 @@ def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: M
         return verdict
     arrays = {name: tensor.dtype for name, tensor in checkpoint.stored.tensors.items()}
     extra = tuple(each.name for each in checkpoint.list_extra_tensors() if not each.kept)
-    stored = describe_model(checkpoint, arrays, files, config, extra=extra)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
+    stored = describe_model(checkpoint, arrays, files, config, shapes=shapes, extra=extra)
     verdict = check_consumer(profile, stored, mesh, path, per_rank=False)
     if checkpoint.stored.format not in _PLAIN_FORMATS or list_ranks(checkpoint.stored):
         reason = f"it does not read {checkpoint.stored.format} files; reshard --for {profile.consumer} converts them"

@@ -20,6 +20,7 @@ from shardctl.libraries.arrays.form import (
     choose_trainer_form,
     join_trainer_forms,
 )
+from shardctl.libraries.consumers.profile import find_profile
 from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
@@ -210,8 +211,14 @@ def _choose_hub_arrays(
             "--names hub needs the config of the model, which says what its class saves", hint="add --config PATH"
         )
     fusions = _select_fusions(checkpoint, reshard_options)
-    unstack = reshard_options.experts != "fused"
-    arrays = build_hub_arrays(checkpoint.model, have.tensors.values(), checkpoint.config, unstack=unstack)
+    consumer = find_profile(reshard_options.consumer) if reshard_options.consumer is not None else None
+    arrays = build_hub_arrays(
+        checkpoint.model,
+        have.tensors.values(),
+        checkpoint.config,
+        unstack=reshard_options.experts != "fused",
+        as_on_hub=consumer is not None and not consumer.state_names,
+    )
     if reshard_options.experts == "split":
         stacks = {fusion.tensors for fusion in fusions.values() if len(fusion.tensors) > 1}
         arrays = [array for array in arrays if array.tensors not in stacks]

@@ -178,14 +178,18 @@ def _describe_written(work: PlannedConversion) -> StoredModel:
     made = sides.get(CONFIG)
     config = json.loads(made) if made is not None else work.checkpoint.config if CONFIG in sides else None
     files = {*work.plan.want.files, *sides}
-    return describe_model(work.checkpoint, _list_written_arrays(work.plan.want), files, config)
+    written = _list_written_arrays(work.plan.want)
+    arrays = {name: dtype for name, (dtype, _) in written.items()}
+    shapes = {name: shape for name, (_, shape) in written.items()}
+    return describe_model(work.checkpoint, arrays, files, config, shapes=shapes)
 
 
-def _list_written_arrays(want: Manifest) -> Mapping[str, DType]:
-    """List the arrays of the safetensors files at the top of the result, with their types, from the new headers."""
-    found: dict[str, DType] = {}
+def _list_written_arrays(want: Manifest) -> Mapping[str, tuple[DType, tuple[int, ...]]]:
+    """List the arrays of the safetensors files at the top of the result from the new headers: types and shapes."""
+    found: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for path, file in want.files.items():
         if "/" not in path and path.endswith(SAFETENSORS):
             header = json.loads(file.literals[0][1][_LENGTH_BYTES:])
-            found |= {name: BY_NAME[entry["dtype"]] for name, entry in header.items() if name != METADATA}
+            del header[METADATA]
+            found |= {name: (BY_NAME[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
     return found

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardctl.models.hub.saving_operations import OPERATIONS, UNSTACKING
+from shardctl.models.hub.saving_operations import CHECK_DIMS, OPERATIONS, UNSTACKING
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _TABLE: Final = "conversions.json"
 _REFERENCE: Final = re.compile(r"\\(\d+)")
 _AUTO_ORDER: Final = ("multimodal", "causal", "seq2seq", "base")
 """Where the class of a model type is looked for, if the config names a class that transformers does not have."""
-_KINDS: Final = ("rename", "group", "arrays")
+_KINDS: Final = ("rename", "group", "arrays", "prefix")
 SAVED_FOR_NOBODY: Final = frozenset({"Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"})
 """Classes whose `save_pretrained` in transformers 5.24 writes names that the Hub's files and engines do not have.
 
@@ -52,7 +53,10 @@ class NameTransform:
     """One transform in one direction, for the names below one module of a model."""
 
     kind: str
-    """`rename`, `arrays` for one whose operations change arrays, or `group` for renames that depend on the first."""
+    """`rename`, `arrays` for one whose operations change arrays, or `group` for renames that depend on the first.
+
+    `prefix` is a rename that transformers 5 applies only to a model that it has loaded with this prefix.
+    """
     pattern: str
     """A regular expression with a group `gN` around each of its alternatives."""
     to: tuple[str, ...]
@@ -155,6 +159,11 @@ class NameConversions:
                 return True
         return False
 
+    def lacks_prefix(self, name: str) -> bool:
+        """Return whether a stored name lacks a module that transformers 4 has; see `find_conversions`."""
+        renamed = NameRenamer(each for each in self.loading_renames if each.kind != "prefix").rename(name)
+        return any(each.kind == "prefix" and each.match(renamed) for each in self.saving)
+
     def reads_as_saved(self, names: Collection[str]) -> bool:
         """Return whether these look like names that the class saves, and not like those of its state dict.
 
@@ -209,8 +218,13 @@ def knows_class(architecture: str, config: Mapping[str, Any]) -> bool:
     )
 
 
-def find_conversions(architecture: str, config: Mapping[str, Any]) -> NameConversions:
-    """Find what transformers changes when it loads and saves a class with this config; nothing if it knows neither."""
+def find_conversions(architecture: str, config: Mapping[str, Any], *, as_on_hub: bool = False) -> NameConversions:
+    """Find what transformers changes when it loads and saves a class with this config; nothing if it knows neither.
+
+    `as_on_hub` is for what transformers 4 and engines load, where `save_pretrained` of a model that was not loaded
+    writes something else: the vision towers of CLIP and SigLIP have one more module on the Hub (`vision_model`), and
+    the experts of Qwen3-VL are transposed.
+    """
     table = _read_table()
     conversions = table["conversions"]
     models = list(_list_models(architecture, config))
@@ -227,12 +241,24 @@ def find_conversions(architecture: str, config: Mapping[str, Any]) -> NameConver
         key = name if by_class else model_type
         scope = path.removeprefix(base_prefix).removeprefix(".") if path else None
         for each in _get_transforms(key):
+            if each["kind"] == "prefix" and not as_on_hub:
+                continue
             loading.append(_build_transform(each["kind"], each["load"], scope, base_prefix))
-            saving.append(_build_transform(each["kind"], each["save"], scope, base_prefix))
+            saved = _build_transform(each["kind"], each["save"], scope, base_prefix)
+            saving.append(_always_transpose(saved) if as_on_hub else saved)
         claimed.setdefault(name, []).append(path)
         if not by_class:
             claimed.setdefault(model_type, []).append(path)
     return NameConversions(tuple(loading), tuple(reversed(saving)))
+
+
+def _always_transpose(transform: NameTransform) -> NameTransform:
+    """Return a transform that transposes what fits the class as well."""
+    operations = tuple(
+        (name, {key: value for key, value in settings.items() if key != CHECK_DIMS})
+        for name, settings in transform.operations
+    )
+    return replace(transform, operations=operations)
 
 
 def _is_claimed(claimed: Mapping[str, Sequence[str]], identifier: str, path: str) -> bool:

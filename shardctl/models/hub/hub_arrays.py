@@ -56,16 +56,22 @@ class _ArrayGroup(NamedTuple):
 
 
 def build_hub_arrays(
-    model: Model | None, tensors: Iterable[Tensor], config: Mapping[str, Any], *, unstack: bool = True
+    model: Model | None,
+    tensors: Iterable[Tensor],
+    config: Mapping[str, Any],
+    *,
+    unstack: bool = True,
+    as_on_hub: bool = False,
 ) -> list[TensorFusion]:
     """Build the arrays that transformers' class of a config saves of some tensors.
 
     Without a model, the names of the tensors are those of the class's state dict. Without `unstack`, experts that the
-    class has in one array stay in it.
+    class has in one array stay in it. With `as_on_hub`, the names are those that transformers 4 and engines load, too.
     Raises UnsupportedError if transformers could not save them, or would write two arrays under one name.
     """
     architecture = ModelConfig(config).architecture()
-    conversions, unsaved = find_conversions(architecture, config), list_unsaved_names(architecture, config)
+    conversions = find_conversions(architecture, config, as_on_hub=as_on_hub)
+    unsaved = list_unsaved_names(architecture, config)
     on_hub = _find_hub_modules(model)
     state: list[TensorFusion] = []
     kept: list[TensorFusion] = []

@@ -95,7 +95,7 @@ def _split_module_list(settings: Mapping[str, Any], arrays: _Arrays, context: Op
 def _transpose(settings: Mapping[str, Any], arrays: _Arrays, context: OperationContext) -> _Arrays:
     pattern = context.sources[0] if len(context.targets) > 1 else context.targets[0]
     array = _take_only(arrays)
-    if settings.get("check_dims"):  # which transposes only what does not fit the class: what is saved does
+    if settings.get(CHECK_DIMS):  # which transposes only what does not fit the class: what is saved does
         return {pattern: [array]}
     return {pattern: [transpose(array, settings.get("dim0", 0), settings.get("dim1", 1))]}
 
@@ -173,5 +173,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationC
 }
 OPERATIONS: Final = frozenset(_OPERATIONS)
 """The operations of the table that are known."""
+CHECK_DIMS: Final = "check_dims"
+"""The setting of `Transpose` by which it leaves an array alone that has the shape of the class's."""
 UNSTACKING: Final = frozenset({"SplitModulelist", "ErnieSplitAndDecoupleTextVisionExperts"})
 """Those that give each expert arrays of its own."""
