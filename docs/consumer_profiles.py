@@ -267,7 +267,8 @@ def main():
     profile = READERS[given.consumer](given.folder)
     version = given.version or profile["version"]
     state_names = given.consumer == "transformers" and not version.startswith("4.")
-    behavior = {**BEHAVIOR[given.consumer], "state_names": state_names}
+    older = given.consumer == "tgi" or version.startswith("4.")  # TGI's lock file has transformers 4
+    behavior = {**BEHAVIOR[given.consumer], "state_names": state_names, "rope_parameters": not older}
     profile = {"consumer": given.consumer, **profile, **behavior, "version": version}
     short = ".".join(version.split(".")[: 3 if given.consumer == "sglang" else 2])  # SGLang has no 0.6 yet
     path = FOLDER / f"{given.consumer}-{short}.json"

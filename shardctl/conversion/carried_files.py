@@ -12,6 +12,7 @@ from shardctl.conversion.optimizer_states import build_settings_file, get_states
 from shardctl.dtype import CASTABLE, FLOATS
 from shardctl.manifest import OpaqueObject
 from shardctl.models import find_quantisation_config
+from shardctl.models.hub.older_config import add_older_settings
 from shardctl.models.quantisation.settings import QUANTISATION_FILES
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.training import SETTINGS
@@ -59,6 +60,17 @@ def list_carried_files(
         content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
         carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
     return carried
+
+
+def write_older_config(checkpoint: OpenedCheckpoint, config: OpaqueObject) -> OpaqueObject:
+    """Return a `config.json` with the settings that transformers 4 reads, if it lacks them."""
+    said = config.content if config.content is not None else read_text(checkpoint.source, CONFIG, CONFIG_TEXT)
+    parsed = parse_json(said, CONFIG, CONFIG_TEXT)
+    older = add_older_settings(parsed)
+    if older == parsed:
+        return config
+    content = (json.dumps(older, indent=2, ensure_ascii=False) + "\n").encode()
+    return replace(config, policy="synthesise", size=len(content), content=content)
 
 
 def _list_part_configs(checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType]) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.completing import COMPLETED
+from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.dequantising import (
     DEQUANTISED,
     DEQUANTIZED_MODULES,
@@ -30,7 +31,7 @@ from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantising import choose_recipe, holds_fp4_experts, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.array_choice import NAMES, choose_arrays, decide_names
-from shardctl.conversion.carried_files import list_carried_files
+from shardctl.conversion.carried_files import list_carried_files, write_older_config
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
 from shardctl.conversion.tensor_choice import (
@@ -46,6 +47,7 @@ from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, requir
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
+from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, pack_extra_tensors
 from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import ConstantFill
@@ -180,6 +182,9 @@ class DraftedConversion:
     def list_carried_files(self, files: Collection[str]) -> tuple[OpaqueObject, ...]:
         """List the side files that travel along in their new form; the layout makes `files` itself."""
         sides = list_carried_files(self.checkpoint, self.request.have, self.request.dtypes, self.layout)
+        consumer = self.reshard_options.consumer
+        if consumer is not None and not find_profile(consumer).rope_parameters:
+            sides = [write_older_config(self.checkpoint, side) if side.name == CONFIG else side for side in sides]
         return tuple(side for side in sides if side.name not in files)
 
 

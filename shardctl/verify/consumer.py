@@ -13,6 +13,7 @@ from shardctl.errors import UsageError, format_first_few
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS
 from shardctl.models import find_quantisation_config
+from shardctl.models.hub.older_config import lacks_older_settings
 from shardctl.models.predicting import list_predicting_names
 from shardctl.models.quantisation.settings import name_method
 from shardctl.models.text_config import merge_text_config
@@ -64,7 +65,7 @@ class StoredModel:
     missing: tuple[str, ...] = ()
     """Tensors of the class that are not there."""
     unsaved: tuple[str, ...] = ()
-    """Arrays with a name that the class has in memory and not on the Hub, such as stacked experts of transformers 5."""
+    """Arrays with a name that transformers 5 gives them and the Hub does not, such as stacked experts."""
     extra: tuple[str, ...] = ()
     """Tensors that the class does not have, but for those that transformers ignores."""
 
@@ -128,6 +129,8 @@ def check_consumer(
         for known, text in _check_class(profile, stored.config):
             (reasons if known else unknown).append(text)
         unlisted = "; ".join(unknown)
+        if not profile.rope_parameters and lacks_older_settings(stored.config):
+            reasons.append(f"it reads {CONFIG} otherwise: reshard --for {profile.consumer} adds the older settings")
         reasons += _check_quantization(profile, stored)
         reasons += _check_degrees(stored.config, mesh)
     if not per_rank:

@@ -3,9 +3,12 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from cli_checkpoints import llama, told
 from safetensors.numpy import load_file, save_file
 
@@ -13,6 +16,8 @@ from shardctl.dtype import BY_NAME
 from shardctl.libraries.consumers.profile import find_profile, list_consumers
 from shardctl.mesh import Mesh
 from shardctl.verify.consumer import StoredModel, check_consumer
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 
 @pytest.mark.parametrize("name", list_consumers())
@@ -256,3 +261,57 @@ def test_verify_for_names_missing_and_extra_tensors(say, tmp_path):
             assert words in said.out
         else:
             assert said.code in {3, 4}
+
+
+def test_an_engine_gets_the_names_of_the_hub_where_transformers_5_saves_others(say, tmp_path):
+    """A vision tower of CLIP has one more module there; transformers 5 writes it only for a model that it loaded."""
+    source = tmp_path / "llava"
+    config = json.loads((CONFIGS / "llava.json").read_text())
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig.from_dict(config))
+    model.save_pretrained(source)
+    saved = load_file(source / "model.safetensors")
+    assert say("verify", source, "--for", "transformers").code == 0
+    for consumer in ("vllm", "sglang", "transformers@4.57"):
+        said = say("verify", source, "--for", consumer)
+        assert said.code == 3
+        assert "vision_tower.embeddings.class_embedding" in said.out
+        assert say("reshard", source, tmp_path / consumer, "--for", consumer).code == 0
+        found = load_file(tmp_path / consumer / "model.safetensors")
+        assert {name.replace(".vision_model.", ".") for name in found} == saved.keys()
+        assert "vision_tower.vision_model.embeddings.class_embedding" in found
+        assert all((value == saved[name.replace(".vision_model.", ".")]).all() for name, value in found.items())
+        assert say("verify", tmp_path / consumer, "--for", consumer).code == 0
+    loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "vllm")
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+
+
+def test_an_engine_gets_the_experts_of_qwen3_vl_transposed_as_on_the_hub(say, tmp_path):
+    source = tmp_path / "qwen"
+    config = json.loads((CONFIGS / "qwen3_vl_moe.json").read_text())
+    kind = transformers.Qwen3VLMoeForConditionalGeneration
+    kind(kind.config_class.from_dict(config)).save_pretrained(source)
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    saved = load_file(source / "model.safetensors")[name]
+    assert name in say("verify", source, "--for", "vllm").out
+    assert say("reshard", source, tmp_path / "out", "--for", "vllm").code == 0
+    assert (load_file(tmp_path / "out" / "model.safetensors")[name] == saved.transpose(0, 2, 1)).all()
+    assert say("verify", tmp_path / "out", "--for", "vllm").code == 0
+
+
+def test_transformers_4_gets_a_config_that_it_reads(say, source, tmp_path):
+    """It takes the base of rotary embeddings from `rope_theta`, and assumes one where only `rope_parameters` has it."""
+    config = json.loads((source / "config.json").read_text())
+    config.pop("rope_theta", None)
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 123.0}
+    (source / "config.json").write_text(json.dumps(config))
+    assert say("verify", source, "--for", "vllm").code == 0
+    for consumer in ("transformers@4.57", "tgi"):
+        said = say("verify", source, "--for", consumer)
+        assert said.code == 3
+        assert "older settings" in said.out
+        assert say("reshard", source, tmp_path / consumer, "--for", consumer).code == 0
+        assert json.loads((tmp_path / consumer / "config.json").read_text())["rope_theta"] == 123.0
+        assert say("verify", tmp_path / consumer, "--for", consumer, "--against", source).code == 0

@@ -41,6 +41,8 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Methods with which it loads a quantized `lm_head`; ``*`` stands for all."""
     state_names: bool
     """Whether it loads the names that transformers 5 gives its classes in memory, in addition to those of the Hub."""
+    rope_parameters: bool
+    """Whether it reads `rope_parameters` in a config, as transformers 5 does, and not `rope_theta` alone."""
     command: str
     """The command that loads a directory, with ``{path}``; transformers' has ``{auto_class}`` too."""
     degrees: dict[str, str]
