@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from math import gcd, prod
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ EXPERT_FSDP: Final = "efsdp"
 """What is left of fsdp for the experts, which ep and etp have already divided over some of its ranks."""
 MOST_RANKS: Final = 1 << 17
 """Of a mesh; clusters have up to about 100,000 devices, and plans and layouts speak of every rank."""
+_DEGREE: Final = re.compile(r"[0-9]{1,9}")
+"""Of an axis, as text: no machine has a thousand million ranks."""
 _HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which two ranks must agree to hold the same weights."""
 
@@ -89,7 +92,7 @@ class Mesh:
         named: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, degree = part.partition("=")
-            if name not in (*AXES, *EXPERT_AXES) or not degree.isdecimal() or name in named:
+            if name not in (*AXES, *EXPERT_AXES) or _DEGREE.fullmatch(degree) is None or name in named:
                 raise UsageError(
                     f"cannot read mesh part {part!r}",
                     hint="write it as --mesh pp=2,fsdp=2,tp=4, each axis once, outermost first",

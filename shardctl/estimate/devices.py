@@ -44,7 +44,7 @@ def get_device(named: str | int) -> DeviceSpec:
         return found[0]
     if found:
         raise UsageError(f"{named!r} is several devices", hint=f"write {' or '.join(map(format_short_name, found))}")
-    if named.isdecimal():
+    if named.isdecimal() and len(named) < len(str(1 << 64)):
         raise UsageError(f"device {named!r} has no unit", hint=f"did you mean {_suggest_sizes(int(named))}?")
     raise UsageError(f"unknown device {named!r}", hint=f"{_suggest_names(named)}docs/devices.md lists all")
 

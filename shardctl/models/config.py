@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardctl.dtype import BY_NAME, BY_TORCH
 from shardctl.errors import SourceError
@@ -22,6 +22,15 @@ _MOST_LAYERS: Final = 500_000
 _LAYERS: Final = ("layer", "layers")
 _DEFAULT_LABELS: Final = 2
 """What transformers assumes, and therefore leaves out (`configuration_utils.py`, `num_labels`)."""
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of JSON is a number that a float can hold; a whole number may be too large for one.
+
+    >>> is_finite_number(10**400), is_finite_number(float("inf")), is_finite_number(True), is_finite_number(7)
+    (False, False, False, True)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @value_class
@@ -111,7 +120,7 @@ class ModelConfig:
         value = self.values.get(key)
         if value is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value) or not value:
+        if not is_finite_number(value) or not value:
             raise SourceError(f"{self.file} has {key} = {value!r} where a number is expected")
         return float(value)
 

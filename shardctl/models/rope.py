@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
+from shardctl.models.config import is_finite_number
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -47,6 +48,6 @@ def parse_rope(config: Mapping[str, object]) -> RotaryEmbedding:
         said.pop(key, None) or config.get(key) or usual
         for key, usual in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0))
     )
-    if not isinstance(theta, int | float) or not isinstance(part, int | float):
+    if not is_finite_number(theta) or not is_finite_number(part):
         raise SourceError(f"config.json has rotary embeddings of theta {theta!r} for {part!r} of each head")
     return RotaryEmbedding(float(theta), str(next(filter(None, kinds), "default")), float(part), said)

@@ -6,7 +6,7 @@ import errno
 from dataclasses import replace
 from typing import Any, Final
 
-from shardctl.errors import HostileError, MachineError, ShardctlError, UnsupportedError
+from shardctl.errors import HostileError, MachineError, ShardctlError, SourceError, UnsupportedError
 from shardctl.report.visible import escape_control_characters, hide_passwords
 from shardctl.value import value_class
 
@@ -33,6 +33,9 @@ _OF_SYSTEM: Final = frozenset(
     }
 )
 """What a system refuses for reasons of its own. A file that is missing where the program needs one is a bug."""
+_TOO_MANY_DIGITS: Final = "Exceeds the limit"
+"""How Python begins to say that it converts no text of so many digits to a number (`sys.set_int_max_str_digits`)."""
+_HINT_OF_DIGITS: Final = "names and settings of no model have such a number; the file may be damaged"
 _NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
@@ -73,17 +76,24 @@ def _describe_failure(error: BaseException) -> FailureReport:
         if isinstance(error, HostileError) and not error.hint:
             hint = "do not load this with anything; ask where it came from"
         return FailureReport(error.message, hint, error.exit_code)
+    outside = _describe_outside_failure(error)
+    return outside or FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
+
+
+def _describe_outside_failure(error: BaseException) -> FailureReport | None:
+    """Describe what the machine or an input is at fault for, though no error of ours says so; None for a bug."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return FailureReport("this machine has too little free memory", _HINT_OF_MEMORY, MachineError.exit_code)
-    if isinstance(error, OSError) and error.errno is not None:
-        place = f"{error.filename}: " if error.filename else ""
-        if isinstance(error, PermissionError):
-            return FailureReport(f"{place}{error.strerror}", _HINTS[5], 5)
-        if error.errno in _NO_PLACE:
-            return FailureReport(f"{place}{error.strerror}", "free some space, or choose another place to write to", 6)
-        if error.errno in _OF_SYSTEM:
-            return FailureReport(f"{place}{error.strerror}", _HINT_OF_SYSTEM, MachineError.exit_code)
-    return FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
+    if isinstance(error, ValueError) and str(error).startswith(_TOO_MANY_DIGITS):
+        return FailureReport("a number in the input has thousands of digits", _HINT_OF_DIGITS, SourceError.exit_code)
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+    if isinstance(error, PermissionError):
+        return FailureReport(message, _HINTS[5], 5)
+    if error.errno in _NO_PLACE:
+        return FailureReport(message, "free some space, or choose another place to write to", 6)
+    return FailureReport(message, _HINT_OF_SYSTEM, MachineError.exit_code) if error.errno in _OF_SYSTEM else None
 
 
 def format_warning(message: str) -> str:

@@ -1,5 +1,8 @@
 """Mutants of every text that is read come to an exit code with a meaning; at length: docs/benchmarks/fuzz_texts.py."""
 
+import copy
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -7,12 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hub"))
 
+from cli_checkpoints import CONFIGS
 from fuzzed_texts import ALLOWED, FuzzCase, TextFuzzer
 from typer.main import get_command
 
 from shardctl.cli.app import app
 from shardctl.cli.quick_values import quicken_values
 
+FIXTURES = CONFIGS.parent
 SEED, CASES = 2026, 40
 """Of every kind; a case takes about 10 ms."""
 EMPTY_FILE = (0, 354)
@@ -42,6 +47,88 @@ def test_no_text_ends_in_a_bug(fuzzer, kind):
         case = fuzzer.case(SEED, number)
         found = fuzzer.outcome(case)
         assert not found.wrong, (number, case, found)
+
+
+WRONG_VALUES = ("null", "-1", '"x"', "[]", "{}", "1e400", "[{}]")
+HUGE = (str(10**400), "9" * 5000)
+KEYS_OF_FAMILIES = {
+    "llama4": ("text_config", "moe_layers"),
+    "nemotron_h": ("layers_block_type",),
+    "lfm2": ("block_ffn_dim_multiplier",),
+}
+"""By config, a key that its family reads and the sample does not have."""
+
+
+def list_paths(values):
+    """List the ways to each value of an object, and of the objects in it."""
+    inside = [(key, inner) for key, part in values.items() if isinstance(part, dict) for inner in part]
+    return [*((key,) for key in values), *inside]
+
+
+def list_wrong_texts(values, paths, wrong_values=WRONG_VALUES):
+    """Yield the JSON text of an object with each of the wrong values at each of the paths."""
+    for path in paths:
+        changed = copy.deepcopy(values)
+        holder = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = "@"
+        text = json.dumps(changed)
+        yield from (text.replace('"@"', wrong) for wrong in wrong_values)
+
+
+def assert_read_or_refused(fuzzer, path, texts, *command):
+    for text in texts:
+        path.write_text(text)
+        found = fuzzer.outcome(FuzzCase(path.name, tuple(map(str, command)), b"", {}))
+        assert not found.wrong, (text, found)
+
+
+@pytest.mark.parametrize("name", KEYS_OF_FAMILIES)
+def test_no_value_of_a_config_ends_in_a_bug(fuzzer, name):
+    path = fuzzer.place / "config.json"
+    values = json.loads((CONFIGS / f"{name}.json").read_text())
+    texts = list_wrong_texts(values, [*list_paths(values), KEYS_OF_FAMILIES[name]])
+    assert_read_or_refused(fuzzer, path, texts, "plan", path, "--tp", 2)
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "more"),
+    [
+        ("meta/llama31", "params.json", ("head_dim",)),
+        ("meta/llama4/mp2", "params.json", ("rope_high_freq_factor",)),
+        ("peft/lora/adapter", "adapter_config.json", ("peft_version",)),
+    ],
+)
+def test_no_value_of_a_file_beside_weights_ends_in_a_bug(fuzzer, tmp_path, place, file, more):
+    shutil.copytree(FIXTURES / place, tmp_path / "model")
+    path = tmp_path / "model" / file
+    values = json.loads(path.read_text())
+    assert_read_or_refused(fuzzer, path, list_wrong_texts(values, [*list_paths(values), more]), "inspect", path.parent)
+    assert_read_or_refused(fuzzer, path, list_wrong_texts(values, [more], HUGE), "inspect", path.parent)
+
+
+def test_no_group_of_modelopt_ends_in_a_bug(fuzzer, tmp_path):
+    shutil.copytree(FIXTURES / "modelopt" / "nvfp4", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    values = json.loads(path.read_text())
+    paths = [("quantization_config", *rest) for rest in list_paths(values["quantization_config"])]
+    paths.append(("quantization_config", "config_groups", "group_0", "weights"))
+    assert_read_or_refused(fuzzer, path, list_wrong_texts(values, paths), "inspect", path.parent)
+
+
+def test_no_rope_theta_ends_in_a_bug(fuzzer, tmp_path):
+    place = shutil.copytree(FIXTURES / "peft" / "hf" / "llama", tmp_path / "model")
+    path = place / "config.json"
+    texts = list(list_wrong_texts(json.loads(path.read_text()), [("rope_theta",)], (*WRONG_VALUES, *HUGE)))
+    for to in ("megatron", "meta", "torch_dist"):
+        assert_read_or_refused(fuzzer, path, texts, "reshard", place, tmp_path / "out", "--to", to, "--dry-run")
+
+
+@pytest.mark.parametrize("option", ["--mesh=tp={}", "--gpu={}", "--tp={}", "--stages={}", "--memory={}GB"])
+def test_a_number_of_thousands_of_digits_is_a_usage_error(fuzzer, option):
+    args = ("plan", str(fuzzer.source), option.format("9" * 5000))
+    assert fuzzer.outcome(FuzzCase("arguments", args, b"", {})).code == 2
 
 
 def test_a_bug_would_be_seen(fuzzer, monkeypatch):

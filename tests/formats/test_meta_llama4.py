@@ -164,7 +164,7 @@ class TestRefusals:
         place = Path(shutil.copytree(LLAMA4 / "mp1", tmp_path / "mp1"))
         said = {**make_llama4.PARAMS, "vision_args": {**make_llama4.PARAMS["vision_args"], "mlp_ratio": -1}}
         (place / "params.json").write_text(json.dumps(said))
-        with pytest.raises(SourceError, match="mlp_ratio -1 in vision_args, no positive number"):
+        with pytest.raises(SourceError, match="mlp_ratio -1, which is not a positive number"):
             digest(place)
         (place / "int4_scales_0.pt").write_bytes(b"")
         with pytest.raises(UnsupportedError, match="quantised to 4 bits"):

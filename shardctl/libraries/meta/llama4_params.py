@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.meta.llama4_arrays import TITLE
-from shardctl.libraries.meta.params import PARAMS
+from shardctl.libraries.meta.params import PARAMS, parse_number
 from shardctl.manifest import OwnConfig
 from shardctl.models.rope import parse_rope
 
@@ -98,7 +98,7 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
         "no_rope_layer_interval": given.get("nope_layer_interval", params.layers + 1),
         "attention_chunk_size": given.get("attention_chunk_size"),
         "attn_temperature_tuning": bool(given.get("attn_temperature_tuning")),
-        "floor_scale": int(given.get("floor_scale", 8192)),
+        "floor_scale": int(parse_number(given, "floor_scale", 8192)),
         "attn_scale": given.get("attn_scale", 0.1),
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -107,9 +107,9 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
     if scaled:
         text["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": float(given.get("rope_scaling_factor", 16)),
+            "factor": float(parse_number(given, "rope_scaling_factor", 16)),
             "low_freq_factor": 1.0,
-            "high_freq_factor": float(given.get("rope_high_freq_factor", 1)),
+            "high_freq_factor": float(parse_number(given, "rope_high_freq_factor", 1)),
             "original_max_position_embeddings": _ORIGINAL,
         }
     said = f"max_position_embeddings {text['max_position_embeddings']:,}"
@@ -145,8 +145,9 @@ def _build_vision_config(seen: Mapping[str, Any]) -> dict[str, object]:
             raise SourceError(f"{PARAMS} has {key} {ascii(dict(size))[:80]}, which is no square")
     numbers = ("dim", "n_layers", "n_heads", "mlp_ratio", "output_dim", "pixel_shuffle_ratio")
     for key in numbers:
-        if isinstance(seen.get(key), bool) or not isinstance(seen.get(key), int | float) or seen[key] <= 0:
-            raise SourceError(f"{PARAMS} has {key} {ascii(seen.get(key))[:40]} in vision_args, no positive number")
+        if seen.get(key) is None:
+            raise SourceError(f"{PARAMS} has no {key} in vision_args")
+        parse_number(seen, key)
     return {
         "model_type": "llama4_vision_model",
         "hidden_act": "gelu",

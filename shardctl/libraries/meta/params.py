@@ -172,13 +172,20 @@ def read_params(source: Source) -> MetaParams | None:
         raise SourceError(f"{PARAMS} has {heads} heads, which do not divide dim {dim}")
     head = _parse_count(given, "head_dim") if given.get("head_dim") is not None else dim // heads
     for name in ("rope_theta", "norm_eps", "ffn_dim_multiplier", "multiple_of", "hidden_dim", "rope_scaling_factor"):
-        value = given.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _TOO_LARGE
-        if value is not None and not number:
-            raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is not a positive number")
+        parse_number(given, name)
     vocabulary = given.get("vocab_size")
     known = isinstance(vocabulary, int) and not isinstance(vocabulary, bool) and vocabulary > 0
     return MetaParams(dim, layers, heads, kv_heads, head, vocabulary if known else None, given)
+
+
+def parse_number(given: Mapping[str, Any], name: str, default: float = 1) -> float:
+    """Parse a positive number, or return the default where there is none; raises SourceError for anything else."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _TOO_LARGE:
+        raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is not a positive number")
+    return value
 
 
 def _parse_count(given: Mapping[str, Any], name: str) -> int:

@@ -7,6 +7,7 @@ Sources: PEFT 0.18 to 0.21 (tuners/lora/config.py; tuners/lora/model.py, `_creat
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,6 +38,7 @@ _REFUSED: Final = {
 """Settings of which a value that is not empty means that the merge is another one, or none."""
 _CHANGING: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base, too, when the adapter is made and each time it is loaded."""
+_VERSION_PART: Final = re.compile(r"[0-9]{1,9}")
 _MAX_SCALING: Final = (2 - 2.0**-23) * 2.0**127
 """The largest number of F32, in which PEFT multiplies."""
 
@@ -120,7 +122,9 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
         targets=(*read_names(values, "target_modules"), *parameters),
         modules=parse_target_modules(values),
         parameters=parameters,
-        version=tuple(int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if part.isdecimal()),
+        version=tuple(
+            int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if _VERSION_PART.fullmatch(part)
+        ),
         tokens=tuple(_read_tokens(values)),
         tied=config.switch("ensure_weight_tying", default=False),
         ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
@@ -153,8 +157,10 @@ def _read_pattern(values: Mapping[str, Any], key: str) -> list[tuple[ModuleExpre
 def _read_tokens(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Read which rows an adapter replaces: a list is of the embedding."""
     found = values.get("trainable_token_indices") or {}
+    if not isinstance(found, list | dict):
+        raise SourceError(f"{ADAPTER_CONFIG} has trainable_token_indices = {found!r:.100} where rows are expected")
     for name, rows in ({"": found} if isinstance(found, list) else found).items():
-        if not isinstance(rows, list) or not all(isinstance(row, int) and row >= 0 for row in rows):
+        if not isinstance(rows, list) or not all(type(row) is int and row >= 0 for row in rows):
             raise SourceError(f"{ADAPTER_CONFIG} has trainable_token_indices = {found!r:.100} where rows are expected")
         if len({*rows}) != len(rows):
             raise SourceError(f"{ADAPTER_CONFIG} names a row twice in trainable_token_indices")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
+_MAX_MULTIPLIER: Final = 1e6
+"""Of the width of an MLP; published ones are 1 and 1.3."""
 _NAMES: Final = ("w1", "w3", "w2")
 _MODULE: Final = "feed_forward"
 _MLP: Final = (
@@ -87,11 +89,9 @@ def _build_mixer_facts(config: ModelConfig) -> FamilyFacts:
 
 def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     """List the layers with attention: by `layer_types`, else `full_attn_idxs`, else all."""
-    kinds, listed = config.values.get("layer_types"), config.values.get("full_attn_idxs")
+    kinds, listed = config.values.get("layer_types"), config.entries("full_attn_idxs")
     if isinstance(kinds, list):
         return frozenset(n for n, kind in enumerate(kinds) if kind == "full_attention")
-    if listed is not None and not isinstance(listed, list):
-        raise SourceError(f"config.json has full_attn_idxs = {listed!r} where a list of layers is expected")
     return frozenset(range(config.size("num_hidden_layers")) if listed is None else listed)
 
 
@@ -100,7 +100,10 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     if config.switch("block_auto_adjust_ff_dim", default=True):
         factor, multiple = config.values.get("block_ffn_dim_multiplier", 1.0), config.size("block_multiple_of", 256)
         width = int(2 * width / 3)
-        if isinstance(factor, int | float):
+        if factor is not None:
+            factor = config.number("block_ffn_dim_multiplier", 1.0)
+            if not 0 < factor < _MAX_MULTIPLIER:
+                raise SourceError(f"config.json has block_ffn_dim_multiplier = {factor:g}, which makes no MLP")
             width = -(-int(factor * width) // multiple) * multiple
     return facts.also(dims={"ffn": LogicalDim(width, axis="tp")})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
 from shardctl.models.families.vision_towers import build_seeing_heads
@@ -57,12 +56,10 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 
 def _list_expert_layers(config: ModelConfig) -> Collection[int]:
     """List the layers that have experts."""
-    listed = config.values.get("moe_layers")
+    listed = config.entries("moe_layers")
     if listed is None:
         step = config.size("interleave_moe_layer_step", 1)
         return range(step - 1, config.size("num_hidden_layers"), step)
-    if not isinstance(listed, list):
-        raise SourceError(f"config.json has moe_layers = {listed!r} where a list of layers is expected")
     return frozenset(listed)
 
 

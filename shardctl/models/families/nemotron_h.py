@@ -86,12 +86,10 @@ _KINDS: Final = {"linear_attention": "mamba", "full_attention": "attention"} | {
 
 def _list_kinds(config: ModelConfig, listed: str, pattern: str, usual: list[str]) -> list[str]:
     """The kind of each layer, from a list or the pattern of letters; raises SourceError for one that is not known."""
-    said = config.values.get(listed)
+    said = config.entries(listed)
     letters = config.text(pattern, "")
     if said is None:
         said = [_LETTERS.get(letter, letter) for letter in letters] if letters else usual
-    if not isinstance(said, list):
-        raise SourceError(f"config.json has {listed} = {said!r} where a list of layers is expected")
     odd = [kind for kind in said if kind not in _KINDS]
     if odd:
         raise SourceError(f"config.json has layers of type {odd[0]!r}; the types are {', '.join(_KINDS)}")

@@ -91,8 +91,9 @@ class _NumberFormat:
 def _find_group_size(config: ModelConfig) -> int:
     """Find the `group_size` of the weights in the one group of `config_groups`; 0 if there is none."""
     groups = config.values.get("config_groups")
-    found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) and len(groups) == 1 else []
-    return ModelConfig(found[0], config.file).count("group_size", 0) if found and isinstance(found[0], dict) else 0
+    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return ModelConfig(weights, config.file).count("group_size", 0) if isinstance(weights, dict) else 0
 
 
 def _scale_tensor(_group: int) -> QuantisedArray:
