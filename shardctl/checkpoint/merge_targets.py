@@ -28,7 +28,7 @@ _MATRIX: Final = 2
 _STACK: Final = 3
 _STACKED_BY_INPUT: Final = ("gpt_oss",)
 """Families whose experts are stacked as `[experts, in, out]` (`is_transposed` in transformers)."""
-_SWAPPED: Final = (0, 19)
+OUTPUTS_FIRST_VERSION: Final = (0, 19)
 """The version of PEFT since which the second matrix is that of the inputs wherever experts are `[out, in]`."""
 
 
@@ -178,7 +178,7 @@ def _fit_array(
     by_input = made == shape[:0:-1]
     if by_input and made == shape[1:]:
         family = checkpoint.model.family if checkpoint.model is not None else ""
-        by_input = family in _STACKED_BY_INPUT or bool(settings.version and settings.version < _SWAPPED)
+        by_input = family in _STACKED_BY_INPUT or bool(settings.version and settings.version < OUTPUTS_FIRST_VERSION)
     if rest or not (by_input or made == shape[1:]):
         raise _build_misfit(module, made, shape)
     _check_fit(module, rank, settings.find_rank(name), module.up.shape[1] // experts)

@@ -219,11 +219,12 @@ def draft_conversion(
     mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
     check_pipeline_options(checkpoint, reshard_options, layout.name)
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
-    split = checkpoint.adapter and reshard_options.experts == "split"
+    split = checkpoint.adapter and reshard_options.experts != "keep"
     if split:
-        from shardctl.checkpoint.expert_adapters import split_expert_adapter
+        from shardctl.checkpoint.expert_adapters import fuse_expert_adapter, split_expert_adapter
 
-        checkpoint = split_expert_adapter(checkpoint)
+        convert = split_expert_adapter if reshard_options.experts == "split" else fuse_expert_adapter
+        checkpoint = convert(checkpoint)
     checkpoint = _quantise_weights(checkpoint, reshard_options)
     partial_codes = reshard_options.quantize is not None or bool(reshard_options.dequantize)
     coded = list_coded_arrays(checkpoint) if partial_codes else frozenset()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shardctl.errors import UnsupportedError, UsageError
@@ -75,3 +76,60 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path):
             SPLIT,
             source_options=SourceOptions(config=FIXTURES / "hf/gpt_oss/config.json"),
         )
+
+
+FUSE = ReshardOptions(experts="fused")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_merges_the_joined_matrices_of_experts_to_the_same(tmp_path, case):
+    """What was taken apart, in any layout, and joined again; the products of gate and up become one of both ranks."""
+    reshard(FIXTURES / case / "adapter", tmp_path / "split", SPLIT, source_options=KNOWN)
+    reshard(tmp_path / "split", tmp_path / "fused", FUSE, source_options=KNOWN)
+    assert verify(tmp_path / "fused").ok
+    stored = load_file(tmp_path / "fused/adapter_model.safetensors")
+    version = json.loads((tmp_path / "fused/adapter_config.json").read_text())["peft_version"]
+    assert version == {"experts": "0.21.2", "experts-0.18": "0.19.0", "experts-0.19": "0.19.1"}[case]
+    module = "base_model.model.model.layers.0.mlp.experts"
+    assert stored[f"{module}.base_layer.lora_A.weight"].shape == (4 * 4, 32)
+    assert stored[f"{module}.base_layer.lora_B.weight"].shape == (48, 4 * 4)
+    assert stored[f"{module}.lora_A.weight"].shape == (4 * 2, 24)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), tmp_path / "fused")
+    model.merge_and_unload().save_pretrained(tmp_path / "peft")
+    theirs = load_file(tmp_path / "peft/model.safetensors")
+    for name, tensor in load_file(FIXTURES / case / "merged/model.safetensors").items():
+        assert torch.allclose(theirs[name], tensor, atol=1e-3, rtol=2**-6), name
+    reshard(BASE, tmp_path / "ours", ReshardOptions(merge=(tmp_path / "fused",)))
+    reshard(BASE, tmp_path / "theirs", ReshardOptions(merge=(tmp_path / "split",)))
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    base = load_file(BASE / "model.safetensors")
+    for name, tensor in wanted.items():
+        steps = torch.maximum(base[name].abs(), (tensor - base[name]).abs()).double() * 2**-7
+        assert ((found[name].double() - tensor.double()).abs() <= 2 * steps).all(), name
+
+
+def test_experts_without_matrices_get_zeros(tmp_path):
+    reshard(FIXTURES / "experts/adapter", tmp_path / "split", SPLIT, source_options=KNOWN)
+    file = tmp_path / "split/adapter_model.safetensors"
+    tensors = load_file(file)
+    left = {name: t for name, t in tensors.items() if ".experts.2." not in name and ".up_proj." not in name}
+    save_file(left, file)
+    reshard(tmp_path / "split", tmp_path / "fused", FUSE, source_options=KNOWN)
+    fused = load_file(tmp_path / "fused/adapter_model.safetensors")
+    module = "base_model.model.model.layers.0.mlp.experts"
+    down, up = (fused[f"{module}.base_layer.lora_{part}.weight"] for part in "AB")
+    assert down.shape == (4 * 2, 32)
+    assert not up[24:].any()
+    assert not down[4:6].any()
+    for expert in (0, 1, 3):
+        ours = up[:24, expert::4] @ down[2 * expert : 2 * expert + 2]
+        own = f"base_model.model.model.layers.0.mlp.experts.{expert}.gate_proj"
+        assert torch.equal(ours, left[f"{own}.lora_B.weight"] @ left[f"{own}.lora_A.weight"])
+    assert all(torch.equal(fused[name], tensor) for name, tensor in left.items() if "q_proj" in name)
+
+
+def test_what_cannot_be_joined_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="matrices of each expert, and this one has none"):
+        reshard(FIXTURES / "experts/adapter", tmp_path / "out", FUSE, source_options=KNOWN)
+    with pytest.raises(UsageError, match="--experts fused needs the config"):
+        reshard(FIXTURES / "experts/adapter", tmp_path / "out", FUSE)
