@@ -203,7 +203,7 @@ def _merge_rotary_keys(config: Mapping[str, object]) -> dict[str, object]:
 
 def _read_with_class(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """Read a config with its class of transformers, which fills in defaults; None where that cannot be done."""
-    from shardctl.verify.forward.adapter import build_config, get_model_class
+    from shardctl.verify.transformers_classes import build_config, get_model_class
 
     named = _name_classes(config)
     try:

@@ -35,7 +35,7 @@ from shardctl.verify.forward import (
     SecondOpinion,
 )
 from shardctl.verify.forward.by_processes import choose_process_count
-from shardctl.verify.forward.share import ComputedShare, JoinedWeights
+from shardctl.verify.forward.result import ComputedShare, JoinedWeights
 from shardctl.verify.level import LevelResult, VerifyResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import UnsupportedError
 from shardctl.verify.engines.result import TokenScores
-from shardctl.verify.forward.adapter import build_config, get_model_class, silence_transformers
 from shardctl.verify.forward.lens import build_lens
 from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_experts
+from shardctl.verify.transformers_classes import build_config, get_model_class, silence_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

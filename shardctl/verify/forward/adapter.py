@@ -6,16 +6,14 @@ The conversion is semi-private (transformers 5.17 to 5.23, `transformers/core_mo
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import UnsupportedError
-from shardctl.extras import format_install_command
-from shardctl.storage.hub import check_settings
 from shardctl.value import state_class, value_class
 from shardctl.verify.forward.inputs import SEED
 from shardctl.verify.machine_trouble import raise_machine_error, raise_machine_text
+from shardctl.verify.transformers_classes import build_config, silence_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,40 +22,6 @@ if TYPE_CHECKING:
 
 Torch = Any
 """Modules, tensors and classes of torch and transformers, which have no types worth checking here."""
-
-
-def list_versions() -> dict[str, str]:
-    """List the versions of what computes."""
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def get_model_class(architecture: str) -> Torch:
-    """Return the class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none.
-
-    Raises UsageError for a setting of the environment with which transformers cannot be imported.
-    """
-    check_settings(os.environ)
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the forward pass needs torch and transformers: {error}", hint=format_install_command("verify")
-        ) from error
-    found = getattr(transformers, architecture, None) if architecture else None
-    if not isinstance(found, type) or not issubclass(found, torch.nn.Module):
-        named = f"no class {architecture}" if architecture else "no class, because config.json names no architecture"
-        raise UnsupportedError(f"transformers {transformers.__version__} has {named}")
-    return found
-
-
-def build_config(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
-    """Build the configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
-    values = {key: _parse_number(value) for key, value in config.items() if key not in _OTHERWISE}
-    return kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
 
 
 def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
@@ -83,16 +47,6 @@ def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> To
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # parts that run twice would fill a cache twice
     return model.eval()
-
-
-_OTHERWISE: Final = {"quantization_config", "dtype", "torch_dtype"}
-
-
-def _parse_number(value: object) -> object:
-    """Parse a value of a config.json, where transformers writes infinity as `{"__float__": "Infinity"}`."""
-    if isinstance(value, dict) and set(value) == {"__float__"}:
-        return float(str(value["__float__"]))
-    return [_parse_number(each) for each in value] if isinstance(value, list) else value
 
 
 def _choose_eager_settings(kind: Torch) -> dict[str, str]:
@@ -121,23 +75,6 @@ def _use_meta_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = usual  # type: ignore[method-assign]
-
-
-@contextmanager
-def silence_transformers() -> Iterator[None]:
-    """Keep transformers from talking and drawing bars; what matters is in the result."""
-    from transformers.utils import logging as talk
-
-    logging: Torch = talk
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def set_start_values(model: Torch, slots: Sequence[TensorSlot]) -> None:

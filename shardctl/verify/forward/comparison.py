@@ -13,7 +13,7 @@ from shardctl.mesh import Mesh
 from shardctl.value import value_class
 from shardctl.verify.device import use_device
 from shardctl.verify.finding import CheckFinding
-from shardctl.verify.forward.adapter import WeightConversion, build_bare_model, get_model_class, list_versions
+from shardctl.verify.forward.adapter import WeightConversion, build_bare_model
 from shardctl.verify.forward.executor import ModelExecutor, PartError
 from shardctl.verify.forward.generate import continue_prompt
 from shardctl.verify.forward.inputs import build_inputs, list_towers
@@ -26,6 +26,7 @@ from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_exp
 from shardctl.verify.forward.team import ProcessTeam, RankTeam
 from shardctl.verify.forward.tolerance import MeasuredRounding, choose_tolerance, has_nan, measure_distance
 from shardctl.verify.forward.verdict import count_flips, find_lost_outputs, judge_result, select_output
+from shardctl.verify.transformers_classes import get_model_class, list_versions
 from shardctl.workers import NullWatcher
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import UnsupportedError
-from shardctl.verify.forward.adapter import silence_transformers
 from shardctl.verify.forward.result import GeneratedTexts, PromptContinuation
+from shardctl.verify.transformers_classes import silence_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,14 +6,37 @@ from dataclasses import field
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.errors import format_first_few
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.verify.finding import CheckFinding
-    from shardctl.verify.forward.share import ComputedShare
     from shardctl.verify.forward.tolerance import DistanceTolerance
+
+
+@value_class
+class JoinedWeights:
+    """Weights that ranks did not compute with as they hold them."""
+
+    reason: str
+    share: float
+    """Of all weights of the model."""
+    names: tuple[str, ...]
+    """Of the tensors, in the model's order."""
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} of the weights, {format_first_few(list(self.names))}: {self.reason}"
+
+
+@value_class
+class ComputedShare:
+    """What ranks computed with."""
+
+    own: float
+    """The share of the weights with which each rank computed as it holds them: a part, or a whole copy."""
+    joined: tuple[JoinedWeights, ...] = ()
 
 
 @value_class

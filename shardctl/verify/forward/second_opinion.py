@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import CoverageError, UnsupportedError, format_first_few
 from shardctl.verify.device import has_cuda_device
 from shardctl.verify.finding import CheckFinding
-from shardctl.verify.forward.adapter import build_config, get_model_class, list_versions, silence_transformers
 from shardctl.verify.forward.by_processes import attach_readers, detach_readers
 from shardctl.verify.forward.comparison import ForwardComparison
 from shardctl.verify.forward.lens import CheckpointLens
@@ -28,6 +27,7 @@ from shardctl.verify.forward.shards import CheckpointShards
 from shardctl.verify.forward.tolerance import measure_distance
 from shardctl.verify.forward.verdict import select_output
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks
+from shardctl.verify.transformers_classes import build_config, get_model_class, list_versions, silence_transformers
 from shardctl.verify.worker_process import build_environment
 
 if TYPE_CHECKING:

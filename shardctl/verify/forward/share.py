@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import format_first_few
-from shardctl.value import value_class
+from shardctl.verify.forward.result import ComputedShare, JoinedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,29 +16,6 @@ if TYPE_CHECKING:
 
 _UNREACHED: Final = "not computed with: these inputs do not reach it"
 _LOOSE: Final = "joined: it is no part of a block, and code of the whole model uses it"
-
-
-@value_class
-class JoinedWeights:
-    """Weights that ranks did not compute with as they hold them."""
-
-    reason: str
-    share: float
-    """Of all weights of the model."""
-    names: tuple[str, ...]
-    """Of the tensors, in the model's order."""
-
-    def __str__(self) -> str:
-        return f"{self.share:.1%} of the weights, {format_first_few(list(self.names))}: {self.reason}"
-
-
-@value_class
-class ComputedShare:
-    """What ranks computed with."""
-
-    own: float
-    """The share of the weights with which each rank computed as it holds them: a part, or a whole copy."""
-    joined: tuple[JoinedWeights, ...] = ()
 
 
 def measure_share(executor: ModelExecutor, shards: ModelWeights) -> ComputedShare | None:
