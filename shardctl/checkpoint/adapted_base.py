@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl import models
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, ConstantFill, Tensor
+from shardctl.libraries.files.impostors import NEW_EMBEDDINGS
+from shardctl.libraries.peft.adapter import INPUT_ROWS, OUTPUT_ROWS
+from shardctl.manifest import Chunk, ConstantFill, Region, Tensor
+from shardctl.models.config import ModelConfig
+from shardctl.models.text_config import merge_text_config
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.libraries.peft.adapter import Adapter
+    from shardctl.libraries.peft.adapter import Adapter, NewRows
 
 _VOCABULARY: Final = "vocab_size"
 _TIED: Final = "tie_word_embeddings"
@@ -34,6 +39,8 @@ def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedChec
     model, config = checkpoint.model, checkpoint.config
     whole = adapter.tensors.replaced
     if model is None or config is None:
+        if adapter.new_rows is not None:
+            raise UnsupportedError(f"the rows in {NEW_EMBEDDINGS} need a model that shardctl knows")
         return checkpoint, whole
     names = {name: models.find_weight_name(model, name) for name in whole}
     shared = [name for name in names if names[name] in model.tensors and model.tensors[names[name]].ties]
@@ -47,6 +54,13 @@ def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedChec
     }
     if len(rows) > 1:
         raise SourceError(f"the adapter has vocabularies of {' and '.join(map(str, sorted(rows)))} rows")
+    if adapter.new_rows is not None:
+        if rows:
+            raise UnsupportedError(
+                f"the adapter has rows of further tokens in {NEW_EMBEDDINGS}, and whole embeddings as well",
+                hint="move the one away that is not meant",
+            )
+        rows = {_count_tokens(config) + next(iter(adapter.new_rows.tables.values())).shape[0]}
     if rows:
         changes[_VOCABULARY] = rows.pop()
     if not changes:
@@ -57,6 +71,61 @@ def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedChec
         models.find_weight_name(fitted.model, name): tensor
         for name, tensor in _order_shared(whole, shared if _TIED not in changes else [], model)
     }
+
+
+def find_base_name(base: OpenedCheckpoint, name: str) -> str:
+    """Find the name that a base has for a tensor of the model that was made of it."""
+    assert base.model is not None  # noqa: S101 - fitted before
+    return name if name in base.manifest.tensors else base.model.aliases.get(name, name)
+
+
+def find_tables(base: OpenedCheckpoint, fitted: OpenedCheckpoint, rows: NewRows) -> dict[str, Tensor]:
+    """Find the tables of tokens to which rows are appended, by canonical name, and the rows of each.
+
+    The tables are the tensors of the `fitted` model that are longer than the `base`'s. Raises SourceError if one of
+    them has no rows, or rows of another width; UnsupportedError for a model without tables, and for other rows of a
+    head that the embedding is, too.
+    """
+    if fitted.model is None or base.model is None:
+        raise UnsupportedError(f"the rows in {NEW_EMBEDDINGS} need a model that shardctl knows")
+    longer = {
+        name: tensor
+        for name, tensor in fitted.model.tensors.items()
+        if name in fitted.manifest.tensors
+        and _is_resized(base.manifest.tensors[find_base_name(base, name)].shape, tensor.shape)
+    }
+    found: dict[str, Tensor] = {}
+    for name, tensor in longer.items():
+        key = OUTPUT_ROWS if tensor.row.tie and not tensor.ties else INPUT_ROWS
+        own = rows.tables.get(key)
+        if own is None:
+            raise SourceError(f"{NEW_EMBEDDINGS} has no {key} for {name}", hint="the file may be incomplete")
+        if own.shape[1:] != tensor.shape[1:]:
+            raise SourceError(
+                f"{key} of {NEW_EMBEDDINGS} is {list(own.shape)}, but {name} has rows of {tensor.shape[-1]}",
+                hint="it may belong to another model",
+            )
+        found[name] = own
+    if {id(own) for own in found.values()} != {id(own) for own in rows.tables.values()} and not _are_equal(rows):
+        raise UnsupportedError(
+            f"the base has one tensor for the embedding and the head, and {NEW_EMBEDDINGS} has other rows for each",
+            hint="give a base with tie_word_embeddings false, which has both",
+        )
+    return found
+
+
+def _are_equal(rows: NewRows) -> bool:
+    """Return whether the rows of the embedding and of the head are the same bytes."""
+    data = []
+    for tensor in rows.tables.values():
+        (chunk,) = tensor.chunks
+        assert isinstance(chunk.where, Region)  # noqa: S101 - a tensor of safetensors
+        data.append((tensor.dtype, read_bytes(rows.source, chunk.where.file, chunk.where.offset, tensor.nbytes)))
+    return len(data) == 1 or data[0] == data[1]
+
+
+def _count_tokens(config: Mapping[str, Any]) -> int:
+    return ModelConfig(merge_text_config(config)).size(_VOCABULARY)
 
 
 def _order_shared(whole: Mapping[str, Tensor], shared: list[str], model: models.Model) -> list[tuple[str, Tensor]]:

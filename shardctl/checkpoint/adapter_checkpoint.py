@@ -57,7 +57,7 @@ def open_adapter_checkpoint(
         said = f"its base is taken to be {place}, which {ADAPTER_CONFIG} names; --config PATH names another"
         stored = replace(stored, warnings=(*stored.warnings, said))
     if NEW_EMBEDDINGS in source.files():
-        text = f"{NEW_EMBEDDINGS} has rows of a larger vocabulary; they travel along, and no merge takes them"
+        text = f"{NEW_EMBEDDINGS} has rows of further tokens; they travel along, and --merge appends them"
         stored = replace(stored, warnings=(*stored.warnings, text))
     opened = describe_adapter(source, stored, base, kv_heads=source_options.kv_heads or "error")
     return replace(opened, record=record, allow_unverified=source_options.allow_unverified)

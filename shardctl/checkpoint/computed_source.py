@@ -47,6 +47,7 @@ class ComputedSource:
         """`arrays` are what is computed, by the path of its file, with the bytes that all threads need for that.
 
         `others` are files of other sources: by the path that this source has for it, the source and its own path.
+        `note` says what was done; it is empty for a source below another one that says it.
         """
         self._source, self._arrays, self._thread_bytes, self._note = source, arrays, thread_bytes, note
         self._others = others or {}
@@ -86,7 +87,7 @@ class ComputedSource:
         overflowed = tuple(
             f"{name}: {count:,} finite values became infinite" for name, count in sorted(self._overflowed.items())
         )
-        return (*self._source.notes(), self._note, *overflowed)
+        return (*self._source.notes(), *((self._note,) if self._note else ()), *overflowed)
 
     @property
     def promised(self) -> Collection[str]:

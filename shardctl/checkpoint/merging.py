@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.box import Box
-from shardctl.checkpoint.adapted_base import fit_base
+from shardctl.checkpoint.adapted_base import find_base_name, find_tables, fit_base
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.libraries.files.impostors import ADAPTER_CONFIG, list_adapter_files, warn_of_adapter
+from shardctl.libraries.files.impostors import (
+    ADAPTER_CONFIG,
+    NEW_EMBEDDINGS,
+    list_adapter_files,
+    warn_of_adapter,
+)
 from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Region, Tensor, compute_dense_strides
 from shardctl.value import state_class
 
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.computed_source import ComputedArray
     from shardctl.checkpoint.merge_targets import MergeTarget
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.libraries.peft.adapter import Adapter
+    from shardctl.libraries.peft.adapter import Adapter, NewRows
     from shardctl.libraries.peft.modules import AdaptedModule
     from shardctl.models.adaptation.strided_view import StridedView
 
@@ -84,6 +89,8 @@ class _AdapterMerge:
     """What the adapter is called in the paths of its files."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     arrays: dict[str, ComputedArray] = field(default_factory=dict)
+    layer: str = ""
+    """Tells the files of tensors that are computed of other computed ones from the files of those."""
 
     @property
     def file(self) -> str:
@@ -102,8 +109,11 @@ class _AdapterMerge:
                 hint="add --dtype bf16, which takes them back to numbers first",
             )
         self.checkpoint, whole = fit_base(before, adapter)
-        before = self.checkpoint
-        self.tensors = dict(before.manifest.tensors)
+        self.tensors = dict(self.checkpoint.manifest.tensors)
+        if adapter.new_rows is not None:
+            self._append_rows(before, adapter.new_rows)
+        before = replace(self.checkpoint, manifest=replace(self.checkpoint.manifest, tensors=dict(self.tensors)))
+        self.checkpoint = before
         for name, tensor in whole.items():
             self._replace(name, tensor)
         self._require_rows(whole)
@@ -111,18 +121,26 @@ class _AdapterMerge:
         for name, tensor in adapter.tensors.rows.items():
             if name in known or models.find_weight_name(before.model, name) not in adapter.tensors.rows:
                 self._replace_rows(name, tensor)  # those of a tied head are the embedding's again
+        others = {self.file: (adapter.source, adapter.file)}
+        files = {**before.manifest.files, self.file: CheckpointFile(self.file, adapter.size)}
+        if adapter.new_rows is not None:
+            path = self._name_rows_file()
+            others[path] = (adapter.new_rows.source, NEW_EMBEDDINGS)
+            files[path] = CheckpointFile(path, adapter.new_rows.size)
+        source, thread_bytes = before.source, threads * ADAPTING_BYTES
         targets = self._find_targets()
+        if any(self._is_computed(chunk) for target in targets for chunk in self.tensors[target.name].chunks):
+            # PEFT rounds a tensor that an adapter has whole to the type of the base's before it adds a product.
+            source = ComputedSource(source, self.arrays, thread_bytes=thread_bytes, note="", others=others)
+            self.arrays, self.layer = {}, "on its own copy, "
         for target in targets:
             self._adapt(target)
         changed = {n: t for n, t in before.manifest.tensors.items() if self.tensors[n] is not t}
         warnings = self._find_gaps(changed, partial=partial)
-        others = {self.file: (adapter.source, adapter.file)}
-        files = {**before.manifest.files, self.file: CheckpointFile(self.file, adapter.size)}
         note = f"{len(changed):,} tensors have the adapter {self.label} merged into them ({adapter.settings.kind})"
-        thread_bytes = threads * ADAPTING_BYTES
         return replace(
             before,
-            source=ComputedSource(before.source, self.arrays, thread_bytes=thread_bytes, note=note, others=others),
+            source=ComputedSource(source, self.arrays, thread_bytes=thread_bytes, note=note, others=others),
             manifest=replace(
                 before.manifest,
                 tensors=self.tensors,
@@ -188,6 +206,25 @@ class _AdapterMerge:
         flat = replace(view, shape=(tensor.size,), where=Region(self.file, view.where.offset, (view.dtype.unit_bytes,)))
         self.arrays[path] = AdaptedVector(canonical, flat.index(), base.dtype)
         self.tensors[canonical] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
+
+    def _append_rows(self, before: OpenedCheckpoint, rows: NewRows) -> None:
+        """Append rows of further tokens to the tables of the base, which `before` has without them."""
+        from shardctl.models.adaptation.adapted_vector import AdaptedVector
+        from shardctl.models.adaptation.strided_view import StridedView
+
+        for name, tensor in find_tables(before, self.checkpoint, rows).items():
+            base, table = before.manifest.tensors[find_base_name(before, name)], self.tensors[name]
+            view = StridedView.of(tensor).in_file(self._name_rows_file())
+            where = view.where
+            if tensor.dtype != base.dtype:
+                self._check_computable(base, view)
+                path = f"{self._name_path(name)}, rows"
+                flat = replace(view, shape=(tensor.size,), where=replace(view.where, strides=(view.dtype.unit_bytes,)))
+                self.arrays[path] = AdaptedVector(name, flat.index(), base.dtype)
+                where = Region(path, 0, compute_dense_strides(base.dtype, tensor.shape))
+            box = Box((base.shape[0], 0), tensor.shape)
+            chunk = Chunk(box, base.dtype, where, tensor.name)
+            self.tensors[name] = replace(table, chunks=(*base.chunks, chunk))
 
     def _require_rows(self, whole: Collection[str]) -> None:
         """Raise SourceError for a table of tokens that the adapter's vocabulary leaves without rows."""
@@ -271,7 +308,10 @@ class _AdapterMerge:
 
     def _name_path(self, name: str) -> str:
         """Name the file of a tensor that is worked out, which tells other settings of an adapter apart."""
-        return f"{name} (with {self.label}, {self.adapter.config_hash[:8]})"
+        return f"{name} (with {self.label}, {self.layer}{self.adapter.config_hash[:8]})"
+
+    def _name_rows_file(self) -> str:
+        return f"{self.label}/{NEW_EMBEDDINGS}"
 
     def _is_computed(self, chunk: Chunk) -> bool:
         return isinstance(chunk.where, Region) and chunk.where.file in self.arrays

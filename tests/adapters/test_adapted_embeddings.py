@@ -130,3 +130,86 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, rows):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"trainable_token_indices": rows}))
     with pytest.raises(SourceError, match="trainable_token_indices"):
         reshard(base, tmp_path / "out", ReshardOptions(merge=(tmp_path / "lora",)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_product_is_added_to_a_whole_copy_of_another_type(tmp_path, tied):
+    """PEFT rounds the copy to the type of the base before it adds the product."""
+    base, rows = make_base(tmp_path, tied=tied), 40 if tied else 32  # of a head, PEFT saves no whole copy
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.resize_token_embeddings(rows)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "embed_tokens"]))
+    torch.manual_seed(1)
+    for weight in adapted.parameters():
+        if weight.requires_grad or weight is model.get_input_embeddings().weight:
+            weight.data += torch.randn(weight.shape) * 0.1
+    adapted.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
+    stored = load_file(tmp_path / "lora/adapter_model.safetensors")
+    assert any("embed_tokens.base_layer" in name and t.dtype == torch.float32 for name, t in stored.items())
+    wanted = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    wanted.resize_token_embeddings(rows)
+    theirs = PeftModel.from_pretrained(wanted, tmp_path / "lora").merge_and_unload().state_dict()
+    reshard(base, tmp_path / "out", ReshardOptions(merge=(tmp_path / "lora",)))
+    assert verify(tmp_path / "out", VerifyOptions(against=base, merge=(tmp_path / "lora",), level="full")).ok
+    ours = load_file(tmp_path / "out/model.safetensors")
+    assert ours[TABLES[0]].shape == (rows, 16)
+    for name, tensor in ours.items():
+        steps = theirs[name].abs().double() * 2**-7
+        assert ((tensor.double() - theirs[name].double()).abs() <= steps).all(), name
+    equal = [float((ours[name] == theirs[name]).double().mean()) for name in ours]
+    assert min(equal) > 0.99
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adapts_tables", [False, True])
+def test_rows_of_further_tokens_are_appended(tmp_path, tied, dtype, adapts_tables):
+    """As vLLM up to 0.10 reads `new_embeddings.safetensors` (mergekit#328): the products are of the larger tables."""
+    base = make_base(tmp_path, tied=tied)
+    train(base, tmp_path / "lora")
+    file, prefix = tmp_path / "lora/adapter_model.safetensors", "base_model.model."
+    matrices = load_file(file)
+    config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    products = {}
+    if adapts_tables:
+        a, b = torch.randn(2, 36) * 0.1, torch.randn(16, 2) * 0.1
+        matrices |= {f"{prefix}model.embed_tokens.lora_embedding_{part}": t for part, t in (("A", a), ("B", b))}
+        products[TABLES[0]] = ((b @ a).T * 2).bfloat16().float()
+        config["target_modules"].append("embed_tokens")
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(config))
+    save_file(matrices, file)
+    rows = {"input_embeddings": torch.randn(4, 16).to(dtype), "output_embeddings": torch.randn(4, 16).to(dtype)}
+    if tied:
+        rows["output_embeddings"] = rows["input_embeddings"].clone()
+    save_file(rows, tmp_path / "lora/new_embeddings.safetensors")
+    out = tmp_path / "out"
+    reshard(base, out, ReshardOptions(merge=(tmp_path / "lora",)))
+    assert verify(out, VerifyOptions(against=base, merge=(tmp_path / "lora",), level="full")).ok
+    before, found = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 36
+    assert (TABLES[1] in found) != tied
+    for name, key in zip(TABLES[: 1 if tied else 2], rows, strict=False):
+        whole = torch.cat([before[name], rows[key].bfloat16()])
+        assert torch.equal(found[name], (whole.float() + products.get(name, 0)).bfloat16()), name
+    merged, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert merged.get_input_embeddings().weight.shape == (36, 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tied", "message"),
+    [
+        ({"input_embeddings": (4, 16)}, False, "has no output_embeddings for lm_head.weight"),
+        ({"input_embeddings": (4, 8), "output_embeddings": (4, 8)}, False, "has rows of 16"),
+        ({"input_embeddings": (4, 16), "output_embeddings": (5, 16)}, False, "of one shape"),
+        ({"input_embeddings": (4, 16), "output_embeddings": (4, 16)}, True, "has other rows for each"),
+        ({"weights": (4, 16)}, False, "holds weights"),
+    ],
+)
+def test_rows_that_do_not_belong_to_the_base_are_refused(tmp_path, rows, tied, message):
+    base = make_base(tmp_path, tied=tied)
+    train(base, tmp_path / "lora")
+    held = {name: torch.full(shape, float(n)) for n, (name, shape) in enumerate(rows.items())}
+    save_file(held, tmp_path / "lora/new_embeddings.safetensors")
+    with pytest.raises(SourceError, match=message):
+        reshard(base, tmp_path / "out", ReshardOptions(merge=(tmp_path / "lora",)))
