@@ -26,10 +26,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
-from small_classes import build_tiny_model
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardctl.api import ReshardOptions, ShardctlError, SourceOptions, reshard
+from shardctl.loading.small_model import build_small_model
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 SECONDS = 120
@@ -62,7 +62,7 @@ def is_model_class(kind):
 def build_case(case):
     """Build the model of a case."""
     if not case.endswith(".json"):
-        return build_tiny_model(getattr(transformers, case))
+        return build_small_model(getattr(transformers, case))
     config = json.loads((CONFIGS / case).read_text())
     kind = getattr(transformers, config["architectures"][0])
     return kind(kind.config_class.from_dict(config))

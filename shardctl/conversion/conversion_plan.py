@@ -58,7 +58,16 @@ from shardctl.models.hub.conversion_table import HUB_NAMES
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import BASE_ONLY, DERIVED, FUSED_ORDER_UNKNOWN, GIVEN, OVERFLOWED, SAVED_NAMES, SUBTREE
+from shardctl.record import (
+    BASE_ONLY,
+    DERIVED,
+    FUSED_ORDER_UNKNOWN,
+    GIVEN,
+    OVERFLOWED,
+    RULES_PROOF,
+    SAVED_NAMES,
+    SUBTREE,
+)
 from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.value import value_class
@@ -144,7 +153,8 @@ class PlannedConversion:
 
     def identity(self) -> str:
         """Return a hash of everything that decides the output's bytes, except the values of the source's elements."""
-        state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
+        options = {key: value for key, value in self.options.items() if key != RULES_PROOF}
+        state = hashlib.sha256(json.dumps([self.layout, options, self.have.format]).encode())
         for path, file in self.plan.want.files.items():
             state.update(name_to_bytes(path) + f"\0{file.size}\0".encode())
             for offset, data in file.literals:

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
-from shardctl.record import FUSED_ORDER_UNKNOWN
+from shardctl.record import FUSED_ORDER_UNKNOWN, RULES_PROOF
 from shardctl.report.failure import describe_failure
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "source_digest": record.source_digest,
         "source_hashes": _build_hashes_document(done.proofs),
         "rules": record.options.get("rules", ""),
+        "rules_proof": record.options.get(RULES_PROOF, ""),
         "fused_order_unknown": [each for each in record.options.get(FUSED_ORDER_UNKNOWN, "").split(", ") if each],
         "names": record.options.get("names", ""),
         "proof": _build_forward_document(done.proof.forward) if done.proof and done.proof.forward else None,

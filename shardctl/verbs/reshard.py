@@ -21,7 +21,7 @@ from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, SourceOptions
-from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.record import DERIVED, RECORD, RULES_PROOF, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
@@ -103,10 +103,23 @@ def reshard(
         with open_conversion(
             path, destination, reshard_options, source_options, plan, allow_overflow=options.allow_overflow
         ) as work:
-            proof = _ResultProof(work, source_options or SourceOptions(), watcher) if options.prove else None
-            return _convert(work, destination, proof, options, watcher)
+            read = source_options or SourceOptions()
+            proof = _ResultProof(work, read, watcher) if options.prove else None
+            return _convert(_record_rule_proof(work, read, proof), destination, proof, options, watcher)
 
     return repeat_while_touched(convert, watcher)
+
+
+def _record_rule_proof(
+    work: PlannedConversion, source_options: SourceOptions, proof: _ResultProof | None
+) -> PlannedConversion:
+    """Prove derived rules with a small model, unless the result itself is proved; raises Mismatch if they are wrong."""
+    if proof is not None or work.options.get("rules") != DERIVED:
+        return work
+    from shardctl.verbs.rule_proof import prove_rules  # most models have a table
+
+    shown = prove_rules(work, source_options)
+    return replace(work, options={**work.options, RULES_PROOF: shown.describe()}) if shown is not None else work
 
 
 def _convert(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.extras import format_install_command
+from shardctl.models.hub.conversion_table import find_class_name
 from shardctl.storage.hub import check_settings
 
 if TYPE_CHECKING:
@@ -46,10 +47,19 @@ def get_model_class(architecture: str) -> Torch:
     return found
 
 
+def get_config_class(kind: Torch, config: Mapping[str, Any]) -> Torch:
+    """Return the class of a config of `kind`: that of its model type, if that shares the class of another family."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type") or "")
+    shared = model_type in CONFIG_MAPPING and find_class_name("", {"model_type": model_type}) == kind.__name__
+    return CONFIG_MAPPING[model_type] if shared else kind.config_class
+
+
 def build_config(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """Build the configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
     values = {key: _parse_number(value) for key, value in config.items() if key not in _OTHERWISE}
-    return kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
+    return get_config_class(kind, config).from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
 
 
 def _parse_number(value: object) -> object:

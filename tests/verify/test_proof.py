@@ -111,7 +111,9 @@ def test_the_printed_rules_are_those_that_pass(foreign, rule_file, tmp_path):
 
 def test_a_model_that_cannot_be_run_is_not_published(foreign, tmp_path):
     config = json.loads((foreign / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["NobodyForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})
+    )
     given = SourceOptions(config=tmp_path / "config.json")
     with pytest.raises(UnsupportedError, match=r"cannot run the result here: .* has no class Nobody"):
         reshard(

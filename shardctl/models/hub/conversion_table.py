@@ -218,6 +218,15 @@ def knows_class(architecture: str, config: Mapping[str, Any]) -> bool:
     )
 
 
+def find_class_name(architecture: str, config: Mapping[str, Any]) -> str:
+    """Find the class of transformers for a config whose class is the Hub's own code: that of its model type, if any.
+
+    >>> find_class_name("SarvamMoEForCausalLM", {"model_type": "sarvam_moe"})
+    'Glm4MoeForCausalLM'
+    """
+    return next(_list_models(architecture, config)).name
+
+
 def find_conversions(architecture: str, config: Mapping[str, Any], *, as_on_hub: bool = False) -> NameConversions:
     """Find what transformers changes when it loads and saves a class with this config; nothing if it knows neither.
 

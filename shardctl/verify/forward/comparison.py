@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import CoverageError, MachineError, ShardctlError, UnsupportedError, format_first_few
 from shardctl.mesh import Mesh
+from shardctl.models.hub.conversion_table import find_class_name
 from shardctl.value import value_class
 from shardctl.verify.device import use_device
 from shardctl.verify.finding import CheckFinding
@@ -331,7 +332,7 @@ def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
 def _find_architecture(config: Mapping[str, Any], model: Model | None) -> str:
     named = config.get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
-    return first or (model.architecture if model is not None else "")
+    return find_class_name(first or (model.architecture if model is not None else ""), config)
 
 
 def _list_block_errors(executor: ModelExecutor, *, sound: bool) -> tuple[BlockError, ...]:
