@@ -69,6 +69,10 @@ class CoverageError(SourceError):
     """Elements that the target wants are stored nowhere in the source."""
 
 
+class TwoModelsError(SourceError):
+    """A directory holds two models in different formats, which may differ."""
+
+
 class MissingTensorsError(SourceError):
     """The source lacks tensors of the class in its config."""
 

@@ -20,7 +20,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import ShardctlError, SourceError, format_first_few
+from shardctl.errors import ShardctlError, SourceError, TwoModelsError, format_first_few
 from shardctl.libraries import registry
 from shardctl.storage import HIDDEN
 from shardctl.storage.addresses import open_source
@@ -36,9 +36,9 @@ _MAX_DEPTH: Final = 4
 _MAX_FOLDERS: Final = 4096
 """Folders that are looked into before the search is given up, so that a home directory is not searched."""
 _NOT_WEIGHTS: Final = re.compile(
-    r"optim|rng|sched|scaler|dataloader|^logs?$|^wandb$|^runs$|^extra$|tensorboard", re.IGNORECASE
+    r"^(?!model).*optim|rng|sched|scaler|dataloader|^logs?$|^wandb$|^runs$|^extra$|tensorboard", re.IGNORECASE
 )
-"""Folders and files of a run that hold other things than weights."""
+"""Folders and files of a run that hold other things than weights; OLMo's `model_and_optim` holds both."""
 _WEIGHT_FOLDERS: Final = ("model", "weights", "policy", "actor", "module", "pytorch_model_fsdp_0", "model_and_optim")
 """Names of folders that trainers give to what is trained, where other models lie next to it."""
 _CONFIG_FOLDERS: Final = (
@@ -66,13 +66,15 @@ class RunFiles:
     """How many steps there were to choose from."""
 
 
-def find_run_files(run: Path) -> RunFiles:
+def find_run_files(run: Path, container: str | None = None) -> RunFiles:
     """Find the weights of a run and the config of their model; a directory of weights is returned as it is.
+
+    The `container` is the format that the weights have to have, if it is given.
 
     Of steps that differ by a number the newest is taken. Raises SourceError where no folder holds weights, or where
     it cannot be told which of two does.
     """
-    if not run.is_dir() or _holds_weights(run):
+    if not run.is_dir() or _holds_weights(run, container):
         return RunFiles(run, _find_config(run, run), _find_tokenizer(run, run))
     level, steps, looked = [run], 1, 0
     for _ in range(_MAX_DEPTH):
@@ -80,7 +82,7 @@ def find_run_files(run: Path) -> RunFiles:
         looked += len(inside)
         if looked > _MAX_FOLDERS:
             break
-        found = [child for child in inside if _holds_weights(child)]
+        found = [child for child in inside if _holds_weights(child, container)]
         if found:
             chosen, count = _choose_weights(run, found)
             return RunFiles(chosen, _find_config(chosen, run), _find_tokenizer(chosen, run), max(steps, count))
@@ -100,14 +102,19 @@ def _list_candidates(folder: Path) -> Iterator[Path]:
             yield child
 
 
-def _holds_weights(path: Path) -> bool:
-    """Return whether a format recognises the folder or file, and finds tensors of a model in it."""
+def _holds_weights(path: Path, container: str | None) -> bool:
+    """Return whether a format recognises the folder or file, and finds tensors of a model in it.
+
+    Raises TwoModelsError for a folder with two, because which of them is meant is a guess.
+    """
     try:
         source = open_source(path)
     except ShardctlError:
         return False
     try:
-        return bool(registry.scan_checkpoint(source).tensors)
+        return bool(registry.scan_checkpoint(source, override=container).tensors)
+    except TwoModelsError:
+        raise
     except ShardctlError:
         return False
     finally:

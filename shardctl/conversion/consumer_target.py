@@ -129,7 +129,7 @@ def locate_run(path: str | Path, options: SourceOptions) -> tuple[str | Path, So
     """
     if not os.path.exists(path):  # noqa: PTH110 - an address is not a path
         return path, options
-    found = find_run_files(Path(path))
+    found = find_run_files(Path(path), options.container)
     if options.config is None and found.config is not None:
         options = replace(options, config=found.config)
     if options.complete_from is None and found.tokenizer is not None:

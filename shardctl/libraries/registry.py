@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError, HostileError, SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.errors import (
+    ChangedError,
+    HostileError,
+    SourceError,
+    TwoModelsError,
+    UnsupportedError,
+    UsageError,
+    format_first_few,
+)
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.dcp import reading as dcp
 from shardctl.libraries.files.file_names import DCP_METADATA, OPTIMIZER_FILES, PIPELINE_FORMAT, SAFETENSORS
@@ -49,11 +57,11 @@ def detect_format(source: Source) -> Format:
 
 
 def _refuse_second_model(source: Source) -> None:
-    """Raise SourceError for files of safetensors beside a model of torch's DCP: one of the two may be an older save."""
+    """Raise TwoModelsError for safetensors files beside a model of torch's DCP: one of the two may be an older save."""
     model = dcp.find_model(source)
     if model is not None:
         plain = next(path for path in source.files() if path.endswith(SAFETENSORS) and "/" not in path)
-        raise SourceError(
+        raise TwoModelsError(
             f"{source.name} holds two models, which may differ: {plain}, and a distributed checkpoint in {model}",
             hint=f"say which with --from {dcp.FORMAT.name} or --from {safetensors.FORMAT.name}",
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from cli_checkpoints import llama, told
 from safetensors.numpy import load_file, save_file
@@ -209,6 +210,35 @@ def test_the_weights_the_config_and_the_tokenizer_are_found_inside_a_run(say, tm
     assert all(np.array_equal(written[name], value) for name, value in changed.items())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert "tokenizer.json" in said.err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_olmo_saves_the_model_with_its_optimizer(say, source, tmp_path):
+    weights = {name: torch.from_numpy(value) for name, value in load_file(source / "model.safetensors").items()}
+    states = {name: {"exp_avg": value} for name, value in weights.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    place = tmp_path / "run/step100/model_and_optim"
+    dcp.save({"model": weights, "optim": optimizer}, checkpoint_id=place, no_dist=True)
+    said = say("reshard", tmp_path / "run", tmp_path / "out", "--for", "vllm", "--config", source / "config.json")
+    assert said.code == 0, said.err
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(np.array_equal(found[name], value.numpy()) for name, value in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_older_model_beside_the_save_of_a_run_is_asked_about(say, tmp_path):
+    step = llama(tmp_path / "run/checkpoint-9")
+    weights = {name: torch.from_numpy(value + 1) for name, value in load_file(step / "model.safetensors").items()}
+    dcp.save({"model": weights}, checkpoint_id=step / "pytorch_model_fsdp_0", no_dist=True)
+    for given in (step.parent, step):
+        said = say("reshard", given, tmp_path / "out", "--for", "vllm")
+        assert said.code == 4
+        assert "holds two models, which may differ: model.safetensors, and a distributed checkpoint" in said.err
+        assert not (tmp_path / "out").exists()
+    said = say("reshard", step.parent, tmp_path / "out", "--for", "vllm", "--from", "dcp")
+    assert said.code == 0, said.err
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(np.array_equal(found[name], value.numpy()) for name, value in weights.items())
 
 
 def test_two_models_of_a_run_are_named_and_neither_is_taken(say, tmp_path):
