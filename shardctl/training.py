@@ -82,6 +82,15 @@ def find_master_weights(manifest: Manifest) -> dict[str, Tensor]:
     }
 
 
+def note_master_weights(manifest: Manifest) -> Manifest:
+    """Return the manifest with a note that its optimizer has fp32 copies of weights, if it has some."""
+    masters = find_master_weights(manifest)
+    if manifest.training is None or not masters:
+        return manifest
+    note = f"the optimizer has fp32 copies of {len(masters)} weights, which --weights master reads in their place"
+    return replace(manifest, training=replace(manifest.training, notes=(*manifest.training.notes, note)))
+
+
 def take_master_weights(manifest: Manifest, masters: Mapping[str, Tensor]) -> Manifest:
     """Return the manifest with an optimizer's copies in place of the weights that have one, and no longer as states.
 

@@ -23,7 +23,7 @@ from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
 from shardctl.settings import is_text
-from shardctl.training import find_master_weights, take_master_weights
+from shardctl.training import find_master_weights, note_master_weights, take_master_weights
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Format, Weights
@@ -109,7 +109,7 @@ def scan_checkpoint(
         return _finish_scan(source, chosen.scan_divided(source, etp))
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
-        return _finish_scan(source, (indexed or chosen.scan)(source))
+        return note_master_weights(_finish_scan(source, (indexed or chosen.scan)(source)))
     if chosen.scan_copy is not None:
         return _finish_scan(source, chosen.scan_copy(source, weights))
     found = _finish_scan(source, chosen.scan(source))

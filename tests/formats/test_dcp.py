@@ -457,6 +457,7 @@ def test_the_optimizers_copies_of_weights_are_taken_where_they_are_meant(tmp_pat
         found = scan(place, weights)
         check(place, found.tensors, state["model"])
         assert len(found.training.states) == 4
+    assert any("fp32 copies of 2 weights, which --weights master reads" in text for text in scan(place).training.notes)
     found = scan(place, "master")
     check(place, found.tensors, {**full, "scale": torch.ones(2)})
     assert found.training.states.keys() == {f"optimizer.exp_avg.{name}" for name in full}

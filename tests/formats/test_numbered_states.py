@@ -73,6 +73,18 @@ def test_numbers_are_the_names_that_torch_knows(way, tied, tmp_path):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shapes_say_which_weight_is_not_trained(tmp_path):
+    """The embedding is frozen; no other choice of weights has the shapes of the states."""
+    named = train(tmp_path, lambda parameters: parameters[1:])
+    manifest = scan(tmp_path)
+    assert not manifest.warnings
+    states = {n: s for n, s in named["state"].items() if s}
+    assert len(states) == len(manifest.tensors) - 1
+    expected = {f"optimizer.{state}.{name}": v for name, held in states.items() for state, v in held.items()}
+    check(tmp_path, manifest.training.states, expected)
+
+
 LEFT = {
     "groups that decay alike": lambda parameters: [
         {**group, "weight_decay": 0.1} for group in divide_by_decay(parameters)
@@ -82,7 +94,7 @@ LEFT = {
         {"params": parameters[3:], "weight_decay": 0.0},
     ],
     "three groups": lambda parameters: [{"params": part} for part in (parameters[:1], parameters[1:2], parameters[2:])],
-    "a weight that is not trained": lambda parameters: parameters[1:],
+    "a norm that is not trained": lambda parameters: [each for each in parameters if each is not parameters[8]],
     "another order": lambda parameters: parameters[::-1],
 }
 

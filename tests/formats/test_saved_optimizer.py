@@ -192,3 +192,12 @@ def test_optimizers_in_two_files_are_not_told_apart(tmp_path):
     for name in ("optimizer.bin", "optimizer.pt"):
         torch.save(optimizer.state_dict(), tmp_path / name)
     assert any("there are several, optimizer.bin and optimizer.pt" in text for text in scan(tmp_path).warnings)
+
+
+def test_a_buffer_of_a_loss_is_no_parameter(tmp_path):
+    """Lightning saves it with the model; the optimizer does not number it."""
+    model, optimizer = train()
+    held = WAYS["lightning"](model, optimizer)
+    held["state_dict"] |= {"loss.weight": torch.ones(48)}
+    torch.save(held, tmp_path / "last.ckpt")
+    check(tmp_path, scan(tmp_path / "last.ckpt").training.states, list_states(model, optimizer))

@@ -2,7 +2,8 @@
 
 Numbers run through its groups. A model's parameters and its state dict have one order, that of its modules, so that
 they are the weights of the file, one after another: all of them in one group, or matrices in the group that decays and
-vectors in the one that does not, as trainers divide them. Shapes must agree; otherwise states are left behind.
+vectors in the one that does not, as trainers divide them. Where there are more weights, such as a buffer of a loss or
+an embedding that is not trained, the shapes of the states must leave one choice. Otherwise states are left behind.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def name_parameters(
         ):
             return None
         sharing = [matrices if decays[key] else vectors for key in groups]
-    if [len(members or ()) for members in groups.values()] != list(map(len, sharing)):
+    sizes = {found.states[key][0]: shape for key, shape in shapes.items() if shape and key in found.states}
+    chosen = [
+        _choose_weights(part, members or (), weights, sizes)
+        for part, members in zip(sharing, groups.values(), strict=True)
+    ]
+    sharing = [part for part in chosen if part is not None]
+    if len(sharing) < len(groups):
         return None
     names = dict(zip(numbers, (name for part in sharing for name in part), strict=True))
     for key, (parameter, _) in found.states.items():
@@ -65,6 +72,32 @@ def name_parameters(
     states = {key: (names[parameter], state) for key, (parameter, state) in found.states.items()}
     members: dict[str, Setting] = {key: tuple(part) for key, part in zip(groups, sharing, strict=True)}
     return replace(found, states=states), members
+
+
+def _choose_weights(
+    part: Sequence[str], members: Sequence[str], weights: Mapping[str, Tensor], sizes: Mapping[str, tuple[int, ...]]
+) -> Sequence[str] | None:
+    """Choose the weights of a group in their order; None if there are too few, or more than one choice.
+
+    `sizes` are the shapes of the states by number. There is one choice if the first weights that fit, from the first
+    on, are the last ones that fit, from the last on.
+    """
+    if len(part) <= len(members):
+        return part if len(part) == len(members) else None
+    if any(number not in sizes for number in members):
+        return None
+    wanted, shapes = [sizes[number] for number in members], [weights[name].shape for name in part]
+    first, last = _find_in_order(shapes, wanted), _find_in_order(shapes[::-1], wanted[::-1])
+    if not first or first != [len(part) - 1 - at for at in reversed(last)]:
+        return None
+    return [part[at] for at in first]
+
+
+def _find_in_order(shapes: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> list[int]:
+    """Find where shapes lie among others in their order, each as early as it can; empty if one is not there."""
+    places = iter(range(len(shapes)))
+    found = [next((at for at in places if shapes[at] == shape), -1) for shape in wanted]
+    return [] if -1 in found else found
 
 
 def _list_numbers(members: Setting) -> list[str] | None:
