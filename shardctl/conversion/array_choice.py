@@ -26,6 +26,7 @@ from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
 from shardctl.models.hub import (
     HUB_NAMES,
+    SAVED_AS,
     SAVED_FOR_NOBODY,
     build_hub_arrays,
     find_conversions,
@@ -77,6 +78,12 @@ _HUB_FORMATS: Final = frozenset({"safetensors", "diffusers"})
 """Formats of files on the Hub; those of all others have the names of a class, or of a library, by no choice."""
 _PICKLED_ON_HUB: Final = "pytorch_model"
 """How pickles on the Hub are called, in which a tied weight may have each of its names."""
+
+
+_UNKNOWN_ELSEWHERE: Final = (
+    f"save_pretrained of transformers {SAVED_AS} calls Kimi K2.5's layers language_model.model.blocks, which neither "
+    "files of the Hub nor engines do; leave --names out to write the names of the Hub"
+)
 
 
 def _needs_class_names(checkpoint: OpenedCheckpoint) -> bool:
@@ -138,6 +145,8 @@ def choose_arrays(
     if reshard_options.names == HUB_NAMES:
         if checkpoint.config is not None and checkpoint.model is None:
             have = pad_saved_tensors(have, checkpoint.config)
+        if checkpoint.config is not None and ModelConfig(checkpoint.config).architecture() in SAVED_FOR_NOBODY:
+            have = replace(have, warnings=(*have.warnings, _UNKNOWN_ELSEWHERE))
         return have, _choose_hub_arrays(checkpoint, reshard_options, layout, have, dtypes)
     fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(

@@ -135,6 +135,18 @@ def test_names_in_memory_are_saved_as_save_pretrained_does(run, tmp_path):
     assert_equal(load(tmp_path / "out"), load(run / "saved"))
 
 
+def test_names_of_kimi_that_only_transformers_knows_are_written_on_request_with_a_warning(run, tmp_path):
+    if not run.name.startswith("kimi"):
+        pytest.skip("it has names of its own")
+    asked = reshard(run / "run", tmp_path / "asked", ReshardOptions(to="hf", names="hub"))
+    assert any("nor engines do; leave --names out" in warning for warning in asked.warnings)
+    assert any(name.startswith("language_model.model.blocks.") for name in load(tmp_path / "asked"))
+    plain = reshard(run / "run", tmp_path / "plain", ReshardOptions(to="hf"))
+    assert "names that KimiK25ForConditionalGeneration has in memory were read as those of the Hub" in plain.warnings
+    assert not any("leave --names out" in warning for warning in plain.warnings)
+    assert not any(".blocks." in name for name in load(tmp_path / "plain") if name.startswith("language_model."))
+
+
 def test_states_of_the_optimizer_follow_their_weights(run, tmp_path):
     """Adam's first moments are copies of the weights here."""
     reshard(run / "run", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2)))

@@ -5,6 +5,7 @@
 
 from shardctl.models.hub.conversion_table import (
     HUB_NAMES,
+    SAVED_AS,
     SAVED_FOR_NOBODY,
     NameConversions,
     find_conversions,
@@ -22,6 +23,7 @@ from shardctl.models.hub.tied_names import find_tied_names, merge_tied_tensors
 
 __all__ = [
     "HUB_NAMES",
+    "SAVED_AS",
     "SAVED_FOR_NOBODY",
     "NameConversions",
     "add_saved_arrays",

@@ -48,7 +48,7 @@ def bind_other_names(
         return None
     if unknown.isdisjoint(arrays):
         return None
-    line = f"names that {model.architecture} has in memory were read as those of the Hub, and are written so"
+    line = f"names that {model.architecture} has in memory were read as those of the Hub"
     bound = bind_manifest(model, _convert_manifest(stored, arrays), partial=partial)
     return model, replace(bound, warnings=(*bound.warnings, line))
 
