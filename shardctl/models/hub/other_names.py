@@ -50,7 +50,9 @@ def bind_other_names(
         return None
     line = f"names that {model.architecture} has in memory were read as those of the Hub"
     bound = bind_manifest(model, _convert_manifest(stored, arrays), partial=partial)
-    return model, replace(bound, warnings=(*bound.warnings, line))
+    # On the Hub a tied weight has one name.
+    once = {name: replace(tensor, spelling=(name,)) for name, tensor in bound.tensors.items() if tensor.ties}
+    return model, replace(bound, tensors={**bound.tensors, **once}, warnings=(*bound.warnings, line))
 
 
 class _HubPart(NamedTuple):
