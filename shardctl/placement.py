@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardctl.box import Box
 from shardctl.errors import CutError
-from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP, MOST_RANKS
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _suggest_degrees(axis: str, mesh: Mesh, specs: Iterable[PartitionSpec]) -> s
         section for spec in specs for cut in _list_exact_cuts(spec) if cut.axis == axis for section in cut.sections
     }
     most = min((s.size // s.unit for s in sections if not s.shared), default=degree)
-    possible = (d for d in range(1, most + 1) if axis != "etp" or ranks % d == 0)
+    possible = (d for d in range(1, min(most, MOST_RANKS) + 1) if axis != "etp" or ranks % d == 0)
     degrees = [str(d) for d in possible if all(can_divide(s, d) for s in sections)]
     shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
     listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

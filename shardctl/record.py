@@ -56,6 +56,8 @@ _SEAL: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""
 _LARGEST: Final = 2**63 - 1
 """No file, dim or offset is beyond; what says so is damaged."""
+_MAX_LAYERS: Final = 500_000
+"""As many as a config may have: who holds what is listed layer by layer."""
 _DAMAGED: Final = "remove {} to read the files without it; its digests are lost then"
 _READ_BYTES: Final = 1 << 20
 
@@ -231,6 +233,7 @@ def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
             )
         _check_seal(data, str(raw["seal"]))
         files = _parse_files(raw["files"])
+        mesh = _parse_mesh(raw["mesh"]) if raw["mesh"] is not None else None
         return CheckpointRecord(
             version=_parse_text(raw["version"]),
             plan=_parse_text(raw["plan"]),
@@ -238,8 +241,8 @@ def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
             digest=_parse_text(raw["digest"]),
             source_digest=_parse_text(raw["source_digest"]),
             source=_parse_source(raw["source"]),
-            mesh=_parse_mesh(raw["mesh"]) if raw["mesh"] is not None else None,
-            stages=_parse_counts(raw["stages"]),
+            mesh=mesh,
+            stages=_parse_stages(raw["stages"], mesh),
             architecture=_parse_text(raw["architecture"]),
             options={key: _parse_text(value) for key, value in raw["options"].items()},
             files=files,
@@ -292,6 +295,16 @@ def _parse_mesh(raw: Mapping[str, Any]) -> Mesh:
         tuple((_parse_text(name), _parse_count(degree)) for name, degree in raw["axes"]),
         *_parse_counts((raw["ep"], raw["etp"])),
     )
+
+
+def _parse_stages(counts: Sequence[object], mesh: Mesh | None) -> tuple[int, ...]:
+    """Parse the layers of each pipeline stage, or of each chunk of a virtual pipeline."""
+    stages = _parse_counts(counts)
+    if sum(stages) > _MAX_LAYERS:
+        raise ValueError(f"its stages have {sum(stages):,} layers, more than the {_MAX_LAYERS:,} of any model")
+    if mesh is not None and len(stages) % mesh.degree("pp"):
+        raise ValueError(f"it lists the layers of {len(stages)} stages for a mesh with pp={mesh.degree('pp')}")
+    return stages
 
 
 def _parse_hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> HashedSpans:

@@ -278,3 +278,19 @@ def test_a_resumed_run_keeps_its_block_and_gives_up_threads_instead():
     assert narrow.projected <= narrow.limit
     with pytest.raises(MemoryBudgetError, match="interrupted run had blocks"):
         divide_host_memory(plan(), 60 * MIB, 8).with_block(wide.block)
+
+
+@linux
+@pytest.mark.parametrize("first", [b"", b"[[[[", b'{"schema": "'], ids=["no text", "lists", "a long text"])
+@pytest.mark.parametrize(("name", "code"), [("journal.jsonl", 0), ("publishing.json", 6)])
+def test_a_note_of_an_earlier_run_with_a_first_line_of_half_a_gigabyte(tmp_path, name, code, first):
+    source, staging = tmp_path / "source", tmp_path / ".out.shardctl"
+    source.mkdir()
+    llama(source, 2)
+    staging.mkdir()
+    with (staging / name).open("wb") as note:
+        note.write(first)
+        note.truncate(500_000_000)
+    found = measured(source, tmp_path / "out")
+    assert found.code == code
+    assert found.peak < 300 * MIB

@@ -53,6 +53,17 @@ def test_a_record_is_what_it_was():
     assert parse_record(sealed(json.loads(encode_record(GOOD)))) == GOOD
 
 
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [([10**9], "more than the 500,000"), ([250_000, 250_001], "more than the 500,000"), ([1] * 3, "of 3 stages")],
+)
+def test_stages_are_those_of_the_mesh_and_of_a_model(stages, said):
+    pp = {"axes": [[name, 2 if name == "pp" else 1] for name in ("pp", "dp", "fsdp", "cp", "tp")], "ep": 1, "etp": 1}
+    raw = json.loads(encode_record(GOOD)) | {"mesh": pp, "stages": stages}
+    with pytest.raises(SourceError, match=said):
+        parse_record(sealed(raw))
+
+
 NUMBERS = (float("inf"), float("nan"), -1, 1.5, 2**63, 10**400, True, "1", None, [])
 
 

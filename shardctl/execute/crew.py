@@ -19,6 +19,7 @@ from shardctl.execute.crew_files import CREW_NOTE, WORKER_PREFIX
 from shardctl.execute.lock import DestinationLock
 from shardctl.execute.part import parse_part
 from shardctl.execute.worker import WorkerId
+from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.durable import sync_directory, translate_os_errors, write_file
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ class WorkerCrew:
     def plan(self) -> dict[str, Any] | None:
         """What the workers share; None if there are none. Raises DestinationError if the note of it is damaged."""
         with translate_os_errors(self._note, "reading"):
-            content = self._note.read_bytes() if self._note.exists() else None
+            content = read_file(self._note, RECORD_TEXT, DestinationError) if self._note.exists() else None
         if content is None:
             return None
         try:
             found = json.loads(content)
             if found["schema"] == SCHEMA and isinstance(found["tree"], str) and isinstance(found["workers"], int):
                 return dict(found)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pass
         raise DestinationError(
             f"{self._note} is damaged, so it is not known what the workers were writing",
@@ -93,7 +94,7 @@ class WorkerCrew:
         """
         path = self._path(worker, "part")
         with translate_os_errors(path, "reading"):
-            found = parse_part(path.read_bytes(), header) if path.exists() else None
+            found = parse_part(read_file(path, RECORD_TEXT, DestinationError), header) if path.exists() else None
             if found is None:
                 return None
             data = self._staging.root / str(header["tree"])

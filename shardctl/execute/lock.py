@@ -150,7 +150,7 @@ def _parse_owner(text: bytes) -> dict[str, Any]:
     """Parse who wrote the file; empty if its owner was killed before it had written its name."""
     try:
         owner = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
 

@@ -91,6 +91,13 @@ def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapp
     body, seal = data[:-65], data[-65:]
     if seal != hashlib.sha256(body).hexdigest().encode() + b"\n":
         return None
+    try:
+        return _parse_sealed_part(body, header)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the seal is right: another program
+        return None
+
+
+def _parse_sealed_part(body: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
     head, *rows = map(json.loads, body.splitlines())
     if head["schema"] != SCHEMA or head["header"] != dict(header):
         return None

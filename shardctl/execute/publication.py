@@ -7,7 +7,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.errors import DestinationError
 from shardctl.record import RECORD
+from shardctl.storage.bounded_text import PLAN_TEXT, read_file
 from shardctl.storage.durable import make_directories, sync_directory, write_file
 from shardctl.value import value_class
 
@@ -45,7 +47,7 @@ class PublicationNote:
         import msgspec
 
         try:
-            return msgspec.convert(json.loads(path.read_bytes()), cls)
+            return msgspec.convert(json.loads(read_file(path, PLAN_TEXT, DestinationError)), cls)
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError, msgspec.ValidationError):

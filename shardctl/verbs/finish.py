@@ -16,6 +16,7 @@ from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import check_destination
+from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
 from shardctl.value import value_class
@@ -88,7 +89,7 @@ def _in_bucket(destination: str) -> FinishResult:
 
 def _read_finished_result(destination: Path, warnings: tuple[str, ...] = ()) -> FinishResult:
     try:
-        record = parse_record((destination / RECORD).read_bytes())
+        record = parse_record(read_file(destination / RECORD, RECORD_TEXT))
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(
             f"no worker has begun to write {destination}",

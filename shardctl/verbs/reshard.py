@@ -24,6 +24,7 @@ from shardctl.options import DestinationOptions, SourceOptions
 from shardctl.record import DERIVED, RECORD, RULES_PROOF, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
+from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
 from shardctl.value import state_class, value_class
@@ -184,7 +185,7 @@ def _run_conversion(
     block = None if options.no_resume else BandJournal.block(staging.journal, header)
     changed = list_change_times(work.checkpoint.source, versions)
     if block is not None and staging.published and not BandJournal.list_touched(staging.journal, changed):
-        record = parse_record((staging.destination / RECORD).read_bytes())
+        record = parse_record(read_file(staging.destination / RECORD, RECORD_TEXT))
         if proof is not None:
             proof.run(staging.destination)
         return _build_result(work, staging.destination, record, None, staging.forget(), proof)

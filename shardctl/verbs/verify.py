@@ -369,6 +369,10 @@ def _check_ranks(checkpoint: OpenedCheckpoint, known: Collection[str]) -> Iterat
             )
             yield CheckFinding("warning", rank_parts.CHECK, message)
             return
+        if model.layers != sum(checkpoint.stages):
+            message = f"the model has {model.layers} layers, and the stages have {sum(checkpoint.stages)}"
+            yield CheckFinding("error", rank_parts.CHECK, message)
+            return
         placed = PlacedCheckpoint(tuple(whole.tensors.values()), specs, mesh, checkpoint.stages)
         yield from rank_parts.check_rank_parts(whole, placed, known)
     elif mesh is None and len(ranks) > 1:

@@ -1,10 +1,12 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 import torch
 from cli_checkpoints import shardctl as shardctl_run
+from cli_checkpoints import told
 
 import shardctl.verbs.digest
 import shardctl.verbs.inspect
@@ -145,6 +147,15 @@ def test_a_cut_that_does_not_work_says_which_would(say, source):
         "error: cannot split model.layers.0.self_attn.k_proj.weight [16, 32] over tp=4: 2 key/value heads\n"
         "hint:  use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks\n"
     )
+
+
+def test_the_degrees_that_work_are_listed_at_once_however_many_columns_there_are(say, tmp_path):
+    config = told("granitemoeshared", intermediate_size=2**31 - 1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    began = time.process_time()
+    code, _, err = say("plan", tmp_path / "config.json", "--tp", 4, "--pp", 2)
+    assert (code, time.process_time() - began < 5) == (2, True)
+    assert "over etp=4: 2147483647 columns of each expert" in err
 
 
 def test_a_source_that_is_not_there_is_exit_code_4(say, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cli_checkpoints import llama
+from fuzzed_texts import resealed
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
@@ -240,3 +241,13 @@ def test_stages_of_fewer_layers_than_tensors_name_are_said_and_no_bug(tmp_path):
         (found,) = _check_ranks(given, set())
     assert found.severity == "warning"
     assert "tensors name 2 layers, and the stages have 1" in found.message
+
+
+def test_stages_of_a_record_that_have_other_layers_than_the_model(say, source, tmp_path):
+    out = tmp_path / "out"
+    assert say("reshard", source, out, "--tp", 2, "--pp", 2).code == 0
+    raw = json.loads((out / "shardctl.json").read_text())
+    (out / "shardctl.json").write_bytes(resealed(raw | {"stages": [1, 100]}))
+    code, said, _ = say("verify", out)
+    assert code == 3
+    assert "the model has 2 layers, and the stages have 101" in said

@@ -201,7 +201,7 @@ def test_a_part_that_was_damaged_is_missing_and_its_worker_mends_it(site, wanted
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"schema": "shardctl.workers/1", "tree": 3, "workers": "3"}']
+    "content", ["", "{", "[]", "{}", "[" * 100_000, '{"schema": "shardctl.workers/1", "tree": 3, "workers": "3"}']
 )
 def test_a_plan_that_was_damaged_is_told_by_everyone(site, content):
     all_work(site, [0])
