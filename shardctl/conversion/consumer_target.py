@@ -26,7 +26,7 @@ from shardctl.libraries.safetensors.header import METADATA
 from shardctl.mesh import Mesh
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
-from shardctl.verify.consumer import check_consumer, require_axes
+from shardctl.verify.consumer import TOKENIZER_FILES, check_consumer, require_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,6 +120,13 @@ def merge_lone_adapter(
         )
     merged = replace(reshard_options, merge=(folder,))
     return base, merged, replace(source_options, complete_from=None)
+
+
+def warn_of_merge(adapter: str | Path, base: str | Path) -> tuple[str, ...]:
+    """Warn that an adapter is merged, and of a tokenizer next to it, which the base's takes the place of."""
+    own = sorted(name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(adapter, name)))  # noqa: PTH113, PTH118
+    left = f"; its own {own[0]} is left behind" if own else ""
+    return (f"{adapter} is an adapter, and is merged into {base}{left}",)
 
 
 def locate_run(path: str | Path, options: SourceOptions) -> tuple[str | Path, SourceOptions]:

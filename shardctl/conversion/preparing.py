@@ -16,6 +16,7 @@ from shardctl.conversion.consumer_target import (
     fit_consumer,
     locate_run,
     merge_lone_adapter,
+    warn_of_merge,
     warn_of_unchecked,
 )
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
@@ -69,7 +70,8 @@ def open_conversion(
         path, options = locate_run(path, options or SourceOptions())
         adapter, (path, wanted, options) = path, merge_lone_adapter(path, wanted, options)
         if path != adapter:
-            said += (f"{adapter} is an adapter, and is merged into {path}",)
+            said += warn_of_merge(adapter, path)
+            _require_inputs_elsewhere(destination, wanted, options)  # the adapter is one of them now
     with open_checkpoint(path, options, count=count if whole else None, selection=selection) as checkpoint:
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)

@@ -195,6 +195,19 @@ def test_rows_of_a_larger_vocabulary_are_no_model(tmp_path):
     ).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "name", ["rng_state.pth", "rng_state_0.pth", "optimizer.bin", "scaler.pt", "training_args.bin"]
+)
+def test_what_a_trainer_keeps_beside_an_adapter_is_no_model(tmp_path, name):
+    adapter = change(tmp_path, "lora")
+    torch.save({"w": torch.ones(2)}, adapter / name)
+    found = inspect(adapter)
+    assert found.adapter is not None
+    assert found.files == (FILE,)
+    assert name in found.dropped
+    reshard(BASE, tmp_path / "merged", ReshardOptions(merge=(adapter,)))
+
+
 def test_the_program_ends_with_4(tmp_path, capfd):
     adapter = change(tmp_path, "lora", keep("lora", "v_proj"))
     command = ["reshard", str(BASE), str(tmp_path / "out"), "--merge", str(adapter)]

@@ -150,6 +150,7 @@ def make_adapter(place, base):
 @pytest.mark.parametrize("named", [False, True])
 def test_an_adapter_alone_is_merged_into_its_base(say, source, tmp_path, named):
     adapter = make_adapter(tmp_path / "lora", source)
+    (adapter / "tokenizer.json").write_text("{}")
     if named:
         settings = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "org/base"}))
@@ -161,6 +162,7 @@ def test_an_adapter_alone_is_merged_into_its_base(say, source, tmp_path, named):
     said = say("reshard", adapter, tmp_path / "out", "--for", "vllm", *(("--complete-from", source) if named else ()))
     assert said.code == 0, said.err
     assert f"{adapter} is an adapter, and is merged into {source}" in said.err
+    assert "its own tokenizer.json is left behind" in said.err
     assert "vllm serve" in said.out
     assert say("reshard", source, tmp_path / "merged", "--merge", adapter).code == 0
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))

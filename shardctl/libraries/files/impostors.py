@@ -79,6 +79,13 @@ def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
 
 ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 """What peft calls the weights of an adapter."""
+TRAINER_FILES: Final = re.compile(
+    r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+"
+    r"|extra_state_rank_[0-9]+)"
+    r"\.(pt|pth|bin|pkl)|(meta|rng)\.pt"
+)
+"""What Trainer, accelerate, VeOmni, Lightning and slime keep to resume training (transformers/trainer.py,
+accelerate/utils/constants.py, veomni/checkpoint/dcp_checkpointer.py, lightning/fabric/strategies/fsdp.py)."""
 ADAPTER_CONFIG: Final = "adapter_config.json"
 NEW_EMBEDDINGS: Final = "new_embeddings.safetensors"
 """What vLLM once called the rows of a larger vocabulary beside an adapter (vllm/lora/lora_model.py of 0.10)."""
@@ -123,7 +130,7 @@ def _list_weights(source: Source) -> tuple[set[str], set[str]]:
     """List the files of an adapter, and the other files of weights."""
     weights = {path for path in source.files() if "/" not in path and path.endswith(LOADED_SUFFIXES)}
     own = list_adapter_files(source)
-    return own & {*ADAPTERS}, weights - own - {"training_args.bin", "optimizer.pt", "scheduler.pt"}
+    return own & {*ADAPTERS}, {path for path in weights - own if TRAINER_FILES.fullmatch(path) is None}
 
 
 def list_adapter_files(source: Source) -> set[str]:

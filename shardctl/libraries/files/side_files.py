@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.amounts import format_plural
 from shardctl.errors import format_first_few
 from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, WEIGHT_SUFFIXES
-from shardctl.libraries.files.impostors import ADAPTERS, list_adapter_files
+from shardctl.libraries.files.impostors import ADAPTERS, TRAINER_FILES, list_adapter_files
 from shardctl.libraries.files.links import check_link
 from shardctl.manifest import OpaqueObject
 
@@ -33,13 +33,6 @@ _EXPORT_FOLDERS: Final = frozenset({"onnx", "openvino", "coreml", "flax", "tf", 
 """Folders of the root with nothing but such exports and what they need."""
 _REPEATS: Final = frozenset({"original", "metal", "sharded"})
 """Folders of the root whose weights are the model's again: Meta's layout, gpt-oss's, and what torch consolidates."""
-_TRAINER: Final = re.compile(
-    r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+"
-    r"|extra_state_rank_[0-9]+)"
-    r"\.(pt|pth|bin|pkl)|(meta|rng)\.pt"
-)
-"""What Trainer, accelerate, VeOmni, Lightning and slime keep to resume training (transformers/trainer.py,
-accelerate/utils/constants.py, veomni/checkpoint/dcp_checkpointer.py, lightning/fabric/strategies/fsdp.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
 _TRAINED: Final = re.compile(
     r".*/(\.metadata|__\d+_\d+\.distcp|common\.pt|model_optim_rng\.pt|mp_rank_\d+(_\w+)?_model_states\.pt"
@@ -127,7 +120,7 @@ def _choose_policy(path: str) -> tuple[Policy, bool]:
     top = folders[0] if folders else ""
     if _TRAINER_FOLDERS.fullmatch(top):
         return "drop", True
-    if _EXPORTS.fullmatch(name) or _TRAINER.fullmatch(name) or top in _EXPORT_FOLDERS:
+    if _EXPORTS.fullmatch(name) or TRAINER_FILES.fullmatch(name) or top in _EXPORT_FOLDERS:
         return "drop", False
     if top in _REPEATS and _WEIGHTS.fullmatch(name):
         return "drop", False
