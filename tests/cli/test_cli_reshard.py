@@ -38,7 +38,8 @@ def test_json_lines_end_with_the_result(say, source, tmp_path):
         *("schema", "status", "exit_code", "dry_run", "destination", "layout", "architecture", "mesh", "stages"),
         *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "shared_bytes", "kept_bytes"),
         *("done_before", "dropped", "extra_tensors", "projected_memory_bytes"),
-        *("seconds", "digest", "source_digest", "source_hashes", "rules", "names", "proof", "consumer"),
+        *("seconds", "digest", "source_digest", "source_hashes", "rules", "rules_proof", "fused_order_unknown"),
+        *("names", "proof", "consumer"),
         *("notes", "warnings"),
     ]
     assert (last["schema"], last["status"], last["exit_code"]) == ("shardctl.reshard/1", "ok", 0)
