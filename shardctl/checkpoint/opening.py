@@ -23,11 +23,12 @@ from shardctl.checkpoint.described_source import describe_source, refuse_warning
 from shardctl.checkpoint.model_binding import ModelBinder, bind_selected, take_subtree
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.checkpoint.pipeline_parts import check_pipeline_source, is_pipeline
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.errors import MissingTensorsError, SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.catalogue import get_schema
+from shardctl.libraries.files.choice import list_unread_shards
 from shardctl.libraries.files.extra_tensors import read_extra_file
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
@@ -178,9 +179,17 @@ def _bind_checkpoint(
 ) -> OpenedCheckpoint:
     """Bind what a container holds to the model of a config."""
     stored, rules = _apply_rule_names(stored, source_options, record)
-    bound = bind_selected(
-        ModelBinder(source, config, rules, source_options, record), remove_wrappers(stored), selection
-    )
+    binder = ModelBinder(source, config, rules, source_options, record)
+    try:
+        bound = bind_selected(binder, remove_wrappers(stored), selection)
+    except MissingTensorsError as error:
+        unread = list_unread_shards(source, stored.files)
+        if not unread:
+            raise
+        raise MissingTensorsError(
+            f"{error.message}; {format_first_few(unread)}, which the index does not name, may hold them",
+            hint="the index is incomplete: move it away, and every file is read by its header",
+        ) from error
     source, manifest, model, problem = bound.source, bound.manifest, bound.model, bound.problem
     quantization = None
     if model is None:

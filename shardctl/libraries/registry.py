@@ -16,7 +16,13 @@ from shardctl.errors import (
 )
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.dcp import reading as dcp
-from shardctl.libraries.files.file_names import DCP_METADATA, OPTIMIZER_FILES, PIPELINE_FORMAT, SAFETENSORS
+from shardctl.libraries.files.file_names import (
+    DCP_METADATA,
+    OPTIMIZER_FILES,
+    PIPELINE_FORMAT,
+    SAFETENSORS,
+    WEIGHT_SUFFIXES,
+)
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
@@ -163,13 +169,21 @@ def _check_names(found: Manifest) -> Manifest:
 
 
 def refuse_nested_saves(source: Source) -> None:
-    """Raise SourceError if there are distributed checkpoints in folders of the source, and it is not said which."""
-    if not any(path.endswith(f"/{DCP_METADATA}") for path in source.files()):
-        return
-    from shardctl.libraries.files.nested_saves import choose_nested_save, list_nested_saves
+    """Raise SourceError if checkpoints are in folders of the source, and it is not said which."""
+    from shardctl.libraries.files.nested_saves import choose_nested_save, list_nested_saves, list_unfinished_saves
 
-    saves, chosen = list_nested_saves(source.files()), choose_nested_save(source.files())
+    files = source.files()
+    saves, chosen, unfinished = list_nested_saves(files), choose_nested_save(files), list_unfinished_saves(files)
     hint = f"the weights are in {source.name}/{chosen}: give that"
+    if not saves and not chosen and unfinished:
+        raise SourceError(
+            f"{source.name}/{unfinished[-1]} holds torch.distributed.checkpoint files, but no {DCP_METADATA}",
+            hint=dcp.HOW_METADATA_IS_LOST,
+        )
+    if not saves and chosen:
+        raise SourceError(f"{source.name} holds no checkpoint itself, but a folder in it does", hint=hint)
+    if not saves:
+        return
     if chosen in saves:
         hint = f"give one of them, such as {source.name}/{chosen}"
     elif not chosen:
@@ -177,6 +191,17 @@ def refuse_nested_saves(source: Source) -> None:
     raise SourceError(
         f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}", hint=hint
     )
+
+
+def refuse_unread_suffixes(source: Source) -> None:
+    """Raise SourceError for files that would be weights if their suffix were in small letters: no loader reads them."""
+    for path in source.files():
+        suffix = path[path.rfind(".") :]
+        if "/" not in path and suffix.lower() in WEIGHT_SUFFIXES and suffix not in WEIGHT_SUFFIXES:
+            raise SourceError(
+                f"{path} has the extension {suffix}, which no library reads: it is {suffix.lower()}",
+                hint="rename the files, and correct their names in an index",
+            )
 
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
@@ -230,6 +255,7 @@ def _build_unknown_error(source: Source) -> SourceError:
             f"{source.name} is a Hugging Face cache folder, not a checkpoint",
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
+    refuse_unread_suffixes(source)
     refuse_nested_saves(source)
     return SourceError(
         f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"

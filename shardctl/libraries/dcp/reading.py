@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _OWN: Final = re.compile(r"__([0-9]{1,9})\.metadata")
 """What each rank writes where ranks save without talking to each other (`use_collectives=False`)."""
 _MODEL: Final = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|model")
+HOW_METADATA_IS_LOST: Final = "the save did not finish, or a copy left out hidden files; the metadata is written last"
+"""What to say of files of such a save without its metadata."""
 _OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
 """Folders of a model and its optimizer, saved apart (accelerate `utils/fsdp_utils.py`, and so Trainer)."""
 
@@ -129,7 +131,7 @@ def _build_unfinished_error(source: Source) -> SourceError:
         return SourceError(f"{source.name} holds no {FORMAT.title}")
     return SourceError(
         f"{name} is there, but {DCP_METADATA} is not",
-        hint="the save did not finish, or a copy left out hidden files; the metadata is written last",
+        hint=HOW_METADATA_IS_LOST,
     )
 
 

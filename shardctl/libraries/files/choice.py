@@ -6,12 +6,14 @@ import re
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
+from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from shardctl.libraries.files.index import WeightIndex
+    from shardctl.storage import Source
 
 
 @value_class
@@ -33,6 +35,18 @@ def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
     """
     found = re.fullmatch(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})" + re.escape(suffix), name)
     return (found[1], found[2], found[3]) if found is not None else None
+
+
+def list_unread_shards(source: Source, read: Collection[str]) -> list[str]:
+    """List files of the same numbering as those that are read, which are there and are not read: an index left them."""
+
+    def find_group(path: str) -> tuple[str, str, str] | None:
+        suffix = next((suffix for suffix in LOADED_SUFFIXES if path.endswith(suffix)), "")
+        numbered = parse_numbered_name(path, suffix) if suffix else None
+        return (numbered[0], numbered[2], suffix) if numbered is not None else None
+
+    groups = {group for path in read if (group := find_group(path)) is not None}
+    return sorted(path for path in source.files() if path not in read and find_group(path) in groups)
 
 
 def describe_missing(names: Sequence[str], noun: str = "files") -> str:

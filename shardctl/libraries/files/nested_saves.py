@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.files.file_names import DCP_METADATA, SAFETENSORS, WHOLE_TORCH
+from shardctl.libraries.files.file_names import DCP, DCP_METADATA, SAFETENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,6 +16,7 @@ _MODEL: Final = re.compile(r"(pytorch_)?model(_fsdp)?([_-][0-9]+)?")
 """Names of folders that are read together with that of an optimizer beside them."""
 _FURTHER: Final = frozenset({"dcp", "fsdp", "lr_scheduler", "scheduler", "extra_state", "dataloader", "ema"})
 """Folders beside a model's that hold something else."""
+_TORCH_WEIGHTS: Final = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")
 _NUMBER: Final = re.compile(r"([0-9]+)")
 
 
@@ -27,6 +28,17 @@ def list_nested_saves(paths: Iterable[str]) -> list[str]:
     """
     saves = {path.removesuffix(f"/{DCP_METADATA}") for path in paths if path.endswith(f"/{DCP_METADATA}")}
     return sorted(saves, key=_split_numbers)
+
+
+def list_unfinished_saves(paths: Iterable[str]) -> list[str]:
+    """List the folders with files of distributed checkpoints and without metadata, the newest last.
+
+    >>> list_unfinished_saves(["step_2/model/__0_0.distcp", "step_1/__0_0.distcp", "step_1/.metadata"])
+    ['step_2/model']
+    """
+    paths = set(paths)
+    folders = {path.rpartition("/")[0] for path in paths if path.endswith(DCP) and "/" in path}
+    return sorted((each for each in folders if f"{each}/{DCP_METADATA}" not in paths), key=_split_numbers)
 
 
 def choose_nested_save(paths: Iterable[str]) -> str:
@@ -44,7 +56,7 @@ def choose_nested_save(paths: Iterable[str]) -> str:
     folders |= {
         folder
         for folder, _, name in (path.rpartition("/") for path in paths)
-        if folder and (name.endswith(SAFETENSORS) or name == WHOLE_TORCH)
+        if folder and (name.endswith(SAFETENSORS) or _TORCH_WEIGHTS.fullmatch(name))
     }
     weights = sorted((folder for folder in folders if not _is_optimizer(folder)), key=_split_numbers)
     plain = [folder for folder in weights if folder.rpartition("/")[2] not in _FURTHER] or weights
