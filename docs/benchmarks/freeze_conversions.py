@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from small_classes import give_sizes, set_sizes
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as SHARED
 from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -39,6 +38,8 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 from transformers.models.auto import modeling_auto
+
+from shardctl.loading.small_model import give_sizes, set_sizes
 
 ROOT = Path(__file__).parents[2]
 FROZEN = ROOT / "shardctl" / "models" / "hub" / "conversions.json"

@@ -9,7 +9,7 @@ from rich.console import Group
 from shardctl.amounts import format_duration, format_file_size, format_plural, format_rate
 from shardctl.errors import format_first_few
 from shardctl.models.hub.conversion_table import HUB_NAMES, SAVED_AS
-from shardctl.record import RULES_PROOF
+from shardctl.record import DERIVED, RULES_PROOF
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.inspection import list_extra_facts
 
@@ -143,8 +143,8 @@ def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iter
     if len(record.stages) > 1:
         yield "stages", f"{', '.join(map(str, record.stages))} layers"
     if record.options.get("rules"):
-        proved = record.options.get(RULES_PROOF, "")
-        yield "rules", ", ".join(filter(None, [record.options["rules"], proved]))
+        said = record.options["rules"]
+        yield "rules", f"{said}, {record.options.get(RULES_PROOF, 'rules not proved')}" if said == DERIVED else said
     if record.options.get("names") == HUB_NAMES:
         yield "names", f"as save_pretrained of transformers {SAVED_AS} writes them"
     for note in notes:

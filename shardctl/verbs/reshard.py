@@ -21,7 +21,7 @@ from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, SourceOptions
-from shardctl.record import DERIVED, RECORD, RULES_PROOF, CheckpointRecord, parse_record
+from shardctl.record import DERIVED, PROVED_BY_RESULT, RECORD, RULES_PROOF, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
@@ -115,8 +115,10 @@ def _record_rule_proof(
     work: PlannedConversion, source_options: SourceOptions, proof: _ResultProof | None
 ) -> PlannedConversion:
     """Prove derived rules with a small model, unless the result itself is proved; raises Mismatch if they are wrong."""
-    if proof is not None or work.options.get("rules") != DERIVED:
+    if work.options.get("rules") != DERIVED:
         return work
+    if proof is not None:  # without which the result is not published
+        return replace(work, options={**work.options, RULES_PROOF: PROVED_BY_RESULT})
     from shardctl.verbs.rule_proof import prove_rules  # most models have a table
 
     shown = prove_rules(work, source_options)

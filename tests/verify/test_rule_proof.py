@@ -61,13 +61,27 @@ def read_options(folder):
     return parse_record((folder / "shardctl.json").read_bytes()).options
 
 
-def test_a_small_model_proves_the_rules_and_the_output_says_so(sarvam, tmp_path, capfd):
+def test_a_small_model_proves_the_rules_and_the_output_says_so(sarvam, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(rule_proof, "_MAX_SECONDS", 300)  # other tests may run beside this one
     arguments = ["reshard", str(sarvam), str(tmp_path / "ranks"), "--tp", "2"]
     assert run(arguments) == 0
     assert "derived, rules proved: small model" in capfd.readouterr().out
     assert read_options(tmp_path / "ranks")["rules_proof"] == "rules proved: small model"
     assert run([*arguments, "--json"]) == 0  # it is there already
     assert json.loads(capfd.readouterr().out)["rules_proof"] == "rules proved: small model"
+
+
+def test_a_result_that_is_proved_needs_no_small_model(sarvam, tmp_path, capfd):
+    assert run(["reshard", str(sarvam), str(tmp_path / "ranks"), "--tp", "2", "--prove"]) == 0
+    assert "derived, rules proved: the result" in capfd.readouterr().out
+    assert read_options(tmp_path / "ranks")["rules_proof"] == "rules proved: the result"
+
+
+def test_what_several_workers_write_is_not_proved(nobody, tmp_path, capfd):
+    for worker in ("0/2", "1/2"):
+        assert run(["reshard", str(nobody), str(tmp_path / "ranks"), "--tp", "2", "--worker", worker]) == 0
+    assert run(["finish", str(tmp_path / "ranks")]) == 0
+    assert "derived, rules not proved" in capfd.readouterr().out
 
 
 def test_a_class_that_is_not_there_is_said_and_the_work_goes_on(nobody, tmp_path, capfd):
