@@ -7,7 +7,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
-from shardctl.record import FUSED_ORDER_UNKNOWN, RULES_PROOF
 from shardctl.report.failure import describe_failure
 
 if TYPE_CHECKING:
@@ -128,6 +127,8 @@ def build_progress_document(meter: TransferMeter) -> Document:
 
 def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
     """Build what `reshard` did."""
+    from shardctl.record import FUSED_ORDER_UNKNOWN, RULES_PROOF  # whoever has a record has loaded it; --help has none
+
     record = done.record
     return build_document_head("reshard") | {
         "dry_run": False,
