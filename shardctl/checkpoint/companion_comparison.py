@@ -11,6 +11,7 @@ from shardctl.checkpoint.pipeline_parts import is_pipeline
 from shardctl.checkpoint.settings_comparison import compare_library_settings
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors, is_served
+from shardctl.models.config import ModelConfig
 from shardctl.models.quantisation.settings import QUANTISATION_FILES
 from shardctl.record import RECORD, SUMS
 from shardctl.training import SETTINGS
@@ -99,9 +100,18 @@ def compare_model_configs(
     derived = [each for each, config in ((a, ours), (b, theirs)) if _is_derived(each, config)]
     assumed = {key for each in derived for key in _list_assumed(each)}
     # The type that a library's settings name is the one that it computes in, whatever it stores.
-    cast = cast or bool(derived)
+    cast = cast or bool(derived) or _declares_other_type(b)
     found = compare_configs(ours, theirs, common_only=bool(derived), assumed=assumed, cast=cast)
     return found, tuple(_describe_derived(each, found.compared) for each in derived)
+
+
+def _declares_other_type(checkpoint: OpenedCheckpoint) -> bool:
+    """Return whether a config that was given with `--config` declares a type that no tensor is stored in."""
+    if _read_stored_config(checkpoint) == checkpoint.config:
+        return False
+    declared = ModelConfig(checkpoint.config or {}).declared()
+    stored = {tensor.dtype for tensor in checkpoint.manifest.tensors.values()}
+    return declared is not None and bool(stored) and declared not in stored
 
 
 def check_companions(checkpoint: OpenedCheckpoint, compared: CompanionComparison) -> Iterator[CheckFinding]:

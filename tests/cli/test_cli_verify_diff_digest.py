@@ -251,3 +251,12 @@ def test_stages_of_a_record_that_have_other_layers_than_the_model(say, source, t
     code, said, _ = say("verify", out)
     assert code == 3
     assert "the model has 2 layers, and the stages have 101" in said
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_type_of_a_config_that_was_given_is_not_that_of_the_weights(say, source, tmp_path, dtype):
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    assert say("reshard", source, tmp_path / "out", "--tp", 2).code == 0
+    found = say("verify", tmp_path / "out", "--against", source, "--config", tmp_path / "config.json")
+    assert found.code == 0, found.out
