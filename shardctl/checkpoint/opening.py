@@ -353,6 +353,8 @@ def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Mo
     Raises SourceError for a record that calls a tensor of the model by a name that the model does not have.
     """
     names = _map_single_tensors(record)
+    if model is None:  # a model merges its ties; without one, the record alone knows that arrays are one tensor
+        names |= {tie: name for name, tensor in record.tensors.items() for tie in tensor.ties}
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in manifest.tensors.items():
         known = name in record.tensors

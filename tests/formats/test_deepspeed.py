@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from stored_bits import bits
 from stored_bytes import gather, scan
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.deepspeed import geometry
 from shardctl.libraries.deepspeed.patterns import NamePatterns
-from shardctl.options import SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 JOINED = ("z1", "z2", "z1-fp32", "z2-fp16", "z2-robin", "z2-aligned", "z1-elastic", "z1-frozen", "z2-frozen",
@@ -569,3 +571,18 @@ def test_many_plain_patterns_cost_nothing():
     many = NamePatterns(f"^model\\.layers\\.{n}\\.weight$" for n in range(3_000))
     assert all(many.find(f"model.layers.{n}.weight") for n in range(3_000))
     assert many.find("model.layers.1.weights") is None
+
+
+@pytest.mark.parametrize("name", ["ep-z2", "z2-tied", "z3-tied"])
+def test_tied_weights_without_a_config_are_one_tensor_of_the_result(name, tmp_path):
+    """DCP stores each name; only the record says that two are one, and a copy that differs is found."""
+    out = tmp_path / "out"
+    reshard(FIXTURES / name, out, ReshardOptions(to="dcp"))
+    assert verify(out, VerifyOptions(level="full", against=str(FIXTURES / name))).ok
+    with open_checkpoint(out) as checkpoint:
+        tied = next(tensor for tensor in checkpoint.manifest.tensors.values() if tensor.ties)
+    where = tied.chunks[-1].where
+    data = bytearray((out / where.file).read_bytes())
+    data[where.offset] ^= 1
+    (out / where.file).write_bytes(data)
+    assert not verify(out, VerifyOptions(level="full")).ok
