@@ -49,7 +49,7 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigRe
             f"{source.name} is not the config of a model: it names neither architectures nor model_type",
             hint="give the config.json of a transformers model, or a checkpoint",
         )
-    formats.refuse_unread_suffixes(source)
+    formats.refuse_unread_weights(source)
     if not source_options.described:
         formats.refuse_nested_saves(source)
         raise SourceError(

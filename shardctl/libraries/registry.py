@@ -24,6 +24,7 @@ from shardctl.libraries.files.file_names import (
     WEIGHT_SUFFIXES,
 )
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
+from shardctl.libraries.files.links import list_broken_links
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
@@ -193,8 +194,14 @@ def refuse_nested_saves(source: Source) -> None:
     )
 
 
-def refuse_unread_suffixes(source: Source) -> None:
-    """Raise SourceError for files that would be weights if their suffix were in small letters: no loader reads them."""
+def refuse_unread_weights(source: Source) -> None:
+    """Raise SourceError for weights that no loader reads: links to nothing, and suffixes in capital letters."""
+    for name in list_broken_links(source):
+        if name.endswith(WEIGHT_SUFFIXES):
+            raise SourceError(
+                f"{name} is a link to a file that does not exist",
+                hint="the download's cache was emptied, or the link was copied alone; fetch the file again",
+            )
     for path in source.files():
         suffix = path[path.rfind(".") :]
         if "/" not in path and suffix.lower() in WEIGHT_SUFFIXES and suffix not in WEIGHT_SUFFIXES:
@@ -255,7 +262,7 @@ def _build_unknown_error(source: Source) -> SourceError:
             f"{source.name} is a Hugging Face cache folder, not a checkpoint",
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
-    refuse_unread_suffixes(source)
+    refuse_unread_weights(source)
     refuse_nested_saves(source)
     return SourceError(
         f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"

@@ -72,3 +72,16 @@ def test_a_distributed_save_without_metadata_is_told_at_any_depth(say, tmp_path,
     assert code == 4
     assert f"{tmp_path}/{folder} holds torch.distributed.checkpoint files, but no .metadata" in err
     assert "the save did not finish, or a copy left out hidden files" in err
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "../blobs/none"], ids=["itself", "nothing"])
+@pytest.mark.parametrize("verb", ["inspect", "plan", "verify", "digest"])
+def test_weights_that_are_a_link_to_nothing_are_not_passed_over(say, source, tmp_path, verb, target):
+    """`inspect` and `plan` described the config alone, with exit code 0."""
+    place = shutil.copytree(source, tmp_path / "model")
+    (place / "model.safetensors").unlink()
+    (place / "model.safetensors").symlink_to(target)
+    code, _, err = say(verb, place)
+    assert code == 4
+    assert "model.safetensors is a link to a file that does not exist" in err
+    assert "hint:  the download's cache was emptied" in err

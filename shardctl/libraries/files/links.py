@@ -44,6 +44,14 @@ def check_link(source: Source, path: str) -> None:
     )
 
 
+def list_broken_links(source: Source) -> list[str]:
+    """List the links in a directory that lead to nothing, or in a circle; a source does not list them as files."""
+    if not isinstance(source, LocalSource) or not source.path.is_dir():
+        return []
+    with os.scandir(source.root) as entries:
+        return sorted(entry.name for entry in entries if entry.is_symlink() and not os.path.exists(entry.path))  # noqa: PTH110 - which is False for links in a circle
+
+
 def _list_folders(root: Path, path: str) -> Iterator[Path]:
     """List the folders between the root and a file."""
     return (root / folder for folder in PurePosixPath(path).parents if folder.name)
