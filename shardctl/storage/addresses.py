@@ -25,6 +25,9 @@ _USER_PART: Final = re.compile(
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@.+)?")
 """What a model of the Hub is called; a path of two parts looks the same, and wins where it exists."""
 
+_MAX_HUB_NAME: Final = 256
+"""Characters of such a name with a revision; the Hub allows 96 for each of its two parts."""
+
 
 def open_source(text: str | Path) -> Source:
     """Return the place that a SRC names; only what can be said without reading a file is found out.
@@ -60,8 +63,11 @@ def open_source(text: str | Path) -> Source:
 
 
 def is_hub_name(place: Path) -> bool:
-    """Return whether a path that is not here looks like ``owner/name``, a model of the Hub."""
-    return not os.path.lexists(place) and _HUB_NAME.fullmatch(place.as_posix()) is not None
+    """Return whether a path that is not here looks like ``owner/name``, a model of the Hub, and not like a file."""
+    text = place.as_posix()
+    if place.suffix == ".json" or len(text) > _MAX_HUB_NAME or os.path.lexists(place):
+        return False
+    return _HUB_NAME.fullmatch(text) is not None
 
 
 def _refuse_mistyped_path(text: str) -> None:

@@ -76,6 +76,9 @@ def test_a_config_is_read_from_the_hub_by_the_models_name(hub, say, tmp_path):
     code, _, err = say("plan", "here", "--config", NAME, "--tp", 2)
     assert code == 0, err
     assert say("plan", "here", "--config", "someone/nothing", "--tp", 2)[0] == 4
+    code, _, err = say("plan", "here", "--config", "lost/config.json", "--tp", 2)
+    assert code == 4
+    assert "lost/config.json cannot be read: No such file or directory" in err
     hub.add("someone/empty", {"README.md": b"x"})
     code, _, err = say("plan", "here", "--config", "someone/empty", "--tp", 2)
     assert code == 4
