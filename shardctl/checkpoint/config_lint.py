@@ -52,6 +52,7 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
         if checkpoint.model is None or not checkpoint.model.family:
             yield from _lint_counts(checkpoint, config)
             yield from _lint_tie(checkpoint, config)
+    yield from _lint_rotary_base(config)
     yield from _lint_quantisation(checkpoint)
     yield from _lint_generation(checkpoint, config)
 
@@ -170,6 +171,17 @@ def lint_tie(checkpoint: OpenedCheckpoint, digests: Mapping[str, str]) -> Iterat
         yield (
             f"config.json says {_TIED}, but {head.name} differs from {embedding.name}, and transformers would leave "
             "it out; set it to false"
+        )
+
+
+def _lint_rotary_base(config: Mapping[str, Any]) -> Iterator[str]:
+    """Name two bases of rotary embeddings, one of which transformers 4 reads and the other transformers 5."""
+    older, parameters = config.get("rope_theta"), config.get("rope_parameters")
+    newer = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    if isinstance(older, int | float) and isinstance(newer, int | float) and older != newer:
+        yield (
+            f"config.json has rope_theta {older:g}, which transformers 4 reads, and {newer:g} in rope_parameters, "
+            "which transformers 5 and engines read; keep the one that the model was trained with"
         )
 
 

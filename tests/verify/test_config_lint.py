@@ -61,6 +61,13 @@ def unknown(layers=2, experts=0, rows=16):
             {"quantization_config": {"quant_method": "fp8"}},
             QUANTISED,
         ),
+        (
+            {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500.0}},
+            (
+                "config.json has rope_theta 10000, which transformers 4 reads, and 500 in rope_parameters, which "
+                "transformers 5 and engines read; keep the one that the model was trained with"
+            ),
+        ),
     ],
 )
 def test_a_config_that_headers_contradict_is_named(tmp_path, more, expected):
