@@ -61,6 +61,14 @@ def read_config(source: Source, override: Path | None = None, *, given: str = CO
     return ConfigReading(*complete_config(config, sidecar)) if sidecar is not None else ConfigReading(config)
 
 
+def holds_config(source: Source, config: Mapping[str, Any] | None) -> bool:
+    """Return whether the `config.json` of a source is this config; False for one that cannot be read."""
+    try:
+        return read_config(source).values == config
+    except SourceError:
+        return False
+
+
 def list_override_files(given: Path) -> tuple[Path, ...]:
     """List the files that `--config` means: a config, or a directory's, and the sidecar beside it if there is one."""
     path = given / CONFIG if os.path.isdir(given) else given  # noqa: PTH112 - is_dir() raises for a name too long

@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
-from shardctl.checkpoint.config_files import ConfigReading, read_config
+from shardctl.checkpoint.config_files import CONFIG, ConfigReading, holds_config, read_config
 from shardctl.checkpoint.described_source import describe_source, refuse_warnings
 from shardctl.checkpoint.model_binding import ModelBinder, bind_selected, take_subtree
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
@@ -160,6 +160,8 @@ def _read_checkpoint(
     stored = take_subtree(stored, source_options.subtree, record)
     said, config = config, _set_vocabulary(config, stored, source_options)
     dropped, remade = 0, stored.dialect is None and config is not said
+    if source_options.config is not None and not is_pipeline(stored) and CONFIG in source.files():
+        remade = remade or not holds_config(source, config)
     if source_options.unpadded and record is None:
         from shardctl.checkpoint.padded_vocabulary import fit_vocabulary
 

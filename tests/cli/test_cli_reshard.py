@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -183,3 +184,16 @@ def test_overwrite_removes_no_file_that_shardctl_did_not_write(say, source, tmp_
     assert (out / "runs" / "notes.txt").read_text() == "mine"
     (out / "runs" / "notes.txt").unlink()
     assert say("reshard", source, out, "--fsdp", 2, "--overwrite").code == 0
+
+
+def test_a_given_config_takes_the_place_of_the_sources_own(say, source, tmp_path):
+    """It says what the tensors are, so the result must not keep another one."""
+    source = shutil.copytree(source, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert say("reshard", source, tmp_path / "out", "--to", "hf", "--config", given).code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 0.5
+    (source / "config.json").write_text("{")
+    assert say("reshard", source, tmp_path / "mended", "--to", "hf", "--config", given).code == 0
+    assert json.loads((tmp_path / "mended" / "config.json").read_text())["rms_norm_eps"] == 0.5

@@ -335,6 +335,7 @@ def test_an_engine_gets_the_experts_of_qwen3_vl_transposed_as_on_the_hub(say, tm
 
 def test_transformers_4_gets_a_config_that_it_reads(say, source, tmp_path):
     """It takes the base of rotary embeddings from `rope_theta`, and assumes one where only `rope_parameters` has it."""
+    source = shutil.copytree(source, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     config.pop("rope_theta", None)
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 123.0}
