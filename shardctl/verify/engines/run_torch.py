@@ -24,8 +24,8 @@ def build_parallel(question: dict[str, Any], world: int) -> Any:  # noqa: ANN401
     import torch
     from transformers import AutoConfig, distributed
 
-    auto, native = _get_classes(), cast("Any", distributed)
-    config = AutoConfig.from_pretrained(question["path"])
+    config, native = AutoConfig.from_pretrained(question["path"]), cast("Any", distributed)
+    auto = _get_classes(config)
     shared: dict[str, Any] = {"dtype": _get_type(question), "attn_implementation": "eager"}
     if world > 1:
         if not getattr(config, "base_model_tp_plan", None):
@@ -51,7 +51,7 @@ def build_divided(question: dict[str, Any], world: int) -> Any:  # noqa: ANN401 
 
     config, dcp = AutoConfig.from_pretrained(question["path"]), cast("Any", checkpoint)
     torch.manual_seed(0)
-    model = _get_classes().from_config(config, dtype=_get_type(question), attn_implementation="eager")
+    model = _get_classes(config).from_config(config, dtype=_get_type(question), attn_implementation="eager")
     mesh = init_device_mesh("cpu", (world,))
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):  # noqa: SLF001 - as its trainers do
@@ -125,10 +125,11 @@ def _get_scores(every: Any, token: int) -> dict[int, float]:  # noqa: ANN401 - a
     return {each: float(every[each]) for each in {token, *every.topk(min(_LIKELIEST, len(every))).indices.tolist()}}
 
 
-def _get_classes() -> Any:  # noqa: ANN401 - a class
-    from transformers import AutoModelForCausalLM
+def _get_classes(config: Any) -> Any:  # noqa: ANN401 - of transformers
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM
+    causal = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - no public function says which configs it takes
+    return AutoModelForCausalLM if type(config) in causal else AutoModelForImageTextToText
 
 
 def _get_type(question: dict[str, Any]) -> Any:  # noqa: ANN401 - a torch.dtype

@@ -45,7 +45,7 @@ def main(question: dict[str, Any], answer: dict[str, Any]) -> None:
         pipeline_parallel_size=question["pp"],
         enable_expert_parallel=question["ep"],
         dtype={"fp32": "float32", "bf16": "bfloat16"}[question["dtype"]],
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not any(Path(question["path"]).glob("*processor_config.json")),  # which needs a tokenizer
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=room,
