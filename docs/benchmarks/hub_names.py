@@ -183,12 +183,14 @@ def main() -> None:
     counts = Counter("unbuilt" if "unbuilt" in one else one["result"] for one in results.values())
     print(json.dumps(counts), file=sys.stderr)
     if asked.json:
-        document = {
-            "transformers": transformers.__version__,
-            "counts": dict(counts),
-            "results": [results[name] for name in sorted(results)],
-        }
-        asked.json.write_text(json.dumps(document, indent=1) + "\n")
+        asked.json.write_text(format_document(results, counts))
+
+
+def format_document(results, counts):
+    """Format the results as JSON, a line for each case."""
+    head = {"transformers": transformers.__version__, "counts": dict(counts)}
+    lines = ",\n".join(json.dumps(results[name]) for name in sorted(results))
+    return f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":
