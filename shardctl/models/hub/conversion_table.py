@@ -219,11 +219,16 @@ def knows_class(architecture: str, config: Mapping[str, Any]) -> bool:
 
 
 def find_class_name(architecture: str, config: Mapping[str, Any]) -> str:
-    """Find the class of transformers for a config whose class is the Hub's own code: that of its model type, if any.
+    """Find the class of transformers for a config whose class is the Hub's own code, and called as its model type is.
+
+    A class with another name may compute something else, and is returned as it is.
 
     >>> find_class_name("SarvamMoEForCausalLM", {"model_type": "sarvam_moe"})
     'Glm4MoeForCausalLM'
     """
+    stem = str(config.get("model_type") or "").replace("_", "").lower()
+    if architecture and not architecture.lower().startswith(stem):
+        return architecture
     return next(_list_models(architecture, config)).name
 
 

@@ -332,7 +332,8 @@ def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
 def _find_architecture(config: Mapping[str, Any], model: Model | None) -> str:
     named = config.get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
-    return find_class_name(first or (model.architecture if model is not None else ""), config)
+    named = first or (model.architecture if model is not None else "")
+    return find_class_name(named, config) if named else ""
 
 
 def _list_block_errors(executor: ModelExecutor, *, sound: bool) -> tuple[BlockError, ...]:
