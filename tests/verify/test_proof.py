@@ -70,7 +70,8 @@ def test_what_is_right_is_published_and_said_to_be_proved(foreign, tmp_path, cap
     told = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert told["rules"] == "derived"
     assert 0 < told["proof"]["output_error"] < 1e-5
-    assert json.loads((tmp_path / "ranks" / "shardctl.json").read_bytes())["options"] == {"rules": "derived"}
+    options = json.loads((tmp_path / "ranks" / "shardctl.json").read_bytes())["options"]
+    assert options == {"rules": "derived", "rules_proof": "rules proved: the result"}
     result = verify(tmp_path / "ranks", VerifyOptions(against=foreign, forward=True))
     level = next(each for each in result.levels if each.name == "forward")
     assert level.status == "passed"
