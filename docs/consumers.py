@@ -24,9 +24,9 @@ from tokenizers.models import WordLevel
 
 from docs import trainer_runs
 from shardctl.cli.program import run
-from shardctl.verify.engines.asking import EngineError, ask_engine
-from shardctl.verify.engines.judging import BOUND, MARGIN, compare_scores
-from shardctl.verify.engines.result import EngineQuestion, TokenScores
+from shardctl.running.engines.engine_client import EngineError, ask_engine
+from shardctl.running.engines.score_check import BOUND, MARGIN, compare_scores
+from shardctl.verify.engine_result import EngineQuestion, TokenScores
 
 PAGE = Path(__file__).with_suffix(".md")
 KEPT = Path(__file__).with_suffix(".json")

@@ -17,7 +17,7 @@ from typing import Any
 
 from docs import engines_quantised, engines_resumed
 from shardctl.api import Mesh, ReshardOptions, VerifyOptions, reshard, verify
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.report.documents import build_verify_document
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shardctl.api import ReshardOptions, reshard
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.models.rounding.recipes import RECIPES
-from shardctl.verify.engines.asking import ask_engine
-from shardctl.verify.engines.judging import MARGIN, compare_scores, measure_rounding
-from shardctl.verify.engines.result import EngineQuestion, TokenScores
+from shardctl.running.engines.engine_client import ask_engine
+from shardctl.running.engines.score_check import MARGIN, compare_scores, measure_rounding
+from shardctl.verify.engine_result import EngineQuestion, TokenScores
 
 KEPT = Path(__file__).with_suffix(".json")
 PROMPTS, PROMPT, TOKENS = 4, 16, 8

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, reshard
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 
 ROOT = Path(__file__).parents[1]
 KEPT = Path(__file__).with_suffix(".json")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from shardctl.base.version import __version__
 from shardctl.cli.app import EXIT_CODES, app
 from shardctl.libraries.catalogue import list_choices
-from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from shardctl.version import __version__
+from shardctl.base.version import __version__
 
 if sys.platform == "win32":
     raise ImportError("shardctl runs on Linux and macOS; on Windows, run it in WSL: it needs the file locks of POSIX")

@@ -1,10 +1,9 @@
 """Offers every verb as a function that returns a dataclass and raises a `ShardctlError`: the public Python API."""
 
+from shardctl.base.errors import ShardctlError
+from shardctl.base.workers import ExecutionOptions
+from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.worker_part import ContributeResult, contribute
-from shardctl.errors import ShardctlError
-from shardctl.execute.worker import WorkerId
-from shardctl.loading.state_dict import lens, load
-from shardctl.mesh import Mesh
 from shardctl.options import (
     DestinationOptions,
     InspectOptions,
@@ -14,6 +13,8 @@ from shardctl.options import (
     VerifyOptions,
 )
 from shardctl.planning.plan_result import PlanResult
+from shardctl.running.state_dict import lens, load
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import DiffResult, diff
 from shardctl.verbs.digest import DigestResult, digest
 from shardctl.verbs.find_newest import NewestCheckpoint, find_newest
@@ -23,7 +24,6 @@ from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import ReshardResult, reshard
 from shardctl.verbs.reshard_each import ReshardEachResult, reshard_each
 from shardctl.verbs.verify import VerifyResult, verify
-from shardctl.workers import ExecutionOptions
 
 __all__ = [
     "ContributeResult",

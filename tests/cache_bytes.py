@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.kv_cache import list_cache_terms
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.workload import ServingWorkload
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 CROSS = "keys and values of the encoder"
 STATES = "states of fixed size"

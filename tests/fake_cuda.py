@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.verify.worker_process import RankProcess
+    from shardctl.running.worker_process import RankProcess
 
 GIB = 1 << 30
 _FACTORIES = (
@@ -173,7 +173,7 @@ class FakeCuda:
 
 def install_fake_cuda(monkeypatch: Any, *free: int) -> FakeCuda:
     """Make devices that are none, here and in the processes of ranks, for as long as a test."""
-    from shardctl.verify.forward import by_processes
+    from shardctl.running.forward import by_processes
 
     usual = by_processes.run_ranks
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from shardctl.workers import NullWatcher
+from shardctl.base.workers import NullWatcher
 
 
 class InterruptingProgress(NullWatcher):

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardctl.bands import BandBuffer, ChunkIndex
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
-from shardctl.manifest import GAMMA_LESS_ONE, Chunk, Region
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
+from shardctl.tensors.bands import BandBuffer, ChunkIndex
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import GAMMA_LESS_ONE, Chunk, Region
 
 KINDS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import PAGE, BandBuffer, ChunkIndex, find_fastest_dim, find_page_shift, split_bands
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides, narrow_chunk
+from shardctl.base.dtype import BY_NAME
+from shardctl.tensors.bands import PAGE, BandBuffer, ChunkIndex, find_fastest_dim, find_page_shift, split_bands
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, ConstantFill, Region, compute_dense_strides, narrow_chunk
 
 U16 = BY_NAME["U16"]
 

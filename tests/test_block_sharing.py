@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardctl.api import Mesh, ReshardOptions, VerifyOptions, reshard, verify
-from shardctl.bands import PAGE
-from shardctl.errors import DestinationError, UsageError
+from shardctl.base.errors import DestinationError, UsageError
 from shardctl.storage import linux
+from shardctl.tensors.bands import PAGE
 
 REFLINK = ReshardOptions(reflink=True)
 SHAPES = {"a.weight": (600, 512), "b.weight": (513, 512), "c.bias": (3,), "d.weight": (2048, 4)}

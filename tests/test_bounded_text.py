@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UsageError
 from shardctl.storage.bounded_text import CONFIG_TEXT, RULE_TEXT, TextLimits, parse_json, parse_toml, read_file
 
 SMALL = TextLimits(size=1000, memory=20_000, depth=4)

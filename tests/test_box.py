@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.box import Box, BoxIndex, list_flat_boxes, make_disjoint, merge_boxes, subtract_all
+from shardctl.tensors.box import Box, BoxIndex, list_flat_boxes, make_disjoint, merge_boxes, subtract_all
 
 SHAPE = (5, 4, 6)
 

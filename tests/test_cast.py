@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardctl.cast import CastReport, cast_elements
-from shardctl.dtype import BY_NAME, DTYPES
-from shardctl.errors import UsageError
+from shardctl.base.dtype import BY_NAME, DTYPES
+from shardctl.base.errors import UsageError
+from shardctl.tensors.cast import CastReport, cast_elements
 
 TARGETS = ("F32", "F16", "BF16")
 SOURCES = (*TARGETS, "F64", "F8_E4M3", "F8_E5M2")

@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 from test_layers import LIBRARIES, MODULES, graph, library_of
 
+from shardctl.base.errors import UsageError
 from shardctl.conversion.conversion_plan import choose_layout
-from shardctl.errors import UsageError
 from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES, SCHEMA_FILES, get_schema, load_layouts
 from shardctl.libraries.trtllm import writing as trtllm_writing
 from shardctl.libraries.vllm import arrays as vllm_arrays
@@ -86,7 +86,7 @@ def test_only_help_loads_the_libraries_before_a_command_runs():
         (["finish", "--help"], ["shardctl.libraries.catalogue", "shardctl.models"]),
         (
             ["inspect", str(FIXTURES / "peft" / "hf" / "llama")],
-            ["shardctl.models.derived", "shardctl.verify.forward", "shardctl.models.families.gpt2"],
+            ["shardctl.models.derived", "shardctl.running.forward", "shardctl.models.families.gpt2"],
         ),
     ],
 )

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.box import Box, BoxIndex, list_flat_boxes
-from shardctl.copyplan import cover_tensor, join_manifests
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CoverageError, SourceError, UnsupportedError
-from shardctl.manifest import (
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CoverageError, SourceError, UnsupportedError
+from shardctl.tensors.box import Box, BoxIndex, list_flat_boxes
+from shardctl.tensors.copyplan import cover_tensor, join_manifests
+from shardctl.tensors.manifest import (
     CheckpointFile,
     Chunk,
     ConstantFill,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.box import Box, list_flat_boxes
-from shardctl.digest import DigestSums, compute_box_sums, compute_checkpoint_digest, compute_tensor_digest
-from shardctl.dtype import BY_NAME, DTYPES
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME, DTYPES
+from shardctl.base.errors import UnsupportedError
+from shardctl.tensors.box import Box, list_flat_boxes
+from shardctl.tensors.digest import DigestSums, compute_box_sums, compute_checkpoint_digest, compute_tensor_digest
 
-digest = importlib.import_module("shardctl.digest")  # `from shardctl import digest` is the verb
+digest = importlib.import_module("shardctl.tensors.digest")  # `from shardctl import digest` is the verb
 BF16, F32 = BY_NAME["BF16"], BY_NAME["F32"]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

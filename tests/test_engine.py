@@ -10,19 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import get_unit_type
-from shardctl.box import Box, list_flat_boxes
-from shardctl.cast import cast_elements
-from shardctl.copyplan import join_manifests
-from shardctl.digest import DigestSums, compute_box_sums
-from shardctl.dtype import BY_NAME
-from shardctl.errors import DestinationError, Interrupted
-from shardctl.execute.budget import HostMemoryBudget
-from shardctl.execute.engine import execute_plan
-from shardctl.execute.journal import BandJournal
-from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import DestinationError, Interrupted
+from shardctl.base.workers import StopRequest
+from shardctl.conversion.engine.budget import HostMemoryBudget
+from shardctl.conversion.engine.engine import execute_plan
+from shardctl.conversion.engine.journal import BandJournal
 from shardctl.storage import UnpromisedSource
-from shardctl.workers import StopRequest
+from shardctl.tensors.bands import get_unit_type
+from shardctl.tensors.box import Box, list_flat_boxes
+from shardctl.tensors.cast import cast_elements
+from shardctl.tensors.copyplan import join_manifests
+from shardctl.tensors.digest import DigestSums, compute_box_sums
+from shardctl.tensors.manifest import (
+    CheckpointFile,
+    Chunk,
+    ConstantFill,
+    Manifest,
+    Region,
+    Tensor,
+    compute_dense_strides,
+)
 
 U8, U16, F32, BF16, F4 = (BY_NAME[name] for name in ("U8", "U16", "F32", "BF16", "F4"))
 

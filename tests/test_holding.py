@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import CutError
-from shardctl.estimate import holding
-from shardctl.estimate.holding import compute_sizes_at, list_holdings
-from shardctl.estimate.inventory import build_inventory
-from shardctl.manifest import Tensor
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
+from shardctl.estimate.model import rank_shards as holding
+from shardctl.estimate.model.inventory import build_inventory
+from shardctl.estimate.model.rank_shards import compute_sizes_at, list_holdings
 from shardctl.models import describe_model
-from shardctl.pieces import PlacedCheckpoint
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import PlacedCheckpoint
 
 CONFIGS = sorted((Path(__file__).parents[1] / "fixtures" / "configs").glob("*.json"))
 MESHES = ("tp=2", "pp=2,fsdp=2,tp=2", "dp=2,fsdp=3", "fsdp=2,tp=2,ep=2", "dp=2,cp=2,tp=1,ep=2,etp=1")

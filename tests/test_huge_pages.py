@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from shardctl.huge_pages import allocate_pages
+from shardctl.base.huge_pages import allocate_pages
 
 HUGE = 2 << 20
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 ROOT = Path(__file__).parent.parent

@@ -196,7 +196,7 @@ def test_the_test_itself_sees_what_it_should(tmp_path, monkeypatch):
     module = tmp_path / "models" / "x.py"
     module.write_text(
         "from typing import TYPE_CHECKING\n"
-        "from shardctl.box import Box\n"
+        "from shardctl.tensors.box import Box\n"
         "from shardctl.models.y import Y\n"
         "from shardctl import libraries\n"
         "if TYPE_CHECKING:\n    import torch\n    from shardctl.verbs import plan\n"

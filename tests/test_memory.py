@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardctl.box import Box
-from shardctl.copyplan import join_manifests
-from shardctl.digest import DigestSums
-from shardctl.dtype import BY_NAME
-from shardctl.errors import MemoryBudgetError
-from shardctl.execute.budget import INTERPRETER, MIB, PER_CHUNK, PER_TENSOR, PER_THREAD, divide_host_memory
-from shardctl.execute.journal import BandJournal, JournalEntry
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import MemoryBudgetError
+from shardctl.conversion.engine.budget import INTERPRETER, MIB, PER_CHUNK, PER_TENSOR, PER_THREAD, divide_host_memory
+from shardctl.conversion.engine.journal import BandJournal, JournalEntry
 from shardctl.libraries.safetensors.header import encode_header
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.models import describe_model
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import join_manifests
+from shardctl.tensors.digest import DigestSums
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 
 STATUS = "/proc/{}/status"
 GENERATOR = Path(__file__).parents[1] / "docs" / "benchmarks" / "generate.py"
@@ -204,8 +204,8 @@ def test_too_many_tensors_are_counted_before_anything_is_made_of_them(tmp_path):
 def test_a_long_journal_costs_little_to_resume_from(tmp_path):
     """A source of 800 GB in 100,000 bands."""
     writer = """if True:
-        from shardctl.digest import DigestSums
-        from shardctl.execute.journal import BandJournal, JournalEntry
+        from shardctl.tensors.digest import DigestSums
+        from shardctl.conversion.engine.journal import BandJournal, JournalEntry
         from pathlib import Path
         sums, path = DigestSums((2**63, 2**63)), Path("journal")
         journal = BandJournal(path, {})

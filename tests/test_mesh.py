@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, UsageError
-from shardctl.manifest import Tensor
-from shardctl.mesh import AXES, MOST_RANKS, Mesh
-from shardctl.pieces import PlacedCheckpoint, balance_stages, parse_stages
-from shardctl.placement import (
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, UsageError
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.mesh import AXES, MOST_RANKS, Mesh
+from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages, parse_stages
+from shardctl.tensors.placement import (
     AxisCut,
     CutSection,
     GroupMember,

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 from shardctl.options import (
     DestinationOptions,
     InspectOptions,

@@ -16,7 +16,7 @@ import pytest
 
 import shardctl
 import shardctl.api
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.report.notebook_views import render_notebook_view
 
 CONFIG = Path(__file__).parents[1] / "fixtures" / "configs" / "llama.json"
@@ -63,7 +63,7 @@ def test_all_names_are_there_and_others_are_not():
 def test_nothing_is_imported_before_it_is_asked_for():
     program = "import sys, shardctl; dir(shardctl); print(*sorted(m for m in sys.modules if m.startswith('shardctl')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["shardctl", "shardctl.version"]
+    assert done.stdout.split() == ["shardctl", "shardctl.base.version"]
 
 
 def test_an_error_shows_its_hint_where_python_shows_it(tmp_path):

@@ -5,11 +5,18 @@ import json
 
 import pytest
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
-from shardctl.mesh import Mesh
-from shardctl.record import CheckpointRecord, HashedSpans, RecordedTensor, StoredBox, encode_record, parse_record
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError
+from shardctl.tensors.box import Box
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import (
+    CheckpointRecord,
+    HashedSpans,
+    RecordedTensor,
+    StoredBox,
+    encode_record,
+    parse_record,
+)
 
 GOOD = CheckpointRecord(
     version="0.1.0",

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import U16, Files, Layout, budget, filled, layouts, rows, shapes, values_of
 
-from shardctl.box import Box
-from shardctl.copyplan import CopyPlan, join_manifests
-from shardctl.digest import DigestSums, compute_box_sums
-from shardctl.execute import engine
-from shardctl.execute.engine import execute_plan
-from shardctl.manifest import CheckpointFile, ConstantFill, Manifest, Region, Tensor
-from shardctl.manifest import Chunk as Stored
-from shardctl.shares import WorkerPortion, build_share, divide_files
+from shardctl.conversion.engine import engine
+from shardctl.conversion.engine.engine import execute_plan
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import CopyPlan, join_manifests
+from shardctl.tensors.digest import DigestSums, compute_box_sums
+from shardctl.tensors.manifest import CheckpointFile, ConstantFill, Manifest, Region, Tensor
+from shardctl.tensors.manifest import Chunk as Stored
+from shardctl.tensors.shares import WorkerPortion, build_share, divide_files
 
 
 def shared(plan, groups, files, block=64):

@@ -7,15 +7,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shardctl.box import Box
-from shardctl.copyplan import join_manifests
-from shardctl.digest import compute_box_sums
-from shardctl.dtype import BY_NAME
-from shardctl.execute.budget import HostMemoryBudget
-from shardctl.execute.engine import execute_plan
-from shardctl.execute.journal import BandJournal
-from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.base.dtype import BY_NAME
+from shardctl.conversion.engine.budget import HostMemoryBudget
+from shardctl.conversion.engine.engine import execute_plan
+from shardctl.conversion.engine.journal import BandJournal
 from shardctl.storage import UnpromisedSource
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import join_manifests
+from shardctl.tensors.digest import compute_box_sums
+from shardctl.tensors.manifest import (
+    CheckpointFile,
+    Chunk,
+    ConstantFill,
+    Manifest,
+    Region,
+    Tensor,
+    compute_dense_strides,
+)
 
 KINDS = ("BF16", "F32", "U8", "F4")
 

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from shardctl.box import Box
-from shardctl.digest import compute_box_sums, compute_stacked_sums
-from shardctl.dtype import BY_NAME, DTYPES
-from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
-from shardctl.small_tensors import locate_small_tensor, split_runs
+from shardctl.base.dtype import BY_NAME, DTYPES
+from shardctl.base.workers import ExecutionOptions
+from shardctl.tensors.box import Box
+from shardctl.tensors.digest import compute_box_sums, compute_stacked_sums
+from shardctl.tensors.manifest import Chunk, Region, Tensor, compute_dense_strides
+from shardctl.tensors.small_tensors import locate_small_tensor, split_runs
 from shardctl.verify import content
-from shardctl.workers import ExecutionOptions
 
 SHAPES = ((), (1,), (7,), (40, 24), (1, 8), (300, 1), (3, 5, 8), (20_000, 2), (2, 300), (70, 128), (1 << 16,))
 
@@ -110,7 +110,7 @@ def test_runs_end_at_gaps_at_files_and_at_a_block():
 
 
 def test_the_digest_of_many_small_tensors_is_that_of_the_definition(tmp_path):
-    from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
+    from shardctl.tensors.digest import compute_checkpoint_digest, compute_tensor_digest
     from shardctl.verbs.digest import digest
 
     rng, dtype = np.random.default_rng(2), BY_NAME["F16"]

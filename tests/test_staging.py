@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 
-from shardctl.errors import DestinationError
-from shardctl.execute.journal import BandJournal
-from shardctl.execute.publication import PublicationNote
-from shardctl.execute.staging import StagingArea
-from shardctl.record import RECORD, CheckpointRecord, encode_record
+from shardctl.base.errors import DestinationError
+from shardctl.conversion.engine.journal import BandJournal
+from shardctl.conversion.engine.publication import PublicationNote
+from shardctl.conversion.engine.staging import StagingArea
 from shardctl.storage import linux
+from shardctl.tensors.record import RECORD, CheckpointRecord, encode_record
 
 SIZES = {"a": 1, "sub/b": 2}
 MADE = encode_record(CheckpointRecord("0.1", "plan", "hf", "digest", "digest", {}, None, (), "", {}, SIZES))

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import allocate_aligned
-from shardctl.errors import AccessError, DestinationError, SourceError
-from shardctl.execute.lock import DestinationLock
+from shardctl.base.errors import AccessError, DestinationError, SourceError
+from shardctl.conversion.engine.lock import DestinationLock
 from shardctl.storage import descriptors, direct, linux, local, read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.durable import make_directories, sync_directory, write_file
 from shardctl.storage.local import LocalSource, LocalTarget
+from shardctl.tensors.bands import allocate_aligned
 
 PAGE = 4096
 LARGE = local._LARGE

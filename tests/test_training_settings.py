@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from shardctl.errors import SourceError
-from shardctl.manifest import ParameterGroup, TrainingState
-from shardctl.settings import as_setting, as_steps
-from shardctl.training import encode_settings, parse_settings
+from shardctl.base.errors import SourceError
+from shardctl.base.settings import as_setting, as_steps
+from shardctl.tensors.manifest import ParameterGroup, TrainingState
+from shardctl.tensors.training import encode_settings, parse_settings
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.1, "adamw", (), (0.9, 0.95), ((1, ("a", None)), False)])

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, is_datacl
 
 import pytest
 
-from shardctl.value import settings_class, state_class, value_class
+from shardctl.base.value import settings_class, state_class, value_class
 
 
 class Plain:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.box import Box, merge_boxes
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides
-from shardctl.views import ArrayView
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
+from shardctl.tensors.box import Box, merge_boxes
+from shardctl.tensors.manifest import Chunk, ConstantFill, Region, compute_dense_strides
+from shardctl.tensors.views import ArrayView
 
 U16 = BY_NAME["U16"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardctl.errors import UsageError
-from shardctl.execute.worker import WorkerId, find_job_name
+from shardctl.base.errors import UsageError
+from shardctl.conversion.engine.worker import WorkerId, find_job_name
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "8"}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardctl.base.errors import DestinationError, SourceError
+from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.source_sample import WHOLE
 from shardctl.conversion.worker_part import contribute
-from shardctl.errors import DestinationError, SourceError
-from shardctl.execute.worker import WorkerId
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "memory"))
 from fake_peak import Peak, peak_of_causal_lm

@@ -23,8 +23,8 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, plan
+from shardctl.base.dtype import BY_TORCH
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.dtype import BY_TORCH
 from shardctl.models import load_rules
 from shardctl.models.derived import format_rule_file
 

@@ -22,8 +22,8 @@ import transformers
 from small_classes import list_generative_classes, save_tiny_model
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, VerifyOptions, reshard, verify
+from shardctl.base.errors import UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import UnsupportedError
 from shardctl.verbs.digest import digest
 
 TP, EP = Mesh.of(tp=2), Mesh.of(dp=2, ep=2)

@@ -15,10 +15,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from shardctl.box import Box
-from shardctl.cast import cast_elements
-from shardctl.digest import compute_box_sums
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
+from shardctl.tensors.box import Box
+from shardctl.tensors.cast import cast_elements
+from shardctl.tensors.digest import compute_box_sums
 
 BAND = 16 << 20
 """Bytes a call, about the engine's band."""

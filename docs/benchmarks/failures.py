@@ -19,8 +19,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 NAME = "model.layers.1.mlp.up_proj.weight"

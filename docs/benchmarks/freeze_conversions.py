@@ -1,4 +1,4 @@
-"""Freezes which names and arrays transformers' `save_pretrained` writes, into `shardctl/models/hub/conversions.json`.
+"""Freezes which names and arrays transformers' `save_pretrained` writes, into `shardctl/models/names/hub/conversions.json`.
 
     OMP_NUM_THREADS=1 python docs/benchmarks/freeze_conversions.py [--check]
 
@@ -39,7 +39,7 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto import modeling_auto
 
-from shardctl.loading.small_model import give_sizes, set_sizes
+from shardctl.running.small_model import give_sizes, set_sizes
 
 ROOT = Path(__file__).parents[2]
 FROZEN = ROOT / "shardctl" / "models" / "hub" / "conversions.json"

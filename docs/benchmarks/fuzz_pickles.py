@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.libraries.torch_save.legacy_file import read_legacy
 from shardctl.libraries.torch_save.state_dict import extract_state_dict
 from shardctl.libraries.torch_save.zip_file import read_torch_zip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.safetensors.header import encode_header
 from shardctl.models import describe_model
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import effort
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.safetensors.header import encode_header
 
 FILES = 40

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardctl.api import ReshardOptions, ShardctlError, SourceOptions, reshard
-from shardctl.loading.small_model import build_small_model
+from shardctl.running.small_model import build_small_model
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 SECONDS = 120

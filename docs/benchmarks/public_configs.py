@@ -18,7 +18,7 @@ from pathlib import Path
 from measuring import ROOT, name_state
 
 from shardctl.api import Mesh, PlanOptions, ReshardOptions, plan
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.options.plan_options import find_device
 
 PACKAGE = "aiconfigurator_core"

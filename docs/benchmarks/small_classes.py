@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from shardctl.loading.small_model import build_small_model, fill_randomly
+from shardctl.running.small_model import build_small_model, fill_randomly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

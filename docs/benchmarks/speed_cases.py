@@ -17,7 +17,7 @@ import reshard
 import training
 from measuring import drop_files, measure_direct_write, measure_program, run_shardctl
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.safetensors.header import encode_header
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.models import describe_model

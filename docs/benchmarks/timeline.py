@@ -23,10 +23,10 @@ from pathlib import Path
 from generate import generate
 from reshard import warm
 
-from shardctl.bands import BandBuffer
 from shardctl.cli.program import run
-from shardctl.execute import band_mover, small_copies
+from shardctl.conversion.engine import band_mover, small_copies
 from shardctl.storage.local import LocalSource, LocalTarget
+from shardctl.tensors.bands import BandBuffer
 
 COLOURS = {"read": "#4c78a8", "digest": "#f58518", "arrange": "#e45756", "write": "#54a24b", "sync": "#b279a2"}
 WIDTH, ROW = 960, 26

@@ -21,7 +21,7 @@ from reshard import print_table, run
 
 import shardctl
 from shardctl.api import Mesh, ReshardOptions, reshard
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName
 from shardctl.models import describe_model

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, SourceOptions, VerifyOptions, reshard, verify
-from shardctl.errors import Interrupted
+from shardctl.base.errors import Interrupted
 from shardctl.models import describe_model
-from shardctl.record import RECORD
+from shardctl.tensors.record import RECORD
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 MESHES = {"tp2": "tp=2", "pp2": "pp=2", "fsdp3": "fsdp=3", "ep2": "dp=2,ep=2"}

@@ -6,19 +6,17 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from shardctl.base.value import value_class
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.pipeline_parts import is_pipeline
 from shardctl.checkpoint.settings_comparison import compare_library_settings
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors, is_served
-from shardctl.models.config import ModelConfig
-from shardctl.models.quantisation.settings import QUANTISATION_FILES
-from shardctl.record import RECORD, SUMS
-from shardctl.training import SETTINGS
-from shardctl.value import value_class
-from shardctl.verify.config_comparison import ABSENT, ConfigChange, ConfigComparison, compare_configs
-from shardctl.verify.finding import CheckFinding
-from shardctl.verify.side_files import (
+from shardctl.models.quantization.settings import QUANTISATION_FILES
+from shardctl.models.tables.config import ModelConfig
+from shardctl.tensors.record import RECORD, SUMS
+from shardctl.tensors.training import SETTINGS
+from shardctl.verify.auxiliary_files import (
     AUTO_MAP,
     describe_loading,
     has_same_content,
@@ -28,12 +26,14 @@ from shardctl.verify.side_files import (
     list_code_references,
     names_code,
 )
+from shardctl.verify.config_comparison import ABSENT, ConfigChange, ConfigComparison, compare_configs
+from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.manifest import OpaqueObject
+    from shardctl.tensors.manifest import OpaqueObject
 
 _MADE_ANEW: Final = frozenset({CONFIG, RECORD, SUMS, SETTINGS, *QUANTISATION_FILES})
 

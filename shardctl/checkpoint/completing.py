@@ -10,25 +10,25 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.joined_source import BASE, JoinedSource
 from shardctl.checkpoint.left_tensors import format_modules
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.files.file_names import DCP_METADATA, WEIGHT_SUFFIXES
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.manifest import CheckpointFile, Region
-from shardctl.models.binding import list_missing_warnings
-from shardctl.models.halves import find_text_half
-from shardctl.models.predicting import PREDICTING_KEYS, list_predicting_names
-from shardctl.record import LEFT_OUT
+from shardctl.models.names.binding import list_missing_warnings
+from shardctl.models.submodels.part_models import find_text_half
+from shardctl.models.tables.predicting import PREDICTING_KEYS, list_predicting_names
+from shardctl.tensors.manifest import CheckpointFile, Region
+from shardctl.tensors.record import LEFT_OUT
 from shardctl.verify.config_comparison import compare_configs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Tensor
 
 COMPLETED: Final = "complete_from"
 """The option of a record that says from which checkpoint its own was completed, and with what."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.bands import BandBuffer
 from shardctl.storage.crc_tracker import CrcReader
+from shardctl.tensors.bands import BandBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from shardctl.bands import ByteReader
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import FileProofs, FileStat, Source, Span
     from shardctl.storage.crc_tracker import CrcTracker
-    from shardctl.workers import StopRequest
+    from shardctl.tensors.bands import ByteReader
 
 _SCRATCH: Final = 1 << 20
 """Bytes that gapped reads of a tensor's arrays are gathered in."""

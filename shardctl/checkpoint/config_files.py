@@ -11,12 +11,12 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.models import complete_config
-from shardctl.models.quantisation.settings import SIDECAR
+from shardctl.models.quantization.settings import SIDECAR
 from shardctl.storage.addresses import is_hub_name, open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file, read_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,25 +9,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.peft.whole_model import list_live_adapters
 from shardctl.models import find_quantisation_config
-from shardctl.models.layer_names import count_layers
-from shardctl.models.predicting import (
-    LAYER_KEYS,
-    PREDICTING_KEYS,
-    get_count,
-    list_predicting_names,
-)
-from shardctl.models.text_config import merge_text_config
+from shardctl.models.tables.layer_names import count_layers
+from shardctl.models.tables.predicting import LAYER_KEYS, PREDICTING_KEYS, get_count, list_predicting_names
+from shardctl.models.tables.text_config import merge_text_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.manifest import Tensor
     from shardctl.storage.bounded_text import TextLimits
+    from shardctl.tensors.manifest import Tensor
 
 _EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -7,14 +7,14 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
+from shardctl.base.errors import UnsupportedError
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import UnsupportedError
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import FOREIGN, list_unfinished_downloads
 from shardctl.libraries.reader import find_given_file
-from shardctl.manifest import Manifest, Tensor
-from shardctl.record import RECORD
+from shardctl.tensors.manifest import Manifest, Tensor
+from shardctl.tensors.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

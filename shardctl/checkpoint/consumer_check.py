@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.models import find_family
-from shardctl.models.hub import SAVED_FOR_NOBODY, find_conversions, list_state_arrays
+from shardctl.models.names.hub import SAVED_FOR_NOBODY, find_conversions, list_state_arrays
 from shardctl.verify.consumer import StoredModel, check_consumer, require_axes
 from shardctl.verify.rank_files import list_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.dtype import DType
     from shardctl.libraries.consumers.profile import ConsumerProfile
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
     from shardctl.verify.consumer import ConsumerVerdict
 
 _RANK_SCHEMA = "vllm"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import format_first_few
 from shardctl.checkpoint.other_weights import check_other_weights
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
-from shardctl.errors import format_first_few
-from shardctl.manifest import Region, first_byte
-from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
+from shardctl.tensors.manifest import Region, first_byte
+from shardctl.tensors.record import RECORD
 from shardctl.verify import content
 from shardctl.verify.checksums import check_integrity, check_sums
 from shardctl.verify.download_hashes import HashingReader, list_hash_findings, list_noted_hashes
@@ -21,12 +21,12 @@ from shardctl.verify.library_headers import compare_headers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.manifest import Tensor
     from shardctl.storage.hashed_file import PromisedHash
+    from shardctl.tensors.manifest import Tensor
     from shardctl.verify.content_table import TensorContent
     from shardctl.verify.finding import Severity
-    from shardctl.workers import ExecutionOptions
 
 _PLACES: Final = 16
 """Places of one tensor in a message: any of its files may be the wrong one."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl import models
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.checkpoint.config_files import CONFIG, read_config
 from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-from shardctl.errors import SourceError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.gguf.reading import describe_gguf, find_gguf_file
@@ -17,9 +17,9 @@ from shardctl.libraries.reader import find_given_file
 
 if TYPE_CHECKING:
     from shardctl.checkpoint.config_files import ConfigReading
-    from shardctl.manifest import Manifest
     from shardctl.options import SourceOptions
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 def refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:

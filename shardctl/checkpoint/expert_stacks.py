@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.box import Box
-from shardctl.copyplan import cover_tensor
-from shardctl.manifest import Chunk, Region, Tensor, narrow_chunk
-from shardctl.models.stacked_experts import MATRICES, ExpertMatrix, split_family
+from shardctl.models.tables.stacked_experts import MATRICES, ExpertMatrix, split_family
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import cover_tensor
+from shardctl.tensors.manifest import Chunk, Region, Tensor, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

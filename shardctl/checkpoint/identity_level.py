@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
+from shardctl.base.dtype import BY_NAME, CASTABLE, FLOATS, SMALL_FLOATS
+from shardctl.base.errors import SourceError, UsageError, format_first_few
+from shardctl.checkpoint.adapters.merge_comparison import explain_merge_differences
+from shardctl.checkpoint.adapters.merging import MERGED
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.computed_source import ComputedSource
-from shardctl.checkpoint.dequantising import QUANTISED, dequantise_checkpoint
-from shardctl.checkpoint.merge_comparison import explain_merge_differences
-from shardctl.checkpoint.merging import MERGED
 from shardctl.checkpoint.opening import in_file_order
+from shardctl.checkpoint.quantization.dequantizing import QUANTISED, dequantise_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
-from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, SMALL_FLOATS
-from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, is_extra_name
-from shardctl.record import OVERFLOWED, RECORD
 from shardctl.storage.crc_tracker import CrcReader
+from shardctl.tensors.record import OVERFLOWED, RECORD
 from shardctl.verify import content
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.finding import CheckFinding
@@ -29,9 +29,9 @@ from shardctl.verify.partial_casts import find_partial_casts
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.manifest import Tensor
-    from shardctl.workers import ExecutionOptions
+    from shardctl.tensors.manifest import Tensor
 
 _Pair = tuple["Tensor", "Tensor"]
 

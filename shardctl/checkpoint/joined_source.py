@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import FileStat, Source, Span
-    from shardctl.workers import StopRequest
 
 BASE: Final = "complete-from/"
 """What the paths of the second source's files begin with."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_file_size, format_plural
-from shardctl.errors import format_first_few
-from shardctl.models.halves import group_left_tensors
+from shardctl.base.amounts import format_file_size, format_plural
+from shardctl.base.errors import format_first_few
+from shardctl.models.submodels.part_models import group_left_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _SHOWN: Final = 6
 

@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl import models
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.libraries import schemas
 from shardctl.libraries.catalogue import get_schema
-from shardctl.models.wrapping import remove_wrappers, rename_training, strip_wrappers
-from shardctl.record import SUBTREE
+from shardctl.models.names.wrapping import remove_wrappers, rename_training, strip_wrappers
 from shardctl.storage import read_bytes
-from shardctl.training import split_state_name
-from shardctl.value import value_class
+from shardctl.tensors.record import SUBTREE
+from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
     from shardctl.checkpoint.name_selection import NameSelection
-    from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
     from shardctl.options import SourceOptions
-    from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest, Tensor
+    from shardctl.tensors.record import CheckpointRecord
 
 
 @value_class
@@ -84,7 +84,7 @@ class ModelBinder:
         except UnsupportedError:
             if config is None:
                 raise
-            from shardctl.models.hub import bind_other_names  # whose table is long
+            from shardctl.models.names.hub import bind_other_names
 
             found = bind_other_names(model, stored, config, partial=partial)
             if found is None:
@@ -94,7 +94,7 @@ class ModelBinder:
             return model, manifest
         original = {name for tensor in self.record.tensors.values() for name in tensor.spelling}
         if not all(models.find_canonical_name(model, name) for name in original):
-            from shardctl.models.hub import add_saved_arrays
+            from shardctl.models.names.hub import add_saved_arrays
 
             model = add_saved_arrays(model, original, config)
         return model, manifest

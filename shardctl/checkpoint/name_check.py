@@ -6,19 +6,19 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import ShardctlError, UnsupportedError, format_first_few
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import ShardctlError, UnsupportedError, format_first_few
 from shardctl.libraries.peft.whole_model import list_live_adapters
-from shardctl.models.binding import is_maxtext
-from shardctl.models.wrapping import AmbiguousNamesError, ClassReader
+from shardctl.models.names.binding import is_maxtext
+from shardctl.models.names.wrapping import AmbiguousNamesError, ClassReader
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.models.wrapping import NameReading
+    from shardctl.models.names.wrapping import NameReading
 
 CHECK: Final = "names"
 """What findings call this check."""

@@ -11,14 +11,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
-from shardctl.training import split_state_name
-from shardctl.value import value_class
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
+from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _EVERYTHING: Final = re.compile("")
 _NOTHING: Final = re.compile(r"(?!)")

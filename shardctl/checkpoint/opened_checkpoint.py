@@ -7,24 +7,24 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.extra_tensors import add_extra_tensors
-from shardctl.models.binding import is_maxtext
-from shardctl.training import add_states, split_state_name
-from shardctl.value import value_class
+from shardctl.models.names.binding import is_maxtext
+from shardctl.tensors.training import add_states, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from shardctl.manifest import Manifest, Tensor
-    from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
-    from shardctl.models.extra_names import ExtraTensor
-    from shardctl.models.quantisation.stored_weight import StoredQuantization
-    from shardctl.placement import PartitionSpec
-    from shardctl.record import CheckpointRecord
+    from shardctl.models.names.extra_names import ExtraTensor
+    from shardctl.models.quantization.stored_weight import StoredQuantization
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest, Tensor
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.placement import PartitionSpec
+    from shardctl.tensors.record import CheckpointRecord
 
 _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
@@ -124,7 +124,7 @@ class OpenedCheckpoint:
         """
         if self.model is None or not self.manifest.extra:
             return ()
-        from shardctl.models.extra_names import ExtraTensor, list_reported_extra  # most models have none
+        from shardctl.models.names.extra_names import ExtraTensor, list_reported_extra
 
         reported = list_reported_extra(self.model, self.manifest.extra.values())
         apart = self.stored.extra if kept is None else kept

@@ -18,13 +18,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
+from shardctl.base.errors import MissingTensorsError, SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.checkpoint.config_files import CONFIG, ConfigReading, holds_config, read_config
 from shardctl.checkpoint.described_source import describe_source, refuse_warnings
 from shardctl.checkpoint.model_binding import ModelBinder, bind_selected, take_subtree
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.checkpoint.pipeline_parts import check_pipeline_source, is_pipeline
-from shardctl.errors import MissingTensorsError, SourceError, UnsupportedError, UsageError, format_first_few
-from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries.arrays.adapter_arrays import is_adapter_alone
 from shardctl.libraries.catalogue import get_schema
@@ -32,25 +32,25 @@ from shardctl.libraries.files.choice import list_unread_shards
 from shardctl.libraries.files.extra_tensors import read_extra_file
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, holds_adapter, warn_of_adapter
 from shardctl.libraries.reader import find_given_file
-from shardctl.manifest import Tensor, first_byte
-from shardctl.models.torchtitan_names import leave_joined_states
-from shardctl.models.wrapping import remove_wrappers
+from shardctl.models.names.torchtitan_names import leave_joined_states
+from shardctl.models.names.wrapping import remove_wrappers
 from shardctl.options import SourceOptions
-from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
 from shardctl.storage.excluded_names import exclude_names
-from shardctl.training import SETTINGS, separate_states
+from shardctl.tensors.manifest import Tensor, first_byte
+from shardctl.tensors.record import RECORD, CheckpointRecord, parse_record
+from shardctl.tensors.training import SETTINGS, separate_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from shardctl.checkpoint.name_selection import NameSelection
-    from shardctl.manifest import Manifest
     from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 _LOADED_WITH_ADAPTER: Final = frozenset({"safetensors", "torch"})
@@ -195,7 +195,7 @@ def _bind_checkpoint(
     source, manifest, model, problem = bound.source, bound.manifest, bound.model, bound.problem
     quantization = None
     if model is None:
-        from shardctl.models.quantisation import stored_formats  # most models are known
+        from shardctl.models.quantization import stored_formats
 
         quantization = stored_formats.find_stored_quantization(stored, config)
         if quantization is not None:
@@ -232,7 +232,7 @@ def _read_saved_arrays(stored: Manifest, record: CheckpointRecord | None, config
     """Return `stored` with the tensors that a record has in place of the arrays that were saved for the Hub."""
     if record is None or config is None or record.options.get("names") != "hub":
         return stored
-    from shardctl.models.hub import take_saved_arrays_apart  # whose table is long
+    from shardctl.models.names.hub import take_saved_arrays_apart
 
     return take_saved_arrays_apart(
         stored, [Tensor(name, t.dtype, t.shape, (), t.ties) for name, t in record.tensors.items()], config
@@ -246,7 +246,7 @@ def _merge_known_ties(config: Mapping[str, Any] | None, stored: Manifest) -> Man
     """
     if config is None or stored.format in _FORMATS_WITH_TIES:
         return stored
-    from shardctl.models.hub import merge_tied_tensors, read_older_names  # whose table is long
+    from shardctl.models.names.hub import merge_tied_tensors, read_older_names
 
     return merge_tied_tensors(config, read_older_names(stored, config))
 
@@ -256,13 +256,13 @@ def _open_adapter(
 ) -> OpenedCheckpoint | None:
     """Open an adapter by itself, as PEFT or Megatron-Bridge stores it; None for anything else."""
     if is_adapter_alone(stored):  # then nothing is PEFT's
-        from shardctl.checkpoint.bridge_adapter import open_bridge_adapter
+        from shardctl.checkpoint.adapters.bridge_adapter import open_bridge_adapter
 
         return open_bridge_adapter(source, stored, source_options)
     named = not stored.files.keys().isdisjoint(ADAPTERS)
     if ADAPTER_CONFIG not in source.files() or not (named or holds_adapter(stored.tensors)):
         return None
-    from shardctl.checkpoint.adapter_checkpoint import open_adapter_checkpoint
+    from shardctl.checkpoint.adapters.adapter_checkpoint import open_adapter_checkpoint
 
     adapter = open_adapter_checkpoint(source, stored, record, source_options)
     return adapter if record is None else replace(adapter, manifest=_apply_record(adapter.manifest, record, None))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import CASTABLE
-from shardctl.errors import Interrupted, ShardctlError, format_first_few
+from shardctl.base.dtype import CASTABLE
+from shardctl.base.errors import Interrupted, ShardctlError, format_first_few
 from shardctl.libraries import registry as formats
 from shardctl.libraries.files.side_files import list_unused_weights
 from shardctl.storage.local import LocalSource
@@ -20,9 +20,9 @@ from shardctl.verify.finding import CheckFinding
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.manifest import Tensor
-    from shardctl.workers import ExecutionOptions
+    from shardctl.tensors.manifest import Tensor
 
 CHECK: Final = "duplicates"
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.box import Box
-from shardctl.errors import ShardctlError, SourceError, format_first_few
-from shardctl.manifest import narrow_chunk
-from shardctl.models.binding import find_canonical_name
+from shardctl.base.errors import ShardctlError, SourceError, format_first_few
+from shardctl.base.value import value_class
+from shardctl.models.names.binding import find_canonical_name
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json, read_text
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Chunk, Manifest, Tensor
     from shardctl.options import SourceOptions
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Chunk, Manifest, Tensor
 
 _VOCABULARY: Final = "vocab_size"
 _TOKENIZER: Final = "tokenizer.json"
@@ -147,7 +147,7 @@ def pad_as(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> OpenedCheck
     }
     if not longer or other.config is None or other.model is not None:
         return other
-    from shardctl.models.hub import pad_saved_tensors  # whose table is long
+    from shardctl.models.names.hub import pad_saved_tensors
 
     padded = pad_saved_tensors(other.manifest, other.config)
     if any(padded.tensors[name].shape != checkpoint.manifest.tensors[name].shape for name in longer):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.value import value_class
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import UnsupportedError, UsageError
 from shardctl.libraries.files.file_names import PIPELINE, PIPELINE_FORMAT
 from shardctl.models import find_quantisation_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Manifest
     from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 @value_class

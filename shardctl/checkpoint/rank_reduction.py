@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from shardctl.bands import ChunkIndex
-from shardctl.box import Box
-from shardctl.cast import cast_elements
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.checkpoint.computed_source import ComputedSource
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.catalogue import get_schema
-from shardctl.manifest import Chunk, Region, compute_dense_strides
 from shardctl.models.adaptation.numbers import COMPUTABLE, read_numbers, round_numbers
-from shardctl.value import value_class
+from shardctl.tensors.bands import ChunkIndex
+from shardctl.tensors.box import Box
+from shardctl.tensors.cast import cast_elements
+from shardctl.tensors.manifest import Chunk, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import BandBuffer, ByteReader
-    from shardctl.dtype import DType
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.base.dtype import DType
     from shardctl.storage import Source
+    from shardctl.tensors.bands import BandBuffer, ByteReader
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _RUN: Final = 1 << 12
 """Elements computed at a time, of each rank: biases and norms are short, and every thread has buffers of its own."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError, format_first_few
+from shardctl.base.errors import ChangedError, format_first_few
+from shardctl.base.workers import run_in_threads
 from shardctl.libraries import registry as formats
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
-from shardctl.manifest import Region
 from shardctl.storage.crc_tracker import CrcReader, CrcTracker
+from shardctl.tensors.manifest import Region
 from shardctl.verify.finding import CheckFinding
-from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.storage.crc_tracker import CrcDamage
-    from shardctl.workers import ExecutionOptions
 
 _NAMES: Final = 4
 """Tensors of one record, or files, in a message."""

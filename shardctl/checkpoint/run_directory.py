@@ -19,12 +19,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import ShardctlError, SourceError, TwoModelsError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import ShardctlError, SourceError, TwoModelsError, format_first_few
 from shardctl.libraries import registry
 from shardctl.storage import HIDDEN
 from shardctl.storage.addresses import open_source
-from shardctl.value import value_class
 from shardctl.verify.consumer import TOKENIZER_FILES
 
 if TYPE_CHECKING:

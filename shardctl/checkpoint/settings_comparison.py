@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import ShardctlError
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.errors import ShardctlError
 from shardctl.verify.config_comparison import ABSENT, ConfigChange, is_same_value
 
 if TYPE_CHECKING:

@@ -11,23 +11,23 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
-from shardctl.box import Box
-from shardctl.checkpoint.adapter_splitting import ADAPTER, split_adapter
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.checkpoint.adapters.adapter_splitting import ADAPTER, split_adapter
 from shardctl.checkpoint.left_tensors import keep_tensors
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.manifest import Region, Tensor
-from shardctl.models.binding import bind_names, find_canonical_name
-from shardctl.models.halves import find_text_half, find_vision_half
-from shardctl.models.name_pattern import PatternList
-from shardctl.models.predicting import list_predicting_names
+from shardctl.models.names.binding import bind_names, find_canonical_name
+from shardctl.models.submodels.part_models import find_text_half, find_vision_half
+from shardctl.models.tables.name_pattern import PatternList
+from shardctl.models.tables.predicting import list_predicting_names
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Region, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
-    from shardctl.models.halves import ModelHalf
+    from shardctl.models.submodels.part_models import ModelHalf
+    from shardctl.tensors.manifest import Manifest
 
 ONLY: Final = "only"
 """The option of a record that says that its checkpoint is a part of another, and which."""

@@ -6,17 +6,17 @@ import json
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import format_first_few
-from shardctl.training import COUNTED, STEP, add_steps, format_state_name, split_state_name
-from shardctl.value import value_class
+from shardctl.base.errors import format_first_few
+from shardctl.base.value import value_class
+from shardctl.tensors.training import COUNTED, STEP, add_steps, format_state_name, split_state_name
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Manifest, Tensor, TrainingState
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import Manifest, Tensor, TrainingState
 
 _SETTINGS: Final = (
     *("lr", "lr_mult", "min_lr", "max_lr", "weight_decay", "wd_mult", "decoupled_weight_decay"),

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from shardctl.base.version import __version__
 from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, settings, streams, verify
 from shardctl.cli.short_help import format_program_help, format_short_help
 from shardctl.cli.signature import spread_options
-from shardctl.options.talk_options import TalkOptions
-from shardctl.version import __version__
+from shardctl.options.logging_options import TalkOptions
 
 EXIT_CODES = """\
 Exit codes:

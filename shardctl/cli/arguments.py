@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from shardctl.base.errors import UsageError
 from shardctl.cli.signature import DESTINATION, OmittedOptions
-from shardctl.errors import UsageError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file, parse_place

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
 
 import typer
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
 from shardctl.options.declaration import PERMISSION, PathAccess
 from shardctl.report.visible import hide_passwords
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

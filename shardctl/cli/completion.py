@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_
 
 import typer
 
+from shardctl.base.value import value_class
 from shardctl.cli import streams
 from shardctl.cli.short_help import ALL, split_first_sentence
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -3,12 +3,12 @@
 import re
 from typing import Annotated, Final, Literal
 
+from shardctl.base.errors import UsageError
 from shardctl.cli import arguments, streams
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import HostMemory, Threads
+from shardctl.tensors.mesh import Mesh
 
 _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 

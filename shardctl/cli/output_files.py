@@ -13,8 +13,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError, ShardctlError, UsageError
-from shardctl.execute.staging import find_staging_roots
+from shardctl.base.errors import DestinationError, ShardctlError, UsageError
+from shardctl.conversion.engine.staging import find_staging_roots
 from shardctl.options.declaration import PathAccess
 from shardctl.storage.path_overlap import are_same_file, find_same_file, is_same_or_inside
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from shardctl.base.errors import UsageError
 from shardctl.cli import streams
 from shardctl.cli.app import FUNCTIONS, VERBS, answer_shell, app, format_own_help, format_verb_help
 from shardctl.cli.chosen_settings import list_defaults, read_settings
@@ -17,7 +18,6 @@ from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termin
 from shardctl.cli.parser_errors import translate_parser_error
 from shardctl.cli.quick_values import quicken_values
 from shardctl.cli.short_help import ALL
-from shardctl.errors import UsageError
 from shardctl.report.documents import format_schema_name
 from shardctl.report.failure import FailureReport, describe_failure
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
-from shardctl.amounts import format_file_size, format_memory_size
+from shardctl.base.amounts import format_file_size, format_memory_size
 from shardctl.cli import streams
 from shardctl.report.documents import build_progress_document
 from shardctl.report.meter import TransferMeter
@@ -16,7 +16,7 @@ from shardctl.report.meter import TransferMeter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.workers import ExecutionOptions, ProgressWatcher
+    from shardctl.base.workers import ExecutionOptions, ProgressWatcher
 
 _TICK: Final = 0.5
 """Seconds between samples of the rate, and between looks at whether something is due."""
@@ -40,7 +40,7 @@ class _ProgressWatch:
         self._meter = view.meter
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
-        from shardctl.workers import start_thread  # where there is progress, it is loaded
+        from shardctl.base.workers import start_thread
 
         start_thread(self._thread)
 
@@ -166,7 +166,7 @@ def watch_progress(verb: str, *, json: bool = False, said: set[str] | None = Non
 @contextmanager
 def watch_effort(verb: str, threads: int | None) -> Iterator[ExecutionOptions]:
     """Give how much to spend on a task that reads everything, and show how it goes on."""
-    from shardctl.workers import ExecutionOptions
+    from shardctl.base.workers import ExecutionOptions
 
     with watch_progress(verb) as watch:
         yield ExecutionOptions(watcher=watch) if threads is None else ExecutionOptions(threads=threads, watcher=watch)

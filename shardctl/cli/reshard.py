@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shardctl.base.errors import UsageError
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
-from shardctl.errors import UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess, flat_options, permission_options
 
 if TYPE_CHECKING:
+    from shardctl.conversion.engine.worker import WorkerId
     from shardctl.conversion.plan_file import PlanFile
-    from shardctl.execute.worker import WorkerId
     from shardctl.verbs.reshard import ReshardResult
 
 COMMON = (
@@ -211,7 +211,7 @@ def _convert_each(
 def _parse_worker(text: str | None) -> "WorkerId | None":
     if text is None:
         return None
-    from shardctl.execute.worker import WorkerId
+    from shardctl.conversion.engine.worker import WorkerId
 
     return WorkerId.parse(text, os.environ)
 
@@ -275,8 +275,8 @@ def _build_local_way() -> _Way:
 
 def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:
     """Choose the verb for one worker of several; `launched` says that a launcher told it which one it is."""
+    from shardctl.conversion.engine.worker import find_job_name
     from shardctl.conversion.worker_part import contribute as verb
-    from shardctl.execute.worker import find_job_name
     from shardctl.report.conversion import render_contribution
     from shardctl.report.documents import build_contribution_document
 

@@ -7,12 +7,12 @@ import time
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardctl.amounts import format_duration
-from shardctl.errors import AccessError, DestinationError
-from shardctl.options.talk_options import TalkOptions
+from shardctl.base.amounts import format_duration
+from shardctl.base.errors import AccessError, DestinationError
+from shardctl.base.value import state_class
+from shardctl.base.version import __version__
+from shardctl.options.logging_options import TalkOptions
 from shardctl.report.visible import escape_ci_commands, hide_passwords
-from shardctl.value import state_class
-from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ import re
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

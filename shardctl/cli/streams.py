@@ -12,8 +12,8 @@ import sys
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
+from shardctl.base.errors import AccessError, DestinationError
 from shardctl.cli.run_log import RunLog
-from shardctl.errors import AccessError, DestinationError
 from shardctl.report.failure import format_warning
 from shardctl.report.visible import escape_ci_commands, hide_passwords
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.options.talk_options import TalkOptions
+    from shardctl.options.logging_options import TalkOptions
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""

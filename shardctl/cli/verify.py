@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from shardctl.base.errors import ShardctlError, UsageError
 from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
-from shardctl.errors import ShardctlError, UsageError
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardctl.base.errors import UsageError
 from shardctl.conversion.optimizer_states import (
     build_state_fusions,
     get_states,
     name_state_arrays,
     spread_shared_states,
 )
-from shardctl.errors import UsageError
 from shardctl.libraries.arrays.form import (
     add_state_places,
     choose_form,
@@ -21,10 +21,9 @@ from shardctl.libraries.arrays.form import (
     join_trainer_forms,
 )
 from shardctl.libraries.consumers.profile import find_profile
-from shardctl.models.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
-from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
-from shardctl.models.hub import (
+from shardctl.models.names.automodel_names import AUTOMODEL, build_saved_arrays, group_parameters
+from shardctl.models.names.hub import (
     HUB_NAMES,
     SAVED_AS,
     SAVED_FOR_NOBODY,
@@ -34,21 +33,22 @@ from shardctl.models.hub import (
     list_unsaved_names,
     pad_saved_tensors,
 )
-from shardctl.models.maxtext_names import MAXTEXT, build_maxtext_arrays
-from shardctl.models.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
-from shardctl.record import SAVED_NAMES
+from shardctl.models.names.maxtext_names import MAXTEXT, build_maxtext_arrays
+from shardctl.models.names.torchtitan_names import TRAINER, build_trainer_arrays, join_parameters, list_balances
+from shardctl.models.tables.config import ModelConfig
+from shardctl.tensors.record import SAVED_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.writer import Layout
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
-    from shardctl.models.fusion import TensorFusion
+    from shardctl.models.tables.fusion import TensorFusion
     from shardctl.options import ReshardOptions
+    from shardctl.tensors.manifest import Manifest
 
 
 class _TrainerArrays(NamedTuple):

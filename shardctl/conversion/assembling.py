@@ -6,17 +6,17 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from shardctl.base.workers import StopRequest, raise_if_stopped
+from shardctl.conversion.engine.staging import TREE_DIGITS
 from shardctl.conversion.pending_record import PendingRecord, add_sums_files, build_sums_files, complete_record
-from shardctl.execute.staging import TREE_DIGITS
-from shardctl.record import RECORD, CheckpointRecord, encode_record
-from shardctl.workers import StopRequest, raise_if_stopped
+from shardctl.tensors.record import RECORD, CheckpointRecord, encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from shardctl.execute.part import WorkerPart
-    from shardctl.execute.staging import StagingArea
+    from shardctl.conversion.engine.part import WorkerPart
+    from shardctl.conversion.engine.staging import StagingArea
 
 
 def hash_result_name(*result: object) -> str:

@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.bands import PAGE, ChunkIndex, find_whole_region
-from shardctl.copyplan import join_manifests
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.safetensors.header import HEADER_ALIGNMENT, pad_header
-from shardctl.manifest import Region, narrow_chunk
+from shardctl.tensors.bands import PAGE, ChunkIndex, find_whole_region
+from shardctl.tensors.copyplan import join_manifests
+from shardctl.tensors.manifest import Region, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.copyplan import CopyPlan, TensorCopy
-    from shardctl.manifest import CheckpointFile, Chunk, Tensor
+    from shardctl.tensors.copyplan import CopyPlan, TensorCopy
+    from shardctl.tensors.manifest import CheckpointFile, Chunk, Tensor
 
 
 def align_files(plan: CopyPlan) -> CopyPlan:

@@ -9,8 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.cast import build_overflow_error
+from shardctl.base.errors import DestinationError
+from shardctl.base.settings import is_text
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
+from shardctl.base.workers import StopRequest, raise_if_stopped
 from shardctl.checkpoint.config_files import CONFIG
+from shardctl.conversion.engine.budget import divide_host_memory
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.part import have_same_content, is_touched
+from shardctl.conversion.engine.provenance import list_whole_files
+from shardctl.conversion.engine.uploads import BucketUploads, require_free_destination
 from shardctl.conversion.pending_record import (
     add_sums_files,
     build_sums_files,
@@ -20,33 +29,24 @@ from shardctl.conversion.pending_record import (
     list_sums_files,
 )
 from shardctl.conversion.share_transfer import list_source_versions, move_share
-from shardctl.errors import DestinationError
-from shardctl.execute.budget import divide_host_memory
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.part import have_same_content, is_touched
-from shardctl.execute.provenance import list_whole_files
-from shardctl.execute.uploads import BucketUploads, require_free_destination
-from shardctl.record import RECORD, encode_record, parse_record
-from shardctl.settings import is_text
-from shardctl.shares import WorkerShare, build_share, divide_files, group_files, list_read_files
 from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
 from shardctl.storage.free_space import measure_free_space
-from shardctl.value import value_class
-from shardctl.version import __version__
-from shardctl.workers import StopRequest, raise_if_stopped
+from shardctl.tensors.cast import build_overflow_error
+from shardctl.tensors.record import RECORD, encode_record, parse_record
+from shardctl.tensors.shares import WorkerShare, build_share, divide_files, group_files, list_read_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from shardctl.base.workers import ProgressWatcher
     from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.conversion.engine.part import WorkerPart
+    from shardctl.conversion.engine.worker import WorkerId
     from shardctl.conversion.pending_record import PendingRecord
     from shardctl.conversion.share_transfer import Versions
-    from shardctl.execute.part import WorkerPart
-    from shardctl.execute.worker import WorkerId
-    from shardctl.manifest import OpaqueObject
     from shardctl.options import DestinationOptions
-    from shardctl.record import CheckpointRecord
-    from shardctl.workers import ProgressWatcher
+    from shardctl.tensors.manifest import OpaqueObject
+    from shardctl.tensors.record import CheckpointRecord
 
 _SHARE: Final = 2
 """A group takes at most one in so many of the free bytes of the scratch directory, unless one file takes more."""

@@ -13,30 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.consumer_check import describe_model
 from shardctl.checkpoint.run_directory import find_run_files
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, find_lone_adapter
 from shardctl.libraries.safetensors.header import METADATA
-from shardctl.mesh import Mesh
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+from shardctl.tensors.mesh import Mesh
 from shardctl.verify.consumer import TOKENIZER_FILES, check_consumer, require_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.dtype import DType
     from shardctl.libraries.consumers.profile import ConsumerProfile
-    from shardctl.manifest import Manifest
     from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.tensors.manifest import Manifest
     from shardctl.verify.consumer import ConsumerVerdict, StoredModel
 
 _PER_RANK_LAYOUT: Final = "vllm"

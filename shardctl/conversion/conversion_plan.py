@@ -15,23 +15,33 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import MemoryBudgetError, UsageError
+from shardctl.base.garbage_collection import pause_garbage_collection
+from shardctl.base.value import value_class
+from shardctl.base.workers import choose_thread_count
+from shardctl.checkpoint.adapters.merging import (
+    ARITHMETIC_VERSION,
+    MERGE_ARITHMETIC,
+    MERGED,
+    describe_adapters,
+    merge_adapters,
+)
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_files import CONFIG
-from shardctl.checkpoint.dequantising import (
+from shardctl.checkpoint.expert_stacks import unstack_experts
+from shardctl.checkpoint.name_check import refuse_foreign_names
+from shardctl.checkpoint.pipeline_parts import check_pipeline_options
+from shardctl.checkpoint.quantization.dequantizing import (
     DEQUANTISED,
     DEQUANTIZED_MODULES,
     QUANTISED,
     dequantise_checkpoint,
     dequantise_modules,
 )
-from shardctl.checkpoint.expert_stacks import unstack_experts
-from shardctl.checkpoint.merging import ARITHMETIC_VERSION, MERGE_ARITHMETIC, MERGED, describe_adapters, merge_adapters
-from shardctl.checkpoint.name_check import refuse_foreign_names
-from shardctl.checkpoint.pipeline_parts import check_pipeline_options
-from shardctl.checkpoint.quantising import choose_recipe, holds_fp4_experts, quantise_checkpoint
+from shardctl.checkpoint.quantization.quantizing import choose_recipe, holds_fp4_experts, quantise_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.array_choice import NAMES, choose_arrays, decide_names
-from shardctl.conversion.carried_files import list_carried_files, write_older_config
+from shardctl.conversion.engine.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import add_optimizer_states, build_specs, get_states
 from shardctl.conversion.tensor_choice import (
@@ -41,24 +51,24 @@ from shardctl.conversion.tensor_choice import (
     get_cast_type,
     list_coded_arrays,
 )
-from shardctl.copyplan import CopyPlan, join_manifests
-from shardctl.errors import MemoryBudgetError, UsageError
-from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
-from shardctl.garbage_collection import pause_garbage_collection
+from shardctl.conversion.written_auxiliary_files import list_carried_files, write_older_config
 from shardctl.libraries.arrays.form import EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, pack_extra_tensors
 from shardctl.libraries.writer import Layout, PackRequest
-from shardctl.manifest import ConstantFill
-from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
-from shardctl.models.binding import list_head_names
-from shardctl.models.hub.conversion_table import HUB_NAMES
+from shardctl.models.names.binding import list_head_names
+from shardctl.models.names.hub.conversion_table import HUB_NAMES
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.reshard_options import LAYOUT_OPTIONS
-from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
-from shardctl.record import (
+from shardctl.storage import read_bytes
+from shardctl.storage.byte_names import name_to_bytes
+from shardctl.tensors.copyplan import CopyPlan, join_manifests
+from shardctl.tensors.manifest import ConstantFill
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
+from shardctl.tensors.record import (
     BASE_ONLY,
     DERIVED,
     FUSED_ORDER_UNKNOWN,
@@ -68,20 +78,16 @@ from shardctl.record import (
     SAVED_NAMES,
     SUBTREE,
 )
-from shardctl.storage import read_bytes
-from shardctl.storage.byte_names import name_to_bytes
-from shardctl.value import value_class
-from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
-    from shardctl.manifest import Manifest, OpaqueObject, Region
     from shardctl.models import Model
-    from shardctl.placement import PartitionSpec
+    from shardctl.tensors.manifest import Manifest, OpaqueObject, Region
+    from shardctl.tensors.placement import PartitionSpec
     from shardctl.verify.consumer import ConsumerVerdict
 
 
@@ -231,7 +237,7 @@ def draft_conversion(
     checkpoint = split_checkpoint(_compute_weights(checkpoint, reshard_options), reshard_options.only)
     split = checkpoint.adapter and reshard_options.experts != "keep"
     if split:
-        from shardctl.checkpoint.expert_adapters import fuse_expert_adapter, split_expert_adapter
+        from shardctl.checkpoint.adapters.expert_adapters import fuse_expert_adapter, split_expert_adapter
 
         convert = split_expert_adapter if reshard_options.experts == "split" else fuse_expert_adapter
         checkpoint = convert(checkpoint)
@@ -252,7 +258,7 @@ def draft_conversion(
     have = add_optimizer_states(chosen, reshard_options.optimizer_states, layout)
     dtypes = choose_dtypes(have, reshard_options, coded, plain)
     if reshard_options.dtype != "keep":
-        from shardctl.checkpoint.unexplained_codes import check_cast
+        from shardctl.checkpoint.quantization.unexplained_codes import check_cast
 
         noted = check_cast(checkpoint, have, coded, get_cast_type(reshard_options))
         have = replace(have, warnings=(*have.warnings, *noted))
@@ -465,7 +471,7 @@ def _list_plain_floats(checkpoint: OpenedCheckpoint, reshard_options: ReshardOpt
     """List the 8-bit floats that are cast, because they are numbers by themselves."""
     if reshard_options.dtype == "keep":
         return frozenset()
-    from shardctl.checkpoint.unexplained_codes import list_plain_floats
+    from shardctl.checkpoint.quantization.unexplained_codes import list_plain_floats
 
     return list_plain_floats(checkpoint)
 

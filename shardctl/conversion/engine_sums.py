@@ -13,24 +13,24 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.value import value_class
+from shardctl.base.workers import ExecutionOptions
 from shardctl.conversion.bucket_output import ShareGroups, ShareSender, scratch_directory
+from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions
-from shardctl.execute.interrupt import stop_on_signals
 from shardctl.libraries.registry import scan_checkpoint
-from shardctl.manifest import Region
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.value import value_class
-from shardctl.workers import ExecutionOptions
+from shardctl.tensors.manifest import Region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.execute.part import WorkerPart
-    from shardctl.manifest import Manifest
-    from shardctl.mesh import Mesh
+    from shardctl.conversion.engine.part import WorkerPart
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.mesh import Mesh
 
 _FILE: Final = re.compile(r"model-(?:rank-([0-9]+)|pp-([0-9]+)-tp-([0-9]+))-part-[0-9]+\.safetensors")
 _EXPERTS: Final = re.compile(r".+\.w(13|2)_[a-z_]+")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_file_size
-from shardctl.errors import HostileError
+from shardctl.base.amounts import format_file_size
+from shardctl.base.errors import HostileError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.copyplan import CopyPlan
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.tensors.copyplan import CopyPlan
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _FACTOR: Final = 4
 """Bytes of tensors for one byte of the source. The most that a model in use ties is one embedding in four places (T5:

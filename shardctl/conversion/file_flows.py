@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.manifest import ConstantFill
+from shardctl.tensors.manifest import ConstantFill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.copyplan import CopyPlan, TensorCopy
+    from shardctl.tensors.copyplan import CopyPlan, TensorCopy
 
 _MOST: Final = 2_000_000
 """Pairs of boxes that are compared; beyond that, a person could not read the answer."""

@@ -11,23 +11,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardctl.errors import DestinationError, SourceError
-from shardctl.manifest import first_byte
-from shardctl.record import RECORD, SUMS, CheckpointRecord, hash_source_spans, parse_record
+from shardctl.base.errors import DestinationError, SourceError
+from shardctl.base.version import __version__
+from shardctl.base.workers import ExecutionOptions, StopRequest
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
+from shardctl.tensors.manifest import first_byte
+from shardctl.tensors.record import RECORD, SUMS, CheckpointRecord, hash_source_spans, parse_record
 from shardctl.verify.content import measure_content
 from shardctl.verify.structure import check_files, check_hashes
-from shardctl.version import __version__
-from shardctl.workers import ExecutionOptions, StopRequest
 
 if TYPE_CHECKING:
+    from shardctl.base.workers import ProgressWatcher
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.execute.worker import WorkerId
+    from shardctl.conversion.engine.worker import WorkerId
     from shardctl.options import DestinationOptions
-    from shardctl.workers import ProgressWatcher
 
 
 def find_finished_result(

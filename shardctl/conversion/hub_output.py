@@ -14,6 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.errors import DestinationError, OccupiedDestinationError, SourceError, format_first_few
+from shardctl.base.version import __version__
+from shardctl.base.workers import StopRequest
 from shardctl.conversion.bucket_output import (
     ShareGroups,
     ShareSender,
@@ -21,29 +24,26 @@ from shardctl.conversion.bucket_output import (
     require_object_names,
     scratch_directory,
 )
+from shardctl.conversion.engine.budget import divide_host_memory
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.part import encode_part, parse_part
 from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
 from shardctl.conversion.share_transfer import list_source_versions
-from shardctl.errors import DestinationError, OccupiedDestinationError, SourceError, format_first_few
-from shardctl.execute.budget import divide_host_memory
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.part import encode_part, parse_part
-from shardctl.record import RECORD, parse_record
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.hub import open_hub
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.hub.publishing import HELD, HubRepository
-from shardctl.version import __version__
-from shardctl.workers import StopRequest
+from shardctl.tensors.record import RECORD, parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from shardctl.base.workers import ProgressWatcher
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.execute.part import WorkerPart
+    from shardctl.conversion.engine.part import WorkerPart
     from shardctl.options import DestinationOptions
-    from shardctl.record import CheckpointRecord
-    from shardctl.workers import ProgressWatcher
+    from shardctl.tensors.record import CheckpointRecord
 
 _BESIDE: Final = frozenset({".gitattributes", ".gitignore", "README.md", "LICENSE"})
 """What a repository has before there is a model in it; a conversion leaves it or replaces it."""

@@ -7,25 +7,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import divide_memory, draft_conversion, work_out_conversion
+from shardctl.conversion.engine.budget import divide_counted_memory
 from shardctl.conversion.expansion import compute_expansion_limit
-from shardctl.copyplan import join_manifests
-from shardctl.dialect import LibraryDialect
-from shardctl.execute.budget import divide_counted_memory
 from shardctl.libraries.catalogue import get_layout
-from shardctl.manifest import Region
-from shardctl.value import value_class
+from shardctl.tensors.copyplan import join_manifests
+from shardctl.tensors.manifest import Region
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import DraftedConversion, PlannedConversion
-    from shardctl.copyplan import CopyPlan
-    from shardctl.execute.budget import HostMemoryBudget
-    from shardctl.manifest import Manifest, OpaqueObject, Tensor
-    from shardctl.mesh import Mesh
+    from shardctl.conversion.engine.budget import HostMemoryBudget
     from shardctl.options import ReshardOptions
+    from shardctl.tensors.copyplan import CopyPlan
+    from shardctl.tensors.manifest import Manifest, OpaqueObject, Tensor
+    from shardctl.tensors.mesh import Mesh
 
 
 @value_class

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.amounts import format_file_size, format_plural
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.base.amounts import format_file_size, format_plural
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.catalogue import format_choice, load_layouts
-from shardctl.manifest import OpaqueObject, Tensor
-from shardctl.models.fusion import TensorFusion
-from shardctl.training import (
+from shardctl.models.tables.fusion import TensorFusion
+from shardctl.tensors.manifest import OpaqueObject, Tensor
+from shardctl.tensors.training import (
     SETTINGS,
     add_states,
     add_steps,
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.writer import Layout
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
-    from shardctl.placement import PartitionSpec
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.placement import PartitionSpec
 
 _TREES: Final = "orbax"
 _TREE: Final = "opt_state."

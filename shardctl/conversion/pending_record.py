@@ -7,15 +7,18 @@ from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
 from shardctl.conversion.optimizer_states import get_states
-from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
 from shardctl.libraries.files.extra_tensors import is_extra_name
 from shardctl.libraries.files.sharded_backend import INTEGRITY, MARK, encode_integrity
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
-from shardctl.manifest import Region
-from shardctl.record import (
+from shardctl.storage.crc_tracker import find_damages
+from shardctl.tensors.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
+from shardctl.tensors.manifest import Region
+from shardctl.tensors.record import (
     OVERFLOWED,
     RECORD,
     SUMS,
@@ -27,17 +30,14 @@ from shardctl.record import (
     format_sums_line,
     parse_record,
 )
-from shardctl.storage.crc_tracker import find_damages
-from shardctl.turns import fold_shape
-from shardctl.value import value_class
-from shardctl.version import __version__
+from shardctl.tensors.turns import fold_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from shardctl.base.dtype import DType
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.dtype import DType
-    from shardctl.execute.part import WorkerPart
+    from shardctl.conversion.engine.part import WorkerPart
 
 
 @value_class

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
+from shardctl.base.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
 from shardctl.checkpoint.config_files import CONFIG, list_override_files
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.libraries.files.extra_tensors import add_extra_tensors
 from shardctl.libraries.reader import find_given_file
-from shardctl.manifest import Region
-from shardctl.mesh import Mesh
-from shardctl.models.quantisation.settings import SIDECAR
+from shardctl.models.quantization.settings import SIDECAR
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import (
     Chosen,
@@ -35,13 +35,13 @@ from shardctl.options.declaration import (
     make_options,
     withdraw_permissions,
 )
-from shardctl.record import RECORD
 from shardctl.storage.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import translate_os_errors, write_file
-from shardctl.training import add_states
-from shardctl.value import value_class
-from shardctl.version import __version__
+from shardctl.tensors.manifest import Region
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
+from shardctl.tensors.training import add_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

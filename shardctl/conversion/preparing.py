@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
+from shardctl.base.errors import DestinationError, UsageError
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
@@ -20,8 +21,7 @@ from shardctl.conversion.consumer_target import (
     warn_of_unchecked,
 )
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
-from shardctl.errors import DestinationError, UsageError
-from shardctl.execute.budget import require_bookkeeping
+from shardctl.conversion.engine.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket

@@ -5,32 +5,32 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from shardctl.base.errors import ChangedError, SourceError, format_first_few
+from shardctl.base.workers import ExecutionOptions, raise_if_stopped
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.record_crcs import build_crc_tracker, refuse_damage
-from shardctl.errors import ChangedError, SourceError, format_first_few
-from shardctl.execute.block_sharing import prepare_sharing
-from shardctl.execute.engine import CopyOutcome, execute_plan
-from shardctl.execute.journal import BandJournal
-from shardctl.execute.part import WorkerPart
-from shardctl.record import hash_file_spans
-from shardctl.shares import list_read_files
+from shardctl.conversion.engine.block_sharing import prepare_sharing
+from shardctl.conversion.engine.engine import CopyOutcome, execute_plan
+from shardctl.conversion.engine.journal import BandJournal
+from shardctl.conversion.engine.part import WorkerPart
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.local import LocalTarget
+from shardctl.tensors.record import hash_file_spans
+from shardctl.tensors.shares import list_read_files
 from shardctl.verify.agreement import require_agreement
-from shardctl.workers import ExecutionOptions, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from shardctl.base.workers import ProgressWatcher, StopRequest
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.execute.block_sharing import BlockSharer
-    from shardctl.manifest import OpaqueObject
-    from shardctl.record import HashedSpans
-    from shardctl.shares import WorkerShare
+    from shardctl.conversion.engine.block_sharing import BlockSharer
     from shardctl.storage import Source, WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
-    from shardctl.workers import ProgressWatcher, StopRequest
+    from shardctl.tensors.manifest import OpaqueObject
+    from shardctl.tensors.record import HashedSpans
+    from shardctl.tensors.shares import WorkerShare
 
 Result = TypeVar("Result")
 

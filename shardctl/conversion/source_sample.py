@@ -10,14 +10,14 @@ from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from shardctl.workers import run_in_threads
+from shardctl.base.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.conversion.share_transfer import Versions
     from shardctl.storage import Source
-    from shardctl.workers import ExecutionOptions
 
 WHOLE: Final = 1 << 20
 """Bytes of a file that is sampled whole."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import BY_NAME, CASTABLE, FLOATS, DType
+from shardctl.base.errors import SourceError, UsageError, format_first_few
 from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.name_selection import NameSelection, compile_pattern
 from shardctl.conversion.optimizer_states import filter_states, get_states
-from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
-from shardctl.errors import SourceError, UsageError, format_first_few
-from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
-from shardctl.models.extra_names import format_extra_tensors, list_reported_extra
+from shardctl.models.names.binding import UNGATHERED_HINT, list_ungathered_weights
+from shardctl.models.names.extra_names import format_extra_tensors, list_reported_extra
 from shardctl.storage.excluded_names import has_passed_over
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
-    from shardctl.manifest import Manifest, Tensor
     from shardctl.options import ReshardOptions
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _NAMES: Final = "shardctl inspect SRC --tensors lists the names"
 

@@ -6,27 +6,27 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.errors import OccupiedDestinationError, UsageError
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
+from shardctl.base.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
 from shardctl.conversion.assembling import hash_result_name
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.journal import BandJournal
+from shardctl.conversion.engine.part import WorkerPart, encode_part, is_touched
+from shardctl.conversion.engine.staging import StagingArea
+from shardctl.conversion.engine.worker import WorkerId
+from shardctl.conversion.engine.worker_group import WorkerCrew
 from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share, repeat_while_touched
 from shardctl.conversion.source_sample import sample_source
-from shardctl.errors import OccupiedDestinationError, UsageError
-from shardctl.execute.crew import WorkerCrew
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.journal import BandJournal
-from shardctl.execute.part import WorkerPart, encode_part, is_touched
-from shardctl.execute.staging import StagingArea
-from shardctl.execute.worker import WorkerId
 from shardctl.options import DestinationOptions
-from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
-from shardctl.value import value_class
-from shardctl.version import __version__
-from shardctl.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
+from shardctl.tensors.shares import build_share, divide_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.conversion.share_transfer import Versions
     from shardctl.options import ReshardOptions, SourceOptions
-    from shardctl.shares import WorkerShare
+    from shardctl.tensors.shares import WorkerShare
 
 PATIENCE: Final = 60
 """Seconds to wait while other workers join, one after another, or while a result is published."""
@@ -126,7 +126,7 @@ def _contribute_part(
         "version": __version__,
     }
     if is_bucket(destination):
-        from shardctl.conversion.bucket_crew import send_share
+        from shardctl.conversion.bucket_worker_group import send_share
 
         part, before, done = send_share(
             work, destination, worker, header, versions, resume=not options.no_resume, progress=progress

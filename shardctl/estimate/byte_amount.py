@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 
 @value_class

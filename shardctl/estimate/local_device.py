@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from shardctl.errors import MachineError, UsageError
-from shardctl.estimate.devices import DEVICES, DeviceSpec, find_named_device, get_device
+from shardctl.base.errors import MachineError, UsageError
+from shardctl.hardware.devices import DEVICES, DeviceSpec, find_named_device, get_device
 
 _NAMED: Final = "name the device, such as --gpu h100-80g"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import value_class
 from shardctl.estimate.term import sum_terms
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.model.rank_shards import RankHolding
     from shardctl.estimate.term import Counter, MemorySum, MemoryTerm, Tier
-    from shardctl.estimate.timeline import StepTimeline
+    from shardctl.estimate.training.timeline import StepTimeline
 
 
 @value_class

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.estimate.workload import Profile
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
 
 MIB: Final = 1 << 20
 CONTEXT: Final = "CUDA context"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
 """Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""

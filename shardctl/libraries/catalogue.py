@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 from shardctl.libraries.dcp import reading as dcp
 from shardctl.libraries.deepseek import reading as deepseek
 from shardctl.libraries.deepspeed import reading as deepspeed

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 Weights = Literal["module", "master"] | None
 """Which copy of the weights is meant: the module's own, as it computes, or the optimizer's in fp32; None is the master

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import (
+from shardctl.base.errors import (
     ChangedError,
     HostileError,
     SourceError,
@@ -14,6 +14,7 @@ from shardctl.errors import (
     UsageError,
     format_first_few,
 )
+from shardctl.base.settings import is_text
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.dcp import reading as dcp
 from shardctl.libraries.files.file_names import (
@@ -29,14 +30,13 @@ from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
-from shardctl.settings import is_text
-from shardctl.training import find_master_weights, note_master_weights, take_master_weights
+from shardctl.tensors.training import find_master_weights, note_master_weights, take_master_weights
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Format, Weights
     from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 _SHOWN: Final = 5
 

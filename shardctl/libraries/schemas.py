@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from shardctl.libraries.arrays import binding
 from shardctl.libraries.catalogue import get_schema
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
+    from shardctl.tensors.manifest import Manifest
 
 
 def bind_checkpoint(

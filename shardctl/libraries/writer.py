@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.value import settings_class, value_class
+from shardctl.base.value import settings_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
-    from shardctl.manifest import Manifest
-    from shardctl.mesh import Mesh
     from shardctl.models import Model
-    from shardctl.pieces import PlacedCheckpoint
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.pieces import PlacedCheckpoint
 
 RankKind = Literal["none", "optional", "always", "library"]
 """Whether a layout has files of ranks: none, one set for each rank if there is a mesh, or one set even for one device.

@@ -1,7 +1,5 @@
 """Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
-from shardctl.models.binding import find_canonical_name, find_weight_name
-from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters
 from shardctl.models.describe import (
     KvHeads,
@@ -12,20 +10,22 @@ from shardctl.models.describe import (
     name_usual_class,
 )
 from shardctl.models.families import load_families
-from shardctl.models.flat_parameters import refuse_flat_parameters
-from shardctl.models.model import Model, ModelTensor
-from shardctl.models.multimodal import has_text_half
-from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.quantisation import (
+from shardctl.models.names.binding import find_canonical_name, find_weight_name
+from shardctl.models.names.flat_parameters import refuse_flat_parameters
+from shardctl.models.quantization import (
     complete_config,
     drop_quantisation_config,
     drop_torchao_metadata,
     find_quantisation_config,
     list_block_encodings,
 )
-from shardctl.models.rule_file import RuleFile, load_rules
-from shardctl.models.rule_table import RuleRow, build_rule_table
-from shardctl.models.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
+from shardctl.models.rules.rule_file import RuleFile, load_rules
+from shardctl.models.rules.rule_table import RuleRow, build_rule_table
+from shardctl.models.rules.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
+from shardctl.models.submodels.multimodal import has_text_half
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.model import Model, ModelTensor
+from shardctl.models.tables.name_pattern import list_name_patterns
 
 __all__ = [
     "NEEDING_TABLE",

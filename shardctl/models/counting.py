@@ -7,13 +7,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.models.describe import describe_model
-from shardctl.models.quantisation import drop_quantisation_config, find_quantisation_config
+from shardctl.models.quantization import drop_quantisation_config, find_quantisation_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.manifest import Tensor
-    from shardctl.models.model import Model, ModelTensor
+    from shardctl.models.tables.model import Model, ModelTensor
+    from shardctl.tensors.manifest import Tensor
 
 
 def count_parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:

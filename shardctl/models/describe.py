@@ -6,22 +6,22 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.models.config import ModelConfig
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.models.families import load_families, load_family
-from shardctl.models.multimodal import build_multimodal_model, describe_text_half
-from shardctl.models.quantisation import drop_quantisation_config, find_quantisation_config, quantise_model
-from shardctl.models.stacked_experts import split_family, stores_split_experts
-from shardctl.models.table import build_model
-from shardctl.models.transformers_rules import build_transformers_model
+from shardctl.models.quantization import drop_quantisation_config, find_quantisation_config, quantise_model
+from shardctl.models.rules.transformers_rules import build_transformers_model
+from shardctl.models.submodels.multimodal import build_multimodal_model, describe_text_half
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.stacked_experts import split_family, stores_split_experts
+from shardctl.models.tables.table import build_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.manifest import Manifest
-    from shardctl.models.family import Family
-    from shardctl.models.model import Model
-    from shardctl.models.rule_file import RuleFile
+    from shardctl.models.rules.rule_file import RuleFile
+    from shardctl.models.tables.family import Family
+    from shardctl.models.tables.model import Model
+    from shardctl.tensors.manifest import Manifest
 
 KvHeads = Literal["replicate", "error"]
 """What to do where there are fewer key/value heads than tp ranks."""
@@ -102,7 +102,7 @@ def describe_model(
         family = split_family(family) or family
     model = build_model(family, architecture, ModelConfig(config), share_kv=share, cut_towers=cut_towers)
     if stored is not None and find_quantisation_config(config) is not None:
-        from shardctl.models.wrapping import read_quantised_names  # most models are not quantised
+        from shardctl.models.names.wrapping import read_quantised_names
 
         stored = read_quantised_names(model, stored)
     quantised = quantise_model(model, config, stored)
@@ -141,7 +141,7 @@ def choose_model(
     if config is not None and find_family(config) is not None:
         try:
             described = describe_model(config, kv_heads=kv_heads, stored=stored)
-            from shardctl.models.wrapping import read_class_names  # few commands have rules
+            from shardctl.models.names.wrapping import read_class_names
 
             named = read_class_names(described, stored)
             others = {name: each for name, each in named.extra.items() if name not in stored.extra}

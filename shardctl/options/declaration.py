@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, MISSING, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, get_args
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

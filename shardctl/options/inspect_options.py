@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel
-from shardctl.value import settings_class
 
 
 @settings_class

@@ -24,7 +24,7 @@ def list_format_names() -> list[str]:
 
 def list_gpu_names() -> list[str]:
     """List what `--gpu` takes; a size such as 80GB is taken, too."""
-    from shardctl.estimate.devices import DEVICES, format_short_name
+    from shardctl.hardware.devices import DEVICES, format_short_name
 
     return [*(format_short_name(one) for one in DEVICES), "auto"]
 
@@ -38,7 +38,7 @@ def list_recipe_names() -> list[str]:
 
 def list_optimizer_names() -> list[str]:
     """List what `--optimizer` takes."""
-    from shardctl.estimate.optimizers import OPTIMIZERS
+    from shardctl.estimate.training.optimizers import OPTIMIZERS
 
     return [each.name for each in OPTIMIZERS]
 

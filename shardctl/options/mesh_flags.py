@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-from shardctl.errors import UsageError
-from shardctl.mesh import AXES, EXPERT_AXES, Mesh
+from shardctl.base.errors import UsageError
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel
-from shardctl.value import settings_class
+from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
 
 
 def _build_degree_option(text: str) -> CommandOption:

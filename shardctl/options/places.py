@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 
 def parse_place(text: str) -> str:

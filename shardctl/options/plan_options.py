@@ -4,16 +4,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import ESTIMATED_SERVERS, USES, list_gpu_names, list_optimizer_names, list_uses
 from shardctl.options.places import parse_output_file
 from shardctl.options.sizes import parse_size
-from shardctl.value import settings_class
 
 if TYPE_CHECKING:
-    from shardctl.estimate.calibrate import FittedCalibration
-    from shardctl.estimate.devices import DeviceSpec
+    from shardctl.estimate.training.calibrate import FittedCalibration
+    from shardctl.hardware.devices import DeviceSpec
 
 _OTHER_WORDS = {"serve": {"inference", "serving", "infer"}, "train": {"training", "finetuning", "pretraining"}}
 """What other tools call the uses."""
@@ -31,7 +31,7 @@ def find_device(text: str) -> "DeviceSpec":
         from shardctl.estimate.local_device import find_local_device
 
         return find_local_device()[0]
-    from shardctl.estimate.devices import find_named_device, get_device
+    from shardctl.hardware.devices import find_named_device, get_device
 
     size = None if find_named_device(text) else _SIZE.match(text)
     return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from shardctl.mesh import Mesh
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, OptionGroup, PathAccess
 from shardctl.options.known_words import (
     list_consumer_names,
@@ -14,7 +14,7 @@ from shardctl.options.known_words import (
 )
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
-from shardctl.value import settings_class
+from shardctl.tensors.mesh import Mesh
 
 Threads = Annotated[
     int | None,

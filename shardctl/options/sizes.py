@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Final
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 _UNITS: Final = {
     "B": 1,

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_format_names
-from shardctl.value import settings_class
 
 
 @settings_class

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeGuard, get_args
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
+from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_consumer_names, list_load_devices, parse_consumer
 from shardctl.options.sizes import parse_size
-from shardctl.value import settings_class
+from shardctl.tensors.mesh import Mesh
 
 LevelName = Literal["quick", "full", "load", "forward"]
 _LEVELS: Final = get_args(LevelName)

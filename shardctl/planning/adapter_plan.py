@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.amounts import format_memory_size
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.states import FROZEN
+from shardctl.base.amounts import format_memory_size
+from shardctl.base.value import value_class
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.training.states import FROZEN
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.model.rank_shards import RankHolding
     from shardctl.estimate.rank_estimate import RankEstimate
-    from shardctl.mesh import Mesh
     from shardctl.planning.estimated_model import EstimatedModel
     from shardctl.planning.forecast import WorkloadEstimate
+    from shardctl.tensors.mesh import Mesh
 
 
 @value_class

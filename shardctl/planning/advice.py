@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.estimate.advice import EstimateRequest, FewestDevices, TriedChange, advise_changes, find_fewest_by_type
-from shardctl.estimate.allowed_degrees import AllowedDegrees
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.search import SERVING, SearchSpace, WeightTotals
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.value import value_class
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.search.advice import (
+    EstimateRequest,
+    FewestDevices,
+    TriedChange,
+    advise_changes,
+    find_fewest_by_type,
+)
+from shardctl.estimate.search.mesh_comparison import SERVING, SearchSpace, WeightTotals
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import apply_calibration, estimate_needs
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.estimate.inventory import TensorInventory
+    from shardctl.estimate.model.inventory import TensorInventory
     from shardctl.estimate.rank_estimate import MeshEstimate
-    from shardctl.mesh import Mesh
     from shardctl.planning.estimated_model import EstimatedModel
     from shardctl.planning.forecast import WorkloadEstimate
+    from shardctl.tensors.mesh import Mesh
 
 _TYPES: Final = ("bf16", "fp8", "int4")
 

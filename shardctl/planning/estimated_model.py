@@ -7,31 +7,31 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.checkpoint.dequantising import dequantise_checkpoint, describe_decoded
+from shardctl.base.dtype import FLOATS
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.value import value_class
+from shardctl.checkpoint.quantization.dequantizing import dequantise_checkpoint, describe_decoded
 from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, list_coded_arrays
-from shardctl.dtype import FLOATS
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.inventory import TensorInventory, build_inventory
-from shardctl.estimate.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
-from shardctl.estimate.search import WeightTotals
-from shardctl.manifest import Tensor
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.inventory import TensorInventory, build_inventory
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
+from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
-from shardctl.models.anatomy import build_anatomy
 from shardctl.models.counting import is_quantised, list_meant_parameters
-from shardctl.placement import PartitionSpec
 from shardctl.planning.tuning import tune_inventory
-from shardctl.value import value_class
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.placement import PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.dtype import DType
-    from shardctl.manifest import Manifest
-    from shardctl.models.anatomy import ModelAnatomy
+    from shardctl.estimate.model.layer_graph import ModelAnatomy
     from shardctl.options import ReshardOptions
     from shardctl.planning.tuning import TuningChoice
+    from shardctl.tensors.manifest import Manifest
 
 
 @value_class
@@ -155,7 +155,7 @@ def _choose_counted_dtypes(
     """Choose the type of each tensor as a conversion does; None if they keep theirs."""
     if reshard_options.dtype == "keep":
         return None
-    from shardctl.checkpoint.unexplained_codes import list_plain_floats
+    from shardctl.checkpoint.quantization.unexplained_codes import list_plain_floats
 
     return choose_dtypes(have, reshard_options, list_coded_arrays(checkpoint), list_plain_floats(checkpoint))
 

@@ -5,38 +5,38 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.estimate.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
-from shardctl.estimate.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
-from shardctl.estimate.cost import REFERENCE, MeshCost, price_mesh
-from shardctl.estimate.devices import get_device
-from shardctl.estimate.forecast import estimate_ranks
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.offload import LinkNeed, sum_heaviest_node
-from shardctl.estimate.offload import list_link_needs as links
-from shardctl.estimate.operations import compute_used_share
-from shardctl.estimate.optimizers import build_plain_optimizer, get_optimizer
-from shardctl.estimate.search import WeightTotals
-from shardctl.estimate.serving import find_largest_batch, find_longest_context
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.value import value_class
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.operations import compute_used_share
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.search.cost import REFERENCE, MeshCost, price_mesh
+from shardctl.estimate.search.forecast import estimate_ranks
+from shardctl.estimate.search.mesh_comparison import WeightTotals
+from shardctl.estimate.serving.rank_serving import find_largest_batch, find_longest_context
 from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.training.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
+from shardctl.estimate.training.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
+from shardctl.estimate.training.offload import LinkNeed, sum_heaviest_node
+from shardctl.estimate.training.offload import list_link_needs as links
+from shardctl.estimate.training.optimizers import build_plain_optimizer, get_optimizer
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.hardware.devices import get_device
 from shardctl.planning.workload import plan_workload
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.estimate.devices import DeviceSpec
-    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.model.rank_shards import RankHolding
     from shardctl.estimate.rank_estimate import MeshEstimate
     from shardctl.estimate.term import MemorySum, Tier
-    from shardctl.mesh import Mesh
+    from shardctl.hardware.devices import DeviceSpec
     from shardctl.options import PlanOptions
     from shardctl.planning.estimated_model import EstimatedModel
+    from shardctl.tensors.mesh import Mesh
 
 
 @value_class

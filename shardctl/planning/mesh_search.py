@@ -6,16 +6,14 @@ from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.allowed_degrees import AllowedDegrees
-from shardctl.estimate.cost import MeshCost, price_mesh
-from shardctl.estimate.devices import DeviceSpec, get_device
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.optimizers import get_optimizer
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.value import value_class
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.rank_shards import RankHolding
 from shardctl.estimate.rank_estimate import MeshEstimate
-from shardctl.estimate.search import (
+from shardctl.estimate.search.cost import MeshCost, price_mesh
+from shardctl.estimate.search.mesh_comparison import (
     SERVING,
     TRAINING,
     MeshCandidate,
@@ -27,21 +25,23 @@ from shardctl.estimate.search import (
     search_meshes,
     set_equal_tokens,
 )
-from shardctl.estimate.states import list_state_terms
 from shardctl.estimate.term import sum_terms
+from shardctl.estimate.training.activations import estimate_activations
+from shardctl.estimate.training.optimizers import get_optimizer
+from shardctl.estimate.training.states import list_state_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import EXPERT_FSDP, Mesh
+from shardctl.hardware.devices import DeviceSpec, get_device
 from shardctl.planning.forecast import apply_calibration, calibrate_from_log, estimate_needs
 from shardctl.planning.settings_search import SettingsCandidate, search_settings
 from shardctl.planning.workload import plan_workload
-from shardctl.value import value_class
+from shardctl.tensors.mesh import EXPERT_FSDP, Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.estimate.calibrate import FittedCalibration
     from shardctl.estimate.rank_estimate import RankEstimate
-    from shardctl.estimate.search import SmallestCluster
+    from shardctl.estimate.search.mesh_comparison import SmallestCluster
+    from shardctl.estimate.training.calibrate import FittedCalibration
     from shardctl.options import PlanOptions
     from shardctl.planning.estimated_model import EstimatedModel
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
+from shardctl.base.value import value_class
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import apply_calibration, estimate_needs
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.model.rank_shards import RankHolding
     from shardctl.planning.plan_result import PlanResult
 
 _CONTEXTS: Final = (0.125, 0.25, 0.5, 1, 2, 4)

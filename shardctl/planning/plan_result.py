@@ -7,22 +7,22 @@ from collections import Counter
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size
+from shardctl.base.notebook import NotebookView
+from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages
 from shardctl.conversion.tensor_choice import filter_tensors
-from shardctl.estimate.layer_flags import list_expert_remarks, list_model_remarks
-from shardctl.estimate.search import WeightTotals
-from shardctl.estimate.selective import list_recomputation_remarks
+from shardctl.estimate.search.mesh_comparison import WeightTotals
+from shardctl.estimate.training.layer_flags import list_expert_remarks, list_model_remarks
+from shardctl.estimate.training.selective import list_recomputation_remarks
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
-from shardctl.mesh import Mesh
-from shardctl.notebook import NotebookView
 from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
 from shardctl.planning.advice import PlanAdvice, advise_plan
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
 from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
 from shardctl.planning.quantised_degrees import find_quantised_degrees
 from shardctl.storage.free_space import find_existing_parent, measure_free_space
-from shardctl.value import value_class
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.measured_conversion import MeasuredConversion
-    from shardctl.copyplan import CopyPlan
-    from shardctl.estimate.holding import RankHolding
-    from shardctl.estimate.inventory import TensorInventory
-    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.estimate.model.inventory import TensorInventory
+    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.quantised_degrees import QuantisedDegrees
+    from shardctl.tensors.copyplan import CopyPlan
 
 
 _HEADERS: Final = 1 << 20

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.estimate.allowed_degrees import AllowedDegrees, list_sections
-from shardctl.placement import can_divide
-from shardctl.value import value_class
+from shardctl.base.value import value_class
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees, list_sections
+from shardctl.tensors.placement import can_divide
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.estimate.inventory import TensorInventory
+    from shardctl.estimate.model.inventory import TensorInventory
     from shardctl.models import Model
 
 _AXES: Final = ("tp", "ep")

@@ -6,14 +6,14 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.estimate.search import MeshCandidate, SearchResult
+    from shardctl.estimate.search.mesh_comparison import MeshCandidate, SearchResult
     from shardctl.planning.estimated_model import EstimatedModel
 
     Workload = ServingWorkload | TrainingWorkload

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
+from shardctl.base.amounts import format_memory_size
+from shardctl.base.errors import CutError
 from shardctl.models import ModelConfig, describe_model, find_family
-from shardctl.placement import check_cuts, compute_rank_boxes
 from shardctl.planning.workload import decide_use
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_rank_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.models import Model
-    from shardctl.models.family import Family
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.tables.family import Family
+    from shardctl.models.tables.model import ModelTensor
     from shardctl.options import PlanOptions, ReshardOptions
 
 _WITH_DATA_MODE: Final = frozenset(

@@ -6,19 +6,19 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.errors import UsageError
-from shardctl.estimate.holding import SHARDING
-from shardctl.estimate.inventory import TensorInventory, TensorKind, build_inventory
-from shardctl.estimate.narrower_types import is_linear, narrow_inventory
-from shardctl.manifest import Tensor
-from shardctl.placement import PartitionSpec
-from shardctl.value import value_class
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
+from shardctl.estimate.model.inventory import TensorInventory, TensorKind, build_inventory
+from shardctl.estimate.model.narrower_types import is_linear, narrow_inventory
+from shardctl.estimate.model.rank_shards import SHARDING
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.placement import PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardctl.dtype import DType
-    from shardctl.estimate.narrower_types import WidenedPart
+    from shardctl.base.dtype import DType
+    from shardctl.estimate.model.narrower_types import WidenedPart
 
 ALL_LINEAR: Final = "all-linear"
 _MATRIX: Final = 2

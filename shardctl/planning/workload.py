@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
-from shardctl.amounts import format_plural
-from shardctl.errors import UsageError
-from shardctl.estimate.inventory import FLOATING
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.inventory import FLOATING
 from shardctl.estimate.workload import (
     USUAL_UTILIZATION,
     EngineBudget,
@@ -22,9 +22,9 @@ from shardctl.options.declaration import HelpPanel, find_flag, given_options
 from shardctl.planning.tuning import ALL_LINEAR, TuningChoice
 
 if TYPE_CHECKING:
-    from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import ModelAnatomy
+    from shardctl.estimate.model.layer_graph import ModelAnatomy
     from shardctl.planning.estimated_model import EstimatedModel
+    from shardctl.tensors.mesh import Mesh
 
 Use = Literal["serve", "train"]
 Value = TypeVar("Value")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.amounts import format_duration, format_file_size, format_plural, format_rate
-from shardctl.errors import format_first_few
-from shardctl.models.hub.conversion_table import HUB_NAMES, SAVED_AS
-from shardctl.record import DERIVED, RULES_PROOF
+from shardctl.base.amounts import format_duration, format_file_size, format_plural, format_rate
+from shardctl.base.errors import format_first_few
+from shardctl.models.names.hub.conversion_table import HUB_NAMES, SAVED_AS
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.inspection import list_extra_facts
+from shardctl.tensors.record import DERIVED, RULES_PROOF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.conversion.worker_part import ContributeResult
-    from shardctl.record import CheckpointRecord
+    from shardctl.tensors.record import CheckpointRecord
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.consumer import ConsumerVerdict

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.amounts import format_file_size, format_plural
+from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.report.grid import render_line
 
 if TYPE_CHECKING:

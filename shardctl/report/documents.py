@@ -6,26 +6,26 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from shardctl.mesh import EXPERT_AXES
 from shardctl.report.failure import describe_failure
+from shardctl.tensors.mesh import EXPERT_AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.conversion.worker_part import ContributeResult
-    from shardctl.mesh import Mesh
     from shardctl.models.derived import RuleDerivation
-    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
+    from shardctl.tensors.mesh import Mesh
     from shardctl.verbs.diff import DiffResult, TensorChange
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.inspect import InspectResult
     from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.consumer import ConsumerVerdict
-    from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.level import LevelResult, VerifyResult
 
 Document = dict[str, Any]
@@ -127,7 +127,7 @@ def build_progress_document(meter: TransferMeter) -> Document:
 
 def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
     """Build what `reshard` did."""
-    from shardctl.record import FUSED_ORDER_UNKNOWN, RULES_PROOF  # whoever has a record has loaded it; --help has none
+    from shardctl.tensors.record import FUSED_ORDER_UNKNOWN, RULES_PROOF
 
     record = done.record
     return build_document_head("reshard") | {

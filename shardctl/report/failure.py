@@ -6,9 +6,9 @@ import errno
 from dataclasses import replace
 from typing import Any, Final
 
-from shardctl.errors import HostileError, MachineError, ShardctlError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, MachineError, ShardctlError, SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.report.visible import escape_control_characters, hide_passwords
-from shardctl.value import value_class
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
 _HINTS: Final = {

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
-from shardctl.errors import format_first_few
+from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.report.grid import render_line, render_table
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
+    from shardctl.checkpoint.adapters.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.pipeline_parts import PipelinePart
     from shardctl.models import RuleRow
-    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.verbs.inspect import InspectResult, ModelSubtree, TensorLine, TrainingLine
 
 _FILES_SHOWN = 8

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from shardctl.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size
 from shardctl.estimate.term import CATEGORIES, Category, sum_terms
-from shardctl.mesh import build_holding_key
 from shardctl.report.grid import render_line, render_table
+from shardctl.tensors.mesh import build_holding_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
 
-    from shardctl.estimate.holding import HeldPart
+    from shardctl.estimate.model.rank_shards import HeldPart
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
     from shardctl.estimate.term import MemorySum
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
 
 FILLS: Final[dict[Category, tuple[str, str]]] = {
     "weights": ("█", "blue"),

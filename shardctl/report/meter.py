@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.progress import Progress
 
-from shardctl.amounts import format_duration, format_file_size, format_memory_size, format_percent
+from shardctl.base.amounts import format_duration, format_file_size, format_memory_size, format_percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

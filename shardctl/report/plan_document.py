@@ -12,11 +12,11 @@ from shardctl.report.documents import Document, build_document_head, build_extra
 from shardctl.report.step_moments import build_moments_document
 
 if TYPE_CHECKING:
-    from shardctl.estimate.calibrate import FittedCalibration
-    from shardctl.estimate.comparison import ShardingStrategy
-    from shardctl.estimate.cost import MeshCost
-    from shardctl.estimate.search import MeshCandidate
+    from shardctl.estimate.search.cost import MeshCost
+    from shardctl.estimate.search.mesh_comparison import MeshCandidate
     from shardctl.estimate.term import MemorySum, MemoryTerm, Tier
+    from shardctl.estimate.training.calibrate import FittedCalibration
+    from shardctl.estimate.training.comparison import ShardingStrategy
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.plan_result import PlanResult

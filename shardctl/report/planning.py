@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
-from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
-from shardctl.estimate.allowed_degrees import format_degrees
-from shardctl.estimate.devices import GB, TERA
+from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.estimate.model.allowed_degrees import format_degrees
 from shardctl.estimate.term import COUNTERS
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.hardware.devices import GB, TERA
 from shardctl.planning.forecast import BUSY
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms

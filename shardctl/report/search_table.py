@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size, format_plural
+from shardctl.base.amounts import format_memory_size, format_plural
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.estimate.cost import MeshCost
-    from shardctl.estimate.search import MeshCandidate, MeshRejection, SmallestCluster
+    from shardctl.estimate.search.cost import MeshCost
+    from shardctl.estimate.search.mesh_comparison import MeshCandidate, MeshRejection, SmallestCluster
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.settings_search import SettingsCandidate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
 from shardctl.report.documents import build_document_head, format_schema_name
 from shardctl.report.failure import describe_failure
 from shardctl.report.grid import render_line

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from shardctl.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size
 from shardctl.estimate.term import CATEGORIES
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import FILLS
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.estimate.term import Category
-    from shardctl.estimate.timeline import StepMoment
+    from shardctl.estimate.training.timeline import StepMoment
     from shardctl.report.documents import Document
 
 _BAR: Final = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.amounts import format_file_size, format_memory_size, format_plural
+from shardctl.base.amounts import format_file_size, format_memory_size, format_plural
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.estimate.advice import FewestDevices
-    from shardctl.estimate.calibrate import FittedCalibration
-    from shardctl.estimate.comparison import ShardingStrategy
+    from shardctl.estimate.search.advice import FewestDevices
+    from shardctl.estimate.training.calibrate import FittedCalibration
+    from shardctl.estimate.training.comparison import ShardingStrategy
     from shardctl.planning.advice import PlanAdvice
 
 

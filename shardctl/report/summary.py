@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_duration, format_file_size, format_rate
+from shardctl.base.amounts import format_duration, format_file_size, format_rate
 from shardctl.report.verification import (
     RANKS,
     SHOWN,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.amounts import format_duration, format_file_size, format_memory_size, format_plural, format_rate
+from shardctl.base.amounts import format_duration, format_file_size, format_memory_size, format_plural, format_rate
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardctl.verify.engines.result import EngineResult
+    from shardctl.verify.engine_result import EngineResult
     from shardctl.verify.finding import CheckFinding
-    from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.level import LevelResult, LoadedRank, VerifyResult
 
 RANKS: Final = 16

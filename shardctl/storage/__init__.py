@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.errors import SourceError
-from shardctl.value import value_class
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from shardctl.workers import StopRequest
+    from shardctl.base.workers import StopRequest
 
 HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
 """Folders that programs keep for themselves: what is in them is no part of a checkpoint."""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.storage.byte_names import is_name
 from shardctl.storage.cloud import SCHEMES
 from shardctl.storage.local import LocalSource

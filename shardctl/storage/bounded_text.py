@@ -14,10 +14,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.amounts import format_memory_size
-from shardctl.errors import ShardctlError, SourceError
+from shardctl.base.amounts import format_memory_size
+from shardctl.base.errors import ShardctlError, SourceError
+from shardctl.base.value import value_class
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
-from shardctl.settings import is_text
+from shardctl.base.settings import is_text
 
 _MARK: Final = "\0"
 

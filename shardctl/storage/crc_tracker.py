@@ -19,7 +19,7 @@ from dataclasses import field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from shardctl.value import state_class, value_class
+from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

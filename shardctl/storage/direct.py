@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from shardctl.huge_pages import allocate_pages
+from shardctl.base.huge_pages import allocate_pages
 from shardctl.storage import linux
 
 _BLOCK: Final = 4096

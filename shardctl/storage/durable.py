@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from shardctl.errors import AccessError, DestinationError
+from shardctl.base.errors import AccessError, DestinationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import urlsplit
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 _MAX_SHOWN: Final = 80
 """Characters of an address that a message repeats."""

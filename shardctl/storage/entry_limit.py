@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from shardctl.value import state_class
+from shardctl.base.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,6 +13,7 @@ import time
 from bisect import insort
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.workers import StopRequest, run_in_threads
 from shardctl.storage.hashed_file import (
     BY_START,
     HashedFile,
@@ -23,7 +24,6 @@ from shardctl.storage.hashed_file import (
     compare_hash,
     list_spans,
 )
-from shardctl.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

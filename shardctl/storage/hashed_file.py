@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError
-from shardctl.value import state_class, value_class
+from shardctl.base.errors import ChangedError
+from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

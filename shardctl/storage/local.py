@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
+from shardctl.base.errors import AccessError, DestinationError, HostileError, SourceError
 from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, linux
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
 from shardctl.storage.descriptors import DescriptorPool
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import Span
-    from shardctl.workers import StopRequest
 
 _LARGE: Final = 256 << 10
 """From here on direct I/O is worth its alignment; below, the page cache is faster."""

@@ -11,13 +11,13 @@ import importlib
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.dtype import BY_TORCH, DType
-from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.extras import format_install_command
+from shardctl.base.dtype import BY_TORCH, DType
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.extras import format_install_command
+from shardctl.base.value import value_class
 from shardctl.storage import FileStat
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json
 from shardctl.storage.local import LocalSource
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.workers import StopRequest, run_in_threads
+from shardctl.base.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

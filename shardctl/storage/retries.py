@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from shardctl.errors import TransientError
-from shardctl.workers import raise_if_stopped
+from shardctl.base.errors import TransientError
+from shardctl.base.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying
 
-    from shardctl.errors import ShardctlError
-    from shardctl.workers import StopRequest
+    from shardctl.base.errors import ShardctlError
+    from shardctl.base.workers import StopRequest
 
 FIRST_WAIT: Final = 0.5
 """Seconds before the first repetition; each wait is twice as long as the one before."""

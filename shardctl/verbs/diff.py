@@ -5,33 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
+from shardctl.base.dtype import CASTABLE, SMALL_FLOATS
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.value import value_class
+from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
-from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
+from shardctl.checkpoint.quantization.dequantizing import dequantise_as
+from shardctl.checkpoint.quantization.unexplained_codes import list_plain_floats
 from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.checkpoint.state_comparison import pair_states
-from shardctl.checkpoint.unexplained_codes import list_plain_floats
-from shardctl.dtype import CASTABLE, SMALL_FLOATS
-from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.execute.interrupt import stop_on_signals
+from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.libraries.files.extra_tensors import add_extra_tensors
-from shardctl.training import ROOT
-from shardctl.value import value_class
+from shardctl.tensors.training import ROOT
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content import compare_tensors
-from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.checkpoint.state_comparison import OptimizerChange
-    from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
+    from shardctl.tensors.manifest import Tensor
     from shardctl.verify.config_comparison import ConfigChange
     from shardctl.verify.content import TensorDifference
     from shardctl.verify.value_distance import ValueDistance

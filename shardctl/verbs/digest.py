@@ -7,16 +7,16 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import value_class
+from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.record_crcs import checked_reader
-from shardctl.digest import compute_checkpoint_digest
-from shardctl.execute.budget import divide_reading_memory, require_reading
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.manifest import first_byte
-from shardctl.value import value_class
+from shardctl.conversion.engine.budget import divide_reading_memory, require_reading
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.tensors.digest import compute_checkpoint_digest
+from shardctl.tensors.manifest import first_byte
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure_content
-from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

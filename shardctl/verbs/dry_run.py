@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.base.errors import AccessError
 from shardctl.conversion.conversion_plan import prepare_source_options
+from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.measured_conversion import measure_planned
 from shardctl.conversion.preparing import open_conversion
-from shardctl.errors import AccessError
-from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, ReshardOptions
 from shardctl.planning.plan_result import describe_conversion
 from shardctl.storage.cloud import is_bucket

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import Interrupted, MachineError, MemoryBudgetError, ShardctlError, SourceError
+from shardctl.base.errors import Interrupted, MachineError, MemoryBudgetError, ShardctlError, SourceError
+from shardctl.base.value import value_class
 from shardctl.storage import HIDDEN
-from shardctl.value import value_class
 from shardctl.verbs.verify import verify
 
 if TYPE_CHECKING:
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.options import SourceOptions, VerifyOptions
-    from shardctl.workers import ExecutionOptions
 
 _STEP: Final = re.compile(r"(\d+)$")
 

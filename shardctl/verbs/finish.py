@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardctl.base.errors import Mismatch, SourceError, format_first_few
+from shardctl.base.value import value_class
+from shardctl.base.workers import StopRequest
 from shardctl.conversion.assembling import assemble_result
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.part import require_one_source
+from shardctl.conversion.engine.staging import StagingArea
+from shardctl.conversion.engine.worker import WorkerId
+from shardctl.conversion.engine.worker_group import WorkerCrew
 from shardctl.conversion.pending_record import list_overflow_warnings, parse_record_draft
 from shardctl.conversion.worker_part import PATIENCE
-from shardctl.errors import Mismatch, SourceError, format_first_few
-from shardctl.execute.crew import WorkerCrew
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.part import require_one_source
-from shardctl.execute.staging import StagingArea
-from shardctl.execute.worker import WorkerId
-from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
-from shardctl.value import value_class
-from shardctl.workers import StopRequest
+from shardctl.tensors.record import RECORD, CheckpointRecord, parse_record
 
 if TYPE_CHECKING:
-    from shardctl.execute.part import WorkerPart
+    from shardctl.conversion.engine.part import WorkerPart
 
 
 @value_class
@@ -72,7 +72,7 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResu
 
 
 def _in_bucket(destination: str) -> FinishResult:
-    from shardctl.conversion.bucket_crew import publish_shares
+    from shardctl.conversion.bucket_worker_group import publish_shares
 
     record, frame, parts, warnings = publish_shares(destination)
     if frame is None:

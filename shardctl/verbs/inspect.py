@@ -6,33 +6,33 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import format_first_few
+from shardctl.base.notebook import NotebookView
+from shardctl.base.value import value_class
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
-from shardctl.errors import format_first_few
-from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
-from shardctl.models.binding import list_ungathered_weights
-from shardctl.models.drafters import name_drafter
-from shardctl.models.wrapping import AmbiguousNamesError, list_whole_readings
-from shardctl.notebook import NotebookView
+from shardctl.models.names.binding import list_ungathered_weights
+from shardctl.models.names.wrapping import AmbiguousNamesError, list_whole_readings
+from shardctl.models.submodels.draft_models import name_drafter
 from shardctl.options import InspectOptions, SourceOptions
-from shardctl.training import split_state_name
-from shardctl.value import value_class
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardctl.checkpoint.adapter_checkpoint import AdapterSummary
+    from shardctl.checkpoint.adapters.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.checkpoint.pipeline_parts import PipelinePart
-    from shardctl.manifest import TrainingState
     from shardctl.models import RuleRow
     from shardctl.models.derived import RuleDerivation
-    from shardctl.models.extra_names import ExtraTensor
-    from shardctl.models.wrapping import NameReading
+    from shardctl.models.names.extra_names import ExtraTensor
+    from shardctl.models.names.wrapping import NameReading
+    from shardctl.tensors.manifest import TrainingState
 
 
 @value_class
@@ -233,7 +233,7 @@ def _list_subtrees(checkpoint: OpenedCheckpoint) -> Iterator[ModelSubtree]:
 
 
 def _summarise_adapter(checkpoint: OpenedCheckpoint) -> AdapterSummary:
-    from shardctl.checkpoint.adapter_checkpoint import summarise_adapter  # what reads adapters, which most are not
+    from shardctl.checkpoint.adapters.adapter_checkpoint import summarise_adapter
 
     return summarise_adapter(checkpoint)
 

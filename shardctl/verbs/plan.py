@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import MemoryBudgetError, UnsupportedError, UsageError
+from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
 from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
-from shardctl.errors import MemoryBudgetError, UnsupportedError, UsageError
-from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.gguf.reading import NAME as GGUF
-from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import (
     BesideModel,
@@ -30,6 +29,7 @@ from shardctl.planning.mesh_search import MeshExploration, explore_meshes
 from shardctl.planning.plan_result import PlanResult, describe_conversion, describe_unstored_model
 from shardctl.planning.tower_cuts import cut_towers
 from shardctl.planning.workload import choose_tuning, decide_use
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint

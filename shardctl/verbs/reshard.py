@@ -6,7 +6,13 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.base.errors import OccupiedDestinationError, UsageError
+from shardctl.base.value import state_class, value_class
+from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest
 from shardctl.conversion.assembling import assemble_result, hash_result_name
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.journal import BandJournal
+from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
@@ -16,29 +22,23 @@ from shardctl.conversion.share_transfer import (
     move_share,
     repeat_while_touched,
 )
-from shardctl.errors import OccupiedDestinationError, UsageError
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.journal import BandJournal
-from shardctl.execute.staging import StagingArea
 from shardctl.options import DestinationOptions, SourceOptions
-from shardctl.record import DERIVED, PROVED_BY_RESULT, RECORD, RULES_PROOF, CheckpointRecord, parse_record
-from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import is_hub_address
-from shardctl.value import state_class, value_class
-from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest
+from shardctl.tensors.record import DERIVED, PROVED_BY_RESULT, RECORD, RULES_PROOF, CheckpointRecord, parse_record
+from shardctl.tensors.shares import share_whole_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.conversion.engine.part import WorkerPart
     from shardctl.conversion.plan_file import PlanFile
-    from shardctl.copyplan import CopyPlan
-    from shardctl.execute.part import WorkerPart
-    from shardctl.models.extra_names import ExtraTensor
+    from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.options import ReshardOptions
+    from shardctl.tensors.copyplan import CopyPlan
     from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.level import LevelResult
 
@@ -228,7 +228,7 @@ class _ResultProof:
 
     def run(self, directory: Path) -> None:
         """Run what is in a directory; raises as `prove_result`."""
-        from shardctl.loading.proof import prove_result
+        from shardctl.running.proof import prove_result
 
         self.level = prove_result(self.work, directory, self.source_options, self.progress)
 

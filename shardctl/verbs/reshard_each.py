@@ -8,23 +8,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import Interrupted, ShardctlError, SourceError, UsageError
+from shardctl.base.value import value_class
+from shardctl.conversion.engine.destination_state import read_destination_record
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions
-from shardctl.errors import Interrupted, ShardctlError, SourceError, UsageError
-from shardctl.execute.destination_state import read_destination_record
 from shardctl.options import DestinationOptions
-from shardctl.record import RECORD
 from shardctl.storage.addresses import check_written_file
-from shardctl.value import value_class
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.reshard import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from shardctl.base.workers import ProgressWatcher
     from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.verbs.reshard import ReshardResult
-    from shardctl.workers import ProgressWatcher
 
 _NUMBER: Final = re.compile(r"(\d+)")
 

@@ -17,22 +17,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl import errors
+from shardctl.base import errors
+from shardctl.base.errors import Interrupted, ShardctlError, TransientError, UsageError
+from shardctl.base.extras import format_install_command
+from shardctl.base.value import value_class
+from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest, choose_thread_count, raise_if_stopped
+from shardctl.conversion.engine.interrupt import stop_on_signals
+from shardctl.conversion.engine.staging import StagingArea
+from shardctl.conversion.engine.worker import WorkerId
+from shardctl.conversion.engine.worker_group import WorkerCrew
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.worker_part import contribute, require_no_proof
-from shardctl.errors import Interrupted, ShardctlError, TransientError, UsageError
-from shardctl.execute.crew import WorkerCrew
-from shardctl.execute.interrupt import stop_on_signals
-from shardctl.execute.staging import StagingArea
-from shardctl.execute.worker import WorkerId
-from shardctl.extras import format_install_command
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.storage.addresses import is_hub_name
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.hub import refuse_shared_hub
-from shardctl.value import value_class
 from shardctl.verbs.finish import FinishResult, finish
-from shardctl.workers import NullWatcher, ProgressWatcher, StopRequest, choose_thread_count, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,7 +124,7 @@ def _make_paths_absolute(source_options: SourceOptions) -> SourceOptions:
 def _count_begun_workers(destination: str | Path) -> int:
     """Count the workers of an interrupted run; 0 if there is none."""
     if is_bucket(destination):
-        from shardctl.conversion.bucket_crew import workers_begun
+        from shardctl.conversion.bucket_worker_group import workers_begun
 
         return workers_begun(destination)
     plan = WorkerCrew(StagingArea(Path(destination), overwrite=True)).plan

@@ -15,19 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.amounts import format_file_size
-from shardctl.errors import Mismatch
+from shardctl.base.amounts import format_file_size
+from shardctl.base.errors import Mismatch
+from shardctl.base.value import value_class
 from shardctl.models import ModelConfig, find_quantisation_config
-from shardctl.models.hub.conversion_table import find_class_name, knows_class
-from shardctl.value import value_class
+from shardctl.models.names.hub.conversion_table import find_class_name, knows_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.conversion.conversion_plan import PlannedConversion
-    from shardctl.mesh import Mesh
     from shardctl.models.derived import RuleDerivation
     from shardctl.options import SourceOptions
+    from shardctl.tensors.mesh import Mesh
 
 _MAX_SECONDS: Final = 30
 """Seconds that a proof may take: importing torch and transformers takes most of what it usually needs, about ten."""

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardctl.base.errors import Mismatch, ShardctlError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import Mismatch, ShardctlError
-from shardctl.loading.small_model import save_small_model
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
+from shardctl.running.small_model import save_small_model
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.rule_proof import list_rule_axes
 from shardctl.verify.transformers_classes import get_model_class

@@ -7,53 +7,53 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import MissingTensorsError, UsageError
+from shardctl.base.value import state_class
+from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint import name_check
+from shardctl.checkpoint.adapters.merging import merge_adapters
 from shardctl.checkpoint.completing import COMPLETED
 from shardctl.checkpoint.config_lint import lint_config, lint_tie, lint_tokenizer
 from shardctl.checkpoint.consumer_check import check_stored
 from shardctl.checkpoint.content_level import check_replicas, run_content_level
-from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.identity_level import list_warnings, run_identity_level
 from shardctl.checkpoint.left_tensors import format_modules
-from shardctl.checkpoint.merging import merge_adapters
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.padded_vocabulary import pad_as
-from shardctl.checkpoint.quantising import quantise_as
+from shardctl.checkpoint.quantization.dequantizing import dequantise_as
+from shardctl.checkpoint.quantization.quantizing import quantise_as
 from shardctl.checkpoint.settings_comparison import list_contradictions
 from shardctl.checkpoint.splitting import split_as
 from shardctl.checkpoint.state_comparison import pair_states
 from shardctl.conversion.conversion_plan import choose_stages
+from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.optimizer_states import build_specs
-from shardctl.digest import compute_checkpoint_digest
-from shardctl.errors import MissingTensorsError, UsageError
-from shardctl.execute.interrupt import stop_on_signals
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.reader import find_given_file
-from shardctl.loading.device_levels import run_forward_level, run_load_level
-from shardctl.loading.engine_level import require_engine, run_engine_level
-from shardctl.mesh import Mesh
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.verify_options import is_running
-from shardctl.pieces import PlacedCheckpoint
-from shardctl.record import GIVEN, RECORD, SUBTREE
+from shardctl.running.device import parse_device_number
+from shardctl.running.device_levels import run_forward_level, run_load_level
+from shardctl.running.engine_level import require_engine, run_engine_level
 from shardctl.storage.local import LocalSource
-from shardctl.value import state_class
+from shardctl.tensors.digest import compute_checkpoint_digest
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import PlacedCheckpoint
+from shardctl.tensors.record import GIVEN, RECORD, SUBTREE
 from shardctl.verify import alignment, rank_parts, structure
-from shardctl.verify.device import parse_device_number
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
-from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardctl.record import CheckpointRecord
     from shardctl.storage import Source
+    from shardctl.tensors.record import CheckpointRecord
     from shardctl.verify.consumer import ConsumerVerdict
 
 _NO_HINDRANCE: Final = frozenset(
@@ -238,7 +238,7 @@ class _VerifyRun:
     def _ask_engine(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> LevelResult:
         engine = self.verify_options.engine
         if is_running(engine):
-            from shardctl.loading.running_engine_level import run_running_engine_level
+            from shardctl.running.running_engine_level import run_running_engine_level
 
             limit = self.verify_options.engine_timeout
             return run_running_engine_level(self.path, engine, limit, self.source_options, self.effort)

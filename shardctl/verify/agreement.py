@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.verify.content import compare_replicas
 from shardctl.verify.structure import find_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.bands import ByteReader
-    from shardctl.manifest import Tensor
+    from shardctl.base.workers import ExecutionOptions
+    from shardctl.tensors.bands import ByteReader
+    from shardctl.tensors.manifest import Tensor
     from shardctl.verify.structure import SpecFinder
-    from shardctl.workers import ExecutionOptions
 
 
 def require_agreement(

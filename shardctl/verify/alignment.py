@@ -18,10 +18,10 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, make_disjoint
-from shardctl.errors import format_first_few
-from shardctl.manifest import Region
-from shardctl.value import state_class
+from shardctl.base.errors import format_first_few
+from shardctl.base.value import state_class
+from shardctl.tensors.box import Box, make_disjoint
+from shardctl.tensors.manifest import Region
 from shardctl.verify.expert_owners import check_expert_owners
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.held_dims import (
@@ -38,10 +38,10 @@ from shardctl.verify.rank_files import find_rank
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.manifest import Manifest, Tensor
-    from shardctl.mesh import Mesh
     from shardctl.models import Model, ModelTensor
-    from shardctl.placement import Interval, PartitionSpec, Where
+    from shardctl.tensors.manifest import Manifest, Tensor
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.placement import Interval, PartitionSpec, Where
     from shardctl.verify.expert_owners import ExpertOwners
 
 CHECK: Final = "alignment"

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from shardctl.amounts import format_plural
-from shardctl.cast import cast_elements
-from shardctl.dtype import BY_NAME
-from shardctl.value import state_class, value_class
+from shardctl.base.amounts import format_plural
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.value import state_class, value_class
+from shardctl.tensors.cast import cast_elements
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 _F32: Final = BY_NAME["F32"]
 _SLICE: Final = 1 << 16

@@ -6,17 +6,17 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.files.sharded_backend import INTEGRITY, read_sharded_backend
-from shardctl.record import SUMS, hash_source_spans
 from shardctl.storage import read_bytes
 from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.byte_names import name_from_bytes
+from shardctl.tensors.record import SUMS, hash_source_spans
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import Source
-    from shardctl.workers import StopRequest
 
 _LINE: Final = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _ESCAPE: Final = re.compile(rb"\\([\\nr])")

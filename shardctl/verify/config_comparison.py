@@ -11,9 +11,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError, UsageError
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.value import value_class
 from shardctl.models import list_assumed_values
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.amounts import format_plural
-from shardctl.errors import UsageError, format_first_few
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import UsageError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS
 from shardctl.models import find_quantisation_config
-from shardctl.models.hub.older_config import lacks_older_settings
-from shardctl.models.predicting import list_predicting_names
-from shardctl.models.quantisation.settings import name_method
-from shardctl.models.text_config import merge_text_config
-from shardctl.value import value_class
+from shardctl.models.names.hub.older_config import lacks_older_settings
+from shardctl.models.quantization.settings import name_method
+from shardctl.models.tables.predicting import list_predicting_names
+from shardctl.models.tables.text_config import merge_text_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.consumers.profile import ConsumerProfile
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
 
 CONFIG: Final = "config.json"
 TOKENIZER_FILES: Final = frozenset(

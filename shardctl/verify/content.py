@@ -9,28 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import BandBuffer, ChunkIndex, allocate_aligned, find_fastest_dim, split_tensor_bands, view_band
-from shardctl.box import Box, subtract_all
-from shardctl.cast import cast_elements
-from shardctl.copyplan import cover_tensor
-from shardctl.manifest import ConstantFill, first_byte
-from shardctl.small_tensors import TensorRun, locate_small_tensor, split_runs
-from shardctl.turns import compute_band_sums, unfold_tensors
-from shardctl.value import state_class, value_class
+from shardctl.base.value import state_class, value_class
+from shardctl.base.workers import run_in_threads
+from shardctl.tensors.bands import (
+    BandBuffer,
+    ChunkIndex,
+    allocate_aligned,
+    find_fastest_dim,
+    split_tensor_bands,
+    view_band,
+)
+from shardctl.tensors.box import Box, subtract_all
+from shardctl.tensors.cast import cast_elements
+from shardctl.tensors.copyplan import cover_tensor
+from shardctl.tensors.manifest import ConstantFill, first_byte
+from shardctl.tensors.small_tensors import TensorRun, locate_small_tensor, split_runs
+from shardctl.tensors.turns import compute_band_sums, unfold_tensors
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.verify.value_distance import DistanceSums, measure_distance
-from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import ByteReader
-    from shardctl.manifest import Chunk, Tensor
+    from shardctl.base.workers import ExecutionOptions
+    from shardctl.tensors.bands import ByteReader
+    from shardctl.tensors.manifest import Chunk, Tensor
     from shardctl.verify.value_distance import ValueDistance
-    from shardctl.workers import ExecutionOptions
 
     _PairHandler = Callable[["_ContentTask", NDArray[np.uint8], NDArray[np.uint8]], None]
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.digest import LANES, DigestSums, compute_stacked_sums, count_element_parts, hash_tensor_sums
-from shardctl.manifest import first_byte
-from shardctl.small_tensors import stack_alike
-from shardctl.value import state_class
+from shardctl.base.value import state_class
+from shardctl.tensors.digest import LANES, DigestSums, compute_stacked_sums, count_element_parts, hash_tensor_sums
+from shardctl.tensors.manifest import first_byte
+from shardctl.tensors.small_tensors import stack_alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
-    from shardctl.small_tensors import TensorRun
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.small_tensors import TensorRun
 
 _FIRST_NONFINITE: Final = {
     "F16": (0x7C00, 0x7C01),

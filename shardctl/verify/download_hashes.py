@@ -7,23 +7,23 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
-from shardctl.errors import ChangedError, format_first_few
-from shardctl.manifest import Region
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import ChangedError, format_first_few
+from shardctl.base.value import state_class
+from shardctl.base.workers import raise_if_stopped
 from shardctl.storage.file_hashes import PIECE, FileHashes
 from shardctl.storage.hashed_file import PromisedHash
 from shardctl.storage.local import LocalSource
-from shardctl.value import state_class
+from shardctl.tensors.manifest import Region
 from shardctl.verify.finding import CheckFinding
-from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from shardctl.manifest import Manifest
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import Source
-    from shardctl.workers import StopRequest
+    from shardctl.tensors.manifest import Manifest
 
 _NOTES: Final = ".cache/huggingface/download"
 """Where a download into a directory leaves a note of each file: commit, ETag and time, a line each

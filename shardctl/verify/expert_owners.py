@@ -10,8 +10,8 @@ from shardctl.verify.finding import CheckFinding
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.manifest import Tensor
-    from shardctl.placement import GroupMember
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.placement import GroupMember
 
 CHECK: Final = "alignment"
 ExpertOwners = dict["GroupMember", list[tuple["Tensor", dict[tuple[int, ...], str]]]]

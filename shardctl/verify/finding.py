@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 Severity = Literal["error", "warning"]
 

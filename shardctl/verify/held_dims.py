@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.mesh import EXPERT_FSDP
-from shardctl.value import value_class
+from shardctl.base.value import value_class
+from shardctl.tensors.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.box import Box
     from shardctl.models import Model, ModelTensor
-    from shardctl.placement import CutSection, Interval
+    from shardctl.tensors.box import Box
+    from shardctl.tensors.placement import CutSection, Interval
 
 DimLabel = tuple[str, int]
 """A logical dim: what its units are, or its name in the table, and how many units there are."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.errors import Mismatch
-from shardctl.value import state_class, value_class
+from shardctl.base.errors import Mismatch
+from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.errors import ShardctlError
+    from shardctl.base.errors import ShardctlError
     from shardctl.verify.cast_losses import UnroundedDistance
     from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.download_hashes import DownloadHashes
-    from shardctl.verify.engines.result import EngineResult
+    from shardctl.verify.engine_result import EngineResult
     from shardctl.verify.finding import CheckFinding
-    from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.library_headers import LibraryHeaders
 
 LEVELS: Final[dict[str, tuple[str, ...]]] = {

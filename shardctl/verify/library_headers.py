@@ -9,23 +9,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
-from shardctl.dtype import BY_NAME
-from shardctl.errors import format_first_few
+from shardctl.base.amounts import format_plural
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import format_first_few
+from shardctl.base.value import state_class
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.safetensors.header import encode_header, read_header
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
-from shardctl.value import state_class
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.safetensors.header import SafetensorsHeader
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 CHECK: Final = "library"
 _LENGTH_BYTES: Final = 8

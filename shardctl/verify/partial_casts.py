@@ -10,16 +10,16 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import CASTABLE
-from shardctl.errors import format_first_few
-from shardctl.training import split_state_name
+from shardctl.base.dtype import CASTABLE
+from shardctl.base.errors import format_first_few
+from shardctl.tensors.training import split_state_name
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.manifest import Tensor
 
 CHECK: Final = "cast"
 _NUMBER: Final = re.compile(r"\d+")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.manifest import Region
-from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.tensors.manifest import Region
+from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from shardctl.manifest import Chunk, Manifest
-    from shardctl.mesh import Mesh
     from shardctl.models import Model
+    from shardctl.tensors.manifest import Chunk, Manifest
+    from shardctl.tensors.mesh import Mesh
 
 _RANK_FILE: Final = re.compile(r"(?:.*/)?shard-([0-9]{5,})-model-[0-9]+-of-[0-9]+\.safetensors")
 _DENSE: Final = ("pp", "fsdp", "tp")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, BoxIndex, subtract_indexed
-from shardctl.errors import CutError, format_first_few
-from shardctl.manifest import Region
+from shardctl.base.errors import CutError, format_first_few
+from shardctl.tensors.box import Box, BoxIndex, subtract_indexed
+from shardctl.tensors.manifest import Region
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from shardctl.manifest import Manifest, Tensor
-    from shardctl.mesh import Mesh
-    from shardctl.pieces import PlacedCheckpoint
+    from shardctl.tensors.manifest import Manifest, Tensor
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.pieces import PlacedCheckpoint
 
 CHECK: Final = "ranks"
 _RankBoxes = dict[int, set[Box]]

@@ -7,26 +7,26 @@ import stat
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
-from shardctl.errors import format_first_few
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.catalogue import is_served_layout
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
-from shardctl.manifest import ConstantFill
-from shardctl.models.binding import UNGATHERED_HINT, list_ungathered_weights
-from shardctl.record import RECORD, hash_source_spans
-from shardctl.training import STEP, split_state_name
-from shardctl.turns import fold_box, fold_shape, unfold_tensors
+from shardctl.models.names.binding import UNGATHERED_HINT, list_ungathered_weights
+from shardctl.tensors.box import Box, BoxIndex, make_disjoint, subtract_indexed
+from shardctl.tensors.manifest import ConstantFill
+from shardctl.tensors.record import RECORD, hash_source_spans
+from shardctl.tensors.training import STEP, split_state_name
+from shardctl.tensors.turns import fold_box, fold_shape, unfold_tensors
+from shardctl.verify.auxiliary_files import describe_loading, is_code
 from shardctl.verify.finding import CheckFinding
-from shardctl.verify.side_files import describe_loading, is_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from shardctl.manifest import Manifest, Tensor
-    from shardctl.placement import PartitionSpec
-    from shardctl.record import CheckpointRecord
     from shardctl.storage import FileStat, Source
+    from shardctl.tensors.manifest import Manifest, Tensor
+    from shardctl.tensors.placement import PartitionSpec
+    from shardctl.tensors.record import CheckpointRecord
 
     SpecFinder = Callable[[str], PartitionSpec | None]
 

@@ -6,9 +6,9 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.extras import format_install_command
-from shardctl.models.hub.conversion_table import find_class_name
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.extras import format_install_command
+from shardctl.models.names.hub.conversion_table import find_class_name
 from shardctl.storage.hub import check_settings
 
 if TYPE_CHECKING:

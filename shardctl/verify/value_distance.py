@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.cast import cast_elements
-from shardctl.dtype import BY_NAME, CASTABLE
-from shardctl.value import value_class
+from shardctl.base.dtype import BY_NAME, CASTABLE
+from shardctl.base.value import value_class
+from shardctl.tensors.cast import cast_elements
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 _STEPS: Final = {"F64": 2.0**-52, "F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 """The distance from a number of the type to the next, at most, as a part of the number."""

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.placement import compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

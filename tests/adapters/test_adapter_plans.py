@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/peft"

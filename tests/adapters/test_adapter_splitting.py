@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

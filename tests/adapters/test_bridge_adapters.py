@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -11,9 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

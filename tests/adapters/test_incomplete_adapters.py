@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

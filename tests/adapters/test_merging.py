@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, VerifyOptions, VerifyResult, reshard, verify
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.cli.program import run
 from shardctl.conversion.plan_file import read_plan_file
-from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.record import RECORD, encode_record, parse_record
+from shardctl.tensors.record import RECORD, encode_record, parse_record
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "peft"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/adapter"))

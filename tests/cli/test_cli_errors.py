@@ -11,9 +11,7 @@ from cli_checkpoints import told
 import shardctl.verbs.digest
 import shardctl.verbs.inspect
 import shardctl.verbs.reshard
-from shardctl.cli import streams
-from shardctl.cli.foreign_words import OPTIONS
-from shardctl.errors import (
+from shardctl.base.errors import (
     AccessError,
     CutError,
     DestinationError,
@@ -22,6 +20,8 @@ from shardctl.errors import (
     MemoryBudgetError,
     TransientError,
 )
+from shardctl.cli import streams
+from shardctl.cli.foreign_words import OPTIONS
 
 
 def raising(error):

@@ -13,7 +13,7 @@ import pytest
 from cli_checkpoints import llama
 
 from shardctl.conversion import conversion_plan
-from shardctl.execute import budget
+from shardctl.conversion.engine import budget
 from shardctl.options.sizes import parse_size
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

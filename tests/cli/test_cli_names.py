@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardctl.base.errors import DestinationError, UsageError
 from shardctl.conversion.bucket_output import require_object_names
-from shardctl.errors import DestinationError, UsageError
 from shardctl.storage.addresses import check_destination, open_source
 from shardctl.storage.byte_names import name_from_text
 

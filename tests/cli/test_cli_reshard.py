@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from cli_checkpoints import large, llama, shardctl, start
 
-from shardctl.record import encode_record, parse_record
+from shardctl.tensors.record import encode_record, parse_record
 
 
 @pytest.fixture(scope="module")

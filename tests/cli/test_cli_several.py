@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardctl.cli.program import run
-from shardctl.record import RECORD, parse_record
+from shardctl.tensors.record import RECORD, parse_record
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from fuzzed_texts import resealed
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import _check_ranks
 

@@ -13,9 +13,9 @@ import transformers
 from cli_checkpoints import llama, told
 from safetensors.numpy import load_file, save_file
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.consumers.profile import find_profile, list_consumers
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 from shardctl.verify.consumer import StoredModel, check_consumer
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

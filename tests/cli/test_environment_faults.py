@@ -12,7 +12,7 @@ import pytest
 from cli_checkpoints import environment
 from cli_checkpoints import shardctl as shardctl_run
 
-from shardctl.execute.journal import BandJournal
+from shardctl.conversion.engine.journal import BandJournal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

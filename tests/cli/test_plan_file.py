@@ -12,14 +12,14 @@ import pytest
 import torch
 from cli_checkpoints import llama
 
+from shardctl.base.errors import ChangedError, DestinationError, HostileError, SourceError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion import expansion, plan_file
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.errors import ChangedError, DestinationError, HostileError, SourceError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.record import RECORD
-from shardctl.record import parse_record as load_record
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
+from shardctl.tensors.record import parse_record as load_record
 from shardctl.verbs import plan as planning
 from shardctl.verbs.reshard import reshard
 

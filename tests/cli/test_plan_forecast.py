@@ -15,10 +15,10 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.estimate.devices import get_device
-from shardctl.mesh import Mesh
+from shardctl.hardware.devices import get_device
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.report.planning import render_plan
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 from xml.etree import ElementTree as ET
 
-from shardctl.errors import MachineError
+from shardctl.base.errors import MachineError
 from shardctl.report.annotations import format_github_annotations
 from shardctl.report.junit import build_junit_report
 from shardctl.report.summary import format_summary

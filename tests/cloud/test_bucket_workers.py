@@ -11,14 +11,14 @@ import pytest
 from cloud_models import llama, on_disk
 from safetensors.numpy import load_file, save_file
 
+from shardctl.base.errors import DestinationError, Mismatch, SourceError
+from shardctl.conversion.engine.uploads import BucketUploads
+from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.worker_part import contribute
-from shardctl.errors import DestinationError, Mismatch, SourceError
-from shardctl.execute.uploads import BucketUploads
-from shardctl.execute.worker import WorkerId
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
 from shardctl.storage.cloud.bucket import CloudBucket
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

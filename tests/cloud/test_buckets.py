@@ -9,22 +9,22 @@ import time
 import pytest
 from cloud_models import held, llama, on_disk, put, unfinished
 
-from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
-from shardctl.execute.replacement import replaced_by
-from shardctl.execute.uploads import BucketUploads
-from shardctl.mesh import Mesh
+from shardctl.base.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
+from shardctl.base.workers import NullWatcher
+from shardctl.conversion.engine.replacement import replaced_by
+from shardctl.conversion.engine.uploads import BucketUploads
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.retries import TroubleError
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-from shardctl.workers import NullWatcher
 
 TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=2)
 
@@ -326,7 +326,8 @@ def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, s
 def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(
-            "shardctl.execute.uploads.BucketUploads.publish", lambda *_: (_ for _ in ()).throw(DestinationError("x"))
+            "shardctl.conversion.engine.uploads.BucketUploads.publish",
+            lambda *_: (_ for _ in ()).throw(DestinationError("x")),
         )
         with pytest.raises(DestinationError):
             reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf", max_shard_size=30_000))

@@ -4,11 +4,11 @@ import pytest
 from cloud_models import llama, on_disk
 from fault_proxy import LOST
 
-from shardctl.errors import AccessError, DestinationError, SourceError, TransientError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import AccessError, DestinationError, SourceError, TransientError
 from shardctl.options import ReshardOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import CloudBucket
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.workers import NullWatcher, StopRequest
 from shardctl.conversion.bucket_output import ShareSender
-from shardctl.dtype import BY_NAME
-from shardctl.execute.part import WorkerPart, encode_part, parse_part
-from shardctl.manifest import Chunk, Region
+from shardctl.conversion.engine.part import WorkerPart, encode_part, parse_part
 from shardctl.storage import FileStat
-from shardctl.workers import NullWatcher, StopRequest
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region
 
 U8 = BY_NAME["U8"]
 COPY = SimpleNamespace(reads=(Chunk(Box.whole((100,)), U8, Region("a.safetensors", 0, (1,)), "w"),))

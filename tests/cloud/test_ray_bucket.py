@@ -7,8 +7,8 @@ import sys
 import pytest
 from cloud_models import llama, on_disk
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 pytest.importorskip("ray", reason="ray is not installed")

@@ -10,12 +10,12 @@ import time
 import pytest
 from cloud_models import llama, on_disk
 
-from shardctl.errors import ChangedError, DestinationError
-from shardctl.execute.uploads import BucketUploads
-from shardctl.mesh import Mesh
+from shardctl.base.errors import ChangedError, DestinationError
+from shardctl.conversion.engine.uploads import BucketUploads
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.storage.cloud.settings import QUICK
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect

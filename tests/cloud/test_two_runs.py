@@ -7,11 +7,11 @@ import time
 import pytest
 from cloud_models import llama, on_disk
 
-from shardctl.errors import DestinationError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import DestinationError
 from shardctl.options import DestinationOptions, ReshardOptions
-from shardctl.record import parse_record
 from shardctl.storage.cloud.bucket import CloudBucket
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import parse_record
 from shardctl.verbs.reshard import reshard
 
 COMMANDS = {
@@ -89,7 +89,7 @@ def test_what_the_loser_has_on_its_way_is_not_in_the_result(s3_place, source, wa
 
 def test_what_arrives_after_the_winner_gave_the_loser_up_is_removed_by_the_loser(s3_place, source, wanted, monkeypatch):
     """As if the loser were on another machine, and stood still for longer than anybody waits."""
-    monkeypatch.setattr("shardctl.execute.bucket_claim.GRACE_SECONDS", 0)
+    monkeypatch.setattr("shardctl.conversion.engine.bucket_claim.GRACE_SECONDS", 0)
     upload, others = CloudBucket.upload, []
 
     def late(self, path, *rest):

@@ -20,15 +20,15 @@ from pathlib import Path
 from crash_site import checkpoint
 from faults import Faults
 
+from shardctl.base.errors import ShardctlError
 from shardctl.conversion import conversion_plan as drafting
 from shardctl.conversion import worker_part as contributing
+from shardctl.conversion.engine import engine
+from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.worker_part import contribute
-from shardctl.errors import ShardctlError
-from shardctl.execute import engine
-from shardctl.execute.worker import WorkerId
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions
 from shardctl.storage import descriptors, direct, local
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 

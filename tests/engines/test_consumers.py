@@ -16,9 +16,9 @@ from docs.consumers import FROM_HEADERS, KEPT, MODELS, PAGE, PROMPTS, RUN_BY, TR
 from docs.trainer_runs import load
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.running.engines.engine_client import ask_engine
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.engines.asking import ask_engine
-from shardctl.verify.engines.result import EngineQuestion
+from shardctl.verify.engine_result import EngineQuestion
 
 PYTHONS = {
     "transformers": sys.executable,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.errors import AccessError, SourceError, TransientError, UnsupportedError
 from shardctl.cli.program import run
 from shardctl.conversion.engine_sums import sum_engine_arrays
-from shardctl.errors import AccessError, SourceError, TransientError, UnsupportedError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

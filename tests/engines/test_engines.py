@@ -21,19 +21,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from docs.engines import CASES, KEPT, PAGE, build_page, make
+from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.report.documents import build_verify_document
 from shardctl.report.junit import build_junit_report
 from shardctl.report.summary import format_summary
+from shardctl.running.engines import engine_client as asking
+from shardctl.running.engines.engine_client import EngineError, list_prompts
+from shardctl.running.engines.score_check import BOUND, compare_scores, measure_rounding
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-from shardctl.verify.engines import asking
-from shardctl.verify.engines.asking import EngineError, list_prompts
-from shardctl.verify.engines.judging import BOUND, compare_scores, measure_rounding
-from shardctl.verify.engines.result import TokenScores
+from shardctl.verify.engine_result import TokenScores
 
 VLLM = os.environ.get("SHARDCTL_VLLM_PYTHON", sys.executable if importlib.util.find_spec("vllm") else "")
 """A Python that has vLLM."""
@@ -214,7 +214,7 @@ class TestAnswers:
         assert "from the source's, at most 1e-03" in level.errors[0].message
 
     def test_every_report_says_what_was_asked(self, made, answer):
-        from shardctl.verify.engines.reference import SourceReference
+        from shardctl.running.engines.reference import SourceReference
 
         def say(question):
             from shardctl.checkpoint.opening import open_checkpoint
@@ -300,7 +300,7 @@ class TestRefusals:
 
 
 def asking_question():
-    from shardctl.verify.engines.result import EngineQuestion
+    from shardctl.verify.engine_result import EngineQuestion
 
     return EngineQuestion("vllm", "/nowhere", ((1, 2),), 1)
 

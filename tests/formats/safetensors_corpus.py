@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 
 
 def build(header: str | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -10,8 +10,8 @@ from numpy.lib.stride_tricks import as_strided
 from stored_bits import bits
 
 from shardctl.libraries import registry as formats
-from shardctl.manifest import ConstantFill
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.manifest import ConstantFill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 
 def scan(path: Path, weights: str | None = None) -> Manifest:

@@ -13,9 +13,9 @@ from stored_bytes import check, scan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"

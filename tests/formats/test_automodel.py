@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

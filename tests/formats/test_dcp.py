@@ -21,18 +21,18 @@ import torch.distributed.checkpoint as dcp
 from dcp_builder import Runs, changed
 from stored_bytes import check, scan
 
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.libraries.dcp import items
 from shardctl.libraries.dcp.items import ItemReader
 from shardctl.libraries.dcp.metadata import StoredItem
 from shardctl.libraries.dcp.save import _check_disjoint
 from shardctl.libraries.torch_save.item_writer import encode_tensor
-from shardctl.manifest import Region
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Region
 from shardctl.verbs.reshard import reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

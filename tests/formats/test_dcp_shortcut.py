@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.libraries.dcp import metadata as reader
 from shardctl.libraries.dcp.metadata import DcpMetadata, read_metadata
 from shardctl.libraries.dcp.metadata_shortcut import MetadataShortcut

@@ -11,13 +11,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
-from shardctl.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.deepseek.arrays import SCHEMA
 from shardctl.libraries.registry import detect_format, scan_checkpoint
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

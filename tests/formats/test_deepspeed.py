@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from stored_bits import bits
 from stored_bytes import gather, scan
 
+from shardctl.base.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.deepspeed import geometry
 from shardctl.libraries.deepspeed.patterns import NamePatterns

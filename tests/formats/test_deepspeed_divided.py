@@ -15,7 +15,7 @@ from stored_bits import bits
 from stored_bytes import gather, scan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.files import sort_files
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.documents import build_inspect_document
 from shardctl.verbs.digest import digest

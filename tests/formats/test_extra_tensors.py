@@ -10,13 +10,13 @@ import transformers
 from safetensors.torch import load_file
 from test_wrapped_names import FIXTURE, WEIGHTS, save_dcp, save_pt, save_safetensors, wrap
 
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.models import load_families
-from shardctl.models.extra_names import EVERYWHERE, IGNORED_BY_CLASS, IGNORED_PATTERNS
+from shardctl.models.names.extra_names import EVERYWHERE, IGNORED_BY_CLASS, IGNORED_PATTERNS
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.record import RECORD, parse_record
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD, parse_record
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, reshard
+from shardctl.base.errors import CutError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CutError, UsageError
 from shardctl.libraries.registry import detect_format
 from shardctl.storage.local import LocalSource
 

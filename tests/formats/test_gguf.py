@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.base.errors import SourceError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError
 from shardctl.libraries.gguf.header import read_header
 from shardctl.storage.local import LocalSource
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from stored_bits import bits
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.options import ReshardOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
 from shardctl.libraries.files.index import read_index
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource

@@ -19,8 +19,8 @@ from torch.distributed import checkpoint
 from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
+from shardctl.base.errors import ShardctlError, SourceError
 from shardctl.cli.program import run
-from shardctl.errors import ShardctlError, SourceError
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.torch_save import leftovers
 from shardctl.libraries.torch_save.leftovers import (

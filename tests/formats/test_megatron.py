@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
+from shardctl.libraries.megatron.family_features import MISSING, TRAITS
 from shardctl.libraries.megatron.layers import check_model
 from shardctl.libraries.megatron.legacy_writing import MegatronOptions, _find_end_stages
 from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments
 from shardctl.libraries.megatron.names import find_engine_name, find_local_name
 from shardctl.libraries.megatron.ranks import build_least_mesh, list_mesh_folders
 from shardctl.libraries.registry import detect_format, scan_checkpoint
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.models.families import load_family
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

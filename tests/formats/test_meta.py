@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from stored_bytes import scan
 
 from fixtures.meta import make as make_meta
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.meta.params import MetaParams
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from fixtures.meta import make_llama4
-from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.meta.llama4_params import build_llama4_params
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -16,9 +16,9 @@ from stored_bytes import check, gather
 from torch.distributed.checkpoint import save
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, VerifyOptions, inspect, reshard, verify
+from shardctl.base.errors import UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import UnsupportedError
-from shardctl.training import split_state_name
+from shardctl.tensors.training import split_state_name
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HERE = FIXTURES / "torch_dist"

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions
-from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.orbax import OrbaxSource, is_orbax, list_run_slices
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect

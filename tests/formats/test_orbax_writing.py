@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.orbax import plain_arrays
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource

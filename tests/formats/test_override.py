@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.addresses import open_source

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.errors import HostileError, ShardctlError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, ShardctlError, SourceError, UnsupportedError
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits, TruncatedError
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping

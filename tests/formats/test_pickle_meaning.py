@@ -13,7 +13,7 @@ import torch
 from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import PickleBudget, budget_of
@@ -270,14 +270,14 @@ def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
 
 
 def test_memory_for_too_many_tensors_is_refused_before_a_plan_is_made(tmp_path, monkeypatch):
+    from shardctl.base.errors import MemoryBudgetError
     from shardctl.checkpoint.opening import open_checkpoint
     from shardctl.conversion import conversion_plan as drafting
-    from shardctl.errors import MemoryBudgetError
     from shardctl.options import ReshardOptions
 
     torch.save({f"t{n}": torch.zeros(1) for n in range(3000)}, tmp_path / "m.pt")
     monkeypatch.setattr(drafting, "join_manifests", lambda *_: pytest.fail("a plan is made"))
-    monkeypatch.setattr("shardctl.execute.budget._CHEAP_LISTS", 0)
+    monkeypatch.setattr("shardctl.conversion.engine.budget._CHEAP_LISTS", 0)
     refused = pytest.raises(MemoryBudgetError, match=r"--memory 52MiB cannot hold .* needs more than 60 MiB")
     with open_checkpoint(tmp_path / "m.pt") as checkpoint, refused as caught:
         drafting.plan_conversion(checkpoint, ReshardOptions(host_memory=52 << 20))

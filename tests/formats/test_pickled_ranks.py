@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stored_bytes import check, scan
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from shardctl.base.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.libraries.files.rank_files import parse_rank_file_name
 from shardctl.libraries.rank_pickles.placements import AxisPlacement, compute_local_shape, list_local_boxes
 from shardctl.options import ReshardOptions, SourceOptions

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, VerifyOptions, reshard, verify
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.megatron.buffer_layout import place_parameters
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.torch_save.reading import read_saved
 from shardctl.libraries.torch_save.zip_records import read_archive

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from stored_bytes import gather, scan
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.options import SourceOptions
 from shardctl.verbs.inspect import inspect
 

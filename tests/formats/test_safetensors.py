@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from safetensors_corpus import build
 from stored_bits import bits
 
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.storage import read_bytes

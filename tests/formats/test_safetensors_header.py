@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from safetensors_corpus import BAD, ODD, Bad, Odd, build
 
-from shardctl.dtype import BY_NAME, DTYPES
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_NAME, DTYPES
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.safetensors.header import (
     SafetensorsHeader,
     _ParsedHeader,
@@ -292,7 +292,7 @@ BOMBS = {
 CHILD = """
 import resource, sys
 from pathlib import Path
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.safetensors.header import read_header
 from shardctl.storage.local import LocalSource
 path = Path(sys.argv[1])

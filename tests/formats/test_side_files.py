@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardctl.errors import HostileError
+from shardctl.base.errors import HostileError
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.storage.local import LocalSource
 

@@ -25,20 +25,20 @@ from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.dcp.metadata import read_metadata
 from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.megatron.dist_states import note_unknown_progress
 from shardctl.libraries.registry import detect_format
-from shardctl.manifest import Chunk, Region, Tensor, TrainingState
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
-from shardctl.training import format_state_name, split_state_name
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, Tensor, TrainingState
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.training import format_state_name, split_state_name
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.base.errors import SourceError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError
 from shardctl.libraries.registry import detect_format
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource

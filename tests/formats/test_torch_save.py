@@ -21,12 +21,12 @@ from stored_bits import bits
 from torch_corpus import BAD, GOOD, file, one, tensor
 from zip_builder import Entry
 
-from shardctl.errors import ShardctlError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats
 from shardctl.libraries.torch_save import reading as torch_save
-from shardctl.manifest import Region
 from shardctl.options import ReshardOptions
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.manifest import Region
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 
@@ -408,7 +408,7 @@ def test_errors_reach_through_the_package(tmp_path):
 BOUNDED = """
 import resource, sys, time
 from pathlib import Path
-from shardctl.errors import HostileError
+from shardctl.base.errors import HostileError
 
 def peak():  # ru_maxrss counts what the parent had when it forked, the status only what is of this program
     status = Path("/proc/self/status")

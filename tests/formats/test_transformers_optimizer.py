@@ -9,7 +9,7 @@ import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
 from shardctl.options import ReshardOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.libraries.trtllm.arrays import SCHEMA
 from shardctl.libraries.trtllm.config import interpret_config
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.pieces import split_layers_evenly
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import split_layers_evenly
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect

@@ -13,17 +13,17 @@ import torch
 from interrupting import InterruptingProgress
 from safetensors.torch import load_file, save_file
 
-from shardctl.bands import BandBuffer, ChunkIndex
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, ShardctlError, UnsupportedError, UsageError
 from shardctl.cli.program import run
-from shardctl.copyplan import cover_tensor
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, ShardctlError, UnsupportedError, UsageError
-from shardctl.manifest import Chunk, Region, Tensor
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.turns import unfold_tensors
+from shardctl.tensors.bands import BandBuffer, ChunkIndex
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import cover_tensor
+from shardctl.tensors.manifest import Chunk, Region, Tensor
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.turns import unfold_tensors
 from shardctl.verbs.digest import digest
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard

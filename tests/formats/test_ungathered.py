@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from shardctl.base.errors import SourceError
 from shardctl.cli.program import run
-from shardctl.errors import SourceError
 from shardctl.options import ReshardOptions
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.training import format_state_name, split_state_name
+from shardctl.tensors.training import format_state_name, split_state_name
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zip_builder import Entry, build, padding
 
-from shardctl.errors import HostileError, ShardctlError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, ShardctlError, SourceError, UnsupportedError
 from shardctl.libraries.torch_save.zip_records import read_archive
 from shardctl.storage.local import LocalSource
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zip_builder import Entry, build
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
 
 LITTLE = Entry("m/byteorder", b"little")
 VERSION = Entry("m/version", b"3\n")

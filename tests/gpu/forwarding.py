@@ -10,8 +10,8 @@ import torch
 from gpu_models import LLAMA, MIXTRAL, cut, random_checkpoint
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.loading.device_levels import run_forward_level
 from shardctl.options import SourceOptions, VerifyOptions
+from shardctl.running.device_levels import run_forward_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

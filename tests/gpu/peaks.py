@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from gpu_models import LLAMA, MIXTRAL, QWEN
 
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.inventory import build_inventory
-from shardctl.estimate.serving import list_serving_terms
+from shardctl.estimate.model.inventory import build_inventory
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.serving.rank_serving import list_serving_terms
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.training.rank_training import list_training_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.manifest import Tensor
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

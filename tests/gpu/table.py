@@ -25,7 +25,7 @@ import transformers
 from gpu_models import Scale
 
 import shardctl
-from shardctl.amounts import format_file_size, format_rate
+from shardctl.base.amounts import format_file_size, format_rate
 
 Rows = Iterator[tuple[object, ...]]
 

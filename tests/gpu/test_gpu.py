@@ -92,8 +92,8 @@ def test_a_bit_that_is_wrong_on_the_device_is_found(tmp_path):
 @needs_devices
 @pytest.mark.usefixtures("fake")
 def test_loading_many_small_blocks_overlaps_copies_and_loses_none(tmp_path):
-    from shardctl.loading.state_dict import load
-    from shardctl.workers import ExecutionOptions
+    from shardctl.base.workers import ExecutionOptions
+    from shardctl.running.state_dict import load
 
     source = random_checkpoint(tmp_path / "source", ON.config(LLAMA, 2))
     place = cut(source, tmp_path / "ranks", tp=2)

@@ -14,9 +14,9 @@ from gpu_mode import FAKE, fake, limit_device, needs_devices, needs_gpu
 from gpu_models import LLAMA, TINY, cut, random_checkpoint
 
 from shardctl.options import VerifyOptions
+from shardctl.running.device import list_devices
+from shardctl.running.forward.numerics import record_unstable_kernels
 from shardctl.verbs.verify import verify
-from shardctl.verify.device import list_devices
-from shardctl.verify.forward.numerics import record_unstable_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from shardctl.errors import ChangedError
+from shardctl.base.errors import ChangedError
+from shardctl.base.workers import StopRequest
 from shardctl.storage import file_hashes
 from shardctl.storage.file_hashes import FileHashes
 from shardctl.storage.hashed_file import PromisedHash
-from shardctl.workers import StopRequest
 
 CONTENT = random.Random(7).randbytes(1_000_003)
 

@@ -5,12 +5,12 @@ import sys
 import pytest
 from huggingface_hub import close_session
 
-from shardctl.errors import SourceError, TransientError, UsageError
+from shardctl.base.errors import SourceError, TransientError, UsageError
+from shardctl.base.workers import StopRequest
 from shardctl.storage.hub import open_hub
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.publishing import HubRepository
-from shardctl.workers import StopRequest
 
 ENTRY = {"type": "file", "path": "config.json", "size": 2, "oid": "0" * 40}
 

@@ -7,11 +7,11 @@ import pytest
 from hub_models import content, model, write
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
+from shardctl.base.errors import ChangedError, SourceError
 from shardctl.cli.program import run
-from shardctl.errors import ChangedError, SourceError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage.addresses import open_source
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -8,9 +8,9 @@ from hub_models import SHARDS, large, model
 from hub_server import status
 
 from shardctl.conversion.plan_file import read_plan_file
-from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.storage.addresses import open_source
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

@@ -10,10 +10,10 @@ from hub_models import CONFIG, content, model, write
 from hub_server import status
 from safetensors.numpy import save
 
-from shardctl.errors import ChangedError, SourceError, TransientError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import ChangedError, SourceError, TransientError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage import file_hashes
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

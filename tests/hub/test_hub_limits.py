@@ -8,7 +8,7 @@ from hub_models import model
 from hub_server import HubServer, status
 from huggingface_hub import constants
 
-from shardctl.errors import HostileError, ShardctlError, SourceError, TransientError
+from shardctl.base.errors import HostileError, ShardctlError, SourceError, TransientError
 from shardctl.storage.addresses import open_source
 from shardctl.storage.hub import limits, questions, sockets
 from shardctl.verbs.inspect import inspect

@@ -3,7 +3,7 @@
 import pytest
 from hub_models import model, write
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.storage.addresses import open_source
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.local import LocalSource

@@ -12,9 +12,9 @@ import pytest
 from hub_models import content, large, model, write
 from hub_server import dropped, sha256, status
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage.read_ahead import KEPT
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"

@@ -9,17 +9,17 @@ from hub_models import content, model, write
 from hub_server import status
 from huggingface_hub import constants
 
-from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
+from shardctl.base.workers import StopRequest
 from shardctl.options import ReshardOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.addresses import open_source
 from shardctl.storage.hub import ranges
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
-from shardctl.workers import StopRequest
 
 NAME = "someone/llama"
 TP2 = ReshardOptions(mesh=Mesh.of(tp=2))

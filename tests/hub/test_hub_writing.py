@@ -9,15 +9,9 @@ from hub_models import content, model, write
 from hub_server import HubServer, status
 from huggingface_hub import _commit_api, constants
 
-from shardctl.errors import (
-    AccessError,
-    DestinationError,
-    OccupiedDestinationError,
-    TransientError,
-    UsageError,
-)
-from shardctl.mesh import Mesh
+from shardctl.base.errors import AccessError, DestinationError, OccupiedDestinationError, TransientError, UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.finish import finish

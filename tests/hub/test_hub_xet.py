@@ -6,10 +6,10 @@ from hub_models import content, model, write
 from hub_server import status
 from huggingface_hub import constants
 
-from shardctl.errors import AccessError, HostileError, SourceError, TransientError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import AccessError, HostileError, SourceError, TransientError
 from shardctl.options import ReshardOptions
 from shardctl.storage.hub import xet
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 

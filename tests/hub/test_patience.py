@@ -5,11 +5,11 @@ from email.utils import formatdate
 
 import pytest
 
-from shardctl.errors import Interrupted, SourceError, TransientError
+from shardctl.base.errors import Interrupted, SourceError, TransientError
+from shardctl.base.workers import StopRequest
 from shardctl.storage import retries as patience
 from shardctl.storage.hub.statuses import parse_retry_after
 from shardctl.storage.retries import TroubleError, make_retrying
-from shardctl.workers import StopRequest
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, reshard
-from shardctl.record import RECORD
+from shardctl.tensors.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

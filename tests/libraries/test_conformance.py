@@ -29,8 +29,8 @@ from shardctl.cli.program import run
 from shardctl.libraries.catalogue import FORMATS, LAYOUT_FILES
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.registry import detect_format
-from shardctl.manifest import Region
 from shardctl.storage.addresses import open_source
+from shardctl.tensors.manifest import Region
 
 DAMAGES = {
     "cut in half": lambda data: data[: len(data) // 2],

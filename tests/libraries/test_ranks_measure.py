@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardctl import Mesh, ReshardOptions
+from shardctl.base.errors import CutError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import draft_conversion
-from shardctl.errors import CutError
 from shardctl.libraries.safetensors import ranks_writing
 from shardctl.options import SourceOptions
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from shardctl.estimate.inventory import build_inventory
-from shardctl.manifest import Tensor
+from shardctl.estimate.model.inventory import build_inventory
 from shardctl.models import describe_model
+from shardctl.tensors.manifest import Tensor
 
 
 def _llama(hidden, ffn, layers, heads, kv_heads, vocab, **more):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer, build_anatomy
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer, build_anatomy
-from shardctl.models.layer_traits import LayerStyle
+from shardctl.models.tables.layer_features import LayerStyle
+from shardctl.tensors.mesh import Mesh
 
 # Korthikanti et al. 2022, Table 3: heads, hidden, layers, tp, pp, micro batch, and Megatron's sequence and vocabulary.
 PUBLISHED = {

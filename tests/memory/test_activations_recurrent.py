@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UnsupportedError
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import RankHolding
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import LayerState, build_anatomy
+from shardctl.estimate.model.rank_shards import RankHolding
 from shardctl.estimate.term import sum_terms
+from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import LayerState, build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 PEAKS = json.loads(Path(__file__).with_name("recurrent_peaks.json").read_text())
 MEGATRON = json.loads(Path(__file__).with_name("megatron_mamba_peaks.json").read_text())

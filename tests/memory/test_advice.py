@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 from known_models import LLAMA_3_8B, LLAMA_3_70B, QWEN2_7B, stock
 
+from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
-from shardctl.errors import UsageError
-from shardctl.estimate.advice import EstimateRequest, advise_changes, find_fewest_by_type
-from shardctl.estimate.allowed_degrees import AllowedDegrees
-from shardctl.estimate.devices import GIB, get_device
-from shardctl.estimate.forecast import estimate_ranks
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.narrower_types import narrow_inventory
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.narrower_types import narrow_inventory
+from shardctl.estimate.model.rank_shards import RankHolding
 from shardctl.estimate.rank_estimate import build_estimate
-from shardctl.estimate.search import SERVING, SearchSpace, WeightTotals
+from shardctl.estimate.search.advice import EstimateRequest, advise_changes, find_fewest_by_type
+from shardctl.estimate.search.forecast import estimate_ranks
+from shardctl.estimate.search.mesh_comparison import SERVING, SearchSpace, WeightTotals
 from shardctl.estimate.term import MemoryTerm
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.hardware.devices import GIB, get_device
+from shardctl.tensors.mesh import Mesh
 
 H100 = get_device("h100").usable_bytes
 NOBODY = RankHolding(0, "only", {}, 1, 0, range(0), ())

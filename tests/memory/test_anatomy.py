@@ -16,9 +16,9 @@ import torch
 import transformers
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerScan, LayerState, build_anatomy
 from shardctl.models import describe_model, load_families
-from shardctl.models.anatomy import LayerAttention, LayerExperts, LayerScan, LayerState, build_anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -262,7 +262,7 @@ def test_it_takes_milliseconds_and_nothing_heavy():
     assert len(build_anatomy(config).layers) == 61
     assert time.process_time() - start < 0.1
     script = (
-        "import sys, shardctl.models.anatomy, shardctl.estimate.serving;"
+        "import sys, shardctl.estimate.model.layer_graph, shardctl.estimate.serving.rank_serving;"
         "assert not {'numpy', 'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.errors import SourceError, UsageError
-from shardctl.estimate.calibrate import PeakMeasurement, _solve_least_squares, fit_calibration, parse_measurements
+from shardctl.base.errors import SourceError, UsageError
 from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.training.calibrate import (
+    PeakMeasurement,
+    _solve_least_squares,
+    fit_calibration,
+    parse_measurements,
+)
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 GB = 10**9
 WEIGHTS = 16 * GB

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from known_models import even, stock
 
-from shardctl.estimate.communication import compute_sent_bytes, list_traffic
-from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.training.communication import compute_sent_bytes, list_traffic
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

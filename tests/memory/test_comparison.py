@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardctl.errors import UsageError
-from shardctl.estimate.comparison import list_strategies
+from shardctl.base.errors import UsageError
+from shardctl.estimate.training.comparison import list_strategies
 
 
 # Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 devices, mixed-precision Adam.

@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel.loss import _nll_loss_and_log_softmax_bac
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardctl.errors import UnsupportedError
-from shardctl.estimate.activations import RankActivations
-from shardctl.estimate.holding import list_holdings
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.training.activations import RankActivations
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 512, 1792, 8, 2, 64, 4096
 BATCH, TOKENS = 2, 256

@@ -10,16 +10,20 @@ from pathlib import Path
 import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_8B, LLAMA_3_405B, MIXTRAL_8X7B, deepseek_v3, llama_405b, stock
 
-from shardctl.estimate.cost import DevicePace, _count_ranks_and_nodes, price_mesh
-from shardctl.estimate.devices import GB, GIB, get_device
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.operations import compute_touched_share, count_attention_operations, count_matrix_operations
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.operations import (
+    compute_touched_share,
+    count_attention_operations,
+    count_matrix_operations,
+)
 from shardctl.estimate.rank_estimate import build_estimate
-from shardctl.estimate.search import WeightTotals
+from shardctl.estimate.search.cost import DevicePace, _count_ranks_and_nodes, price_mesh
+from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.estimate.term import MemoryTerm
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.hardware.devices import GB, GIB, get_device
+from shardctl.tensors.mesh import Mesh
 
 H100 = get_device("h100")
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UsageError
-from shardctl.estimate.devices import DEVICES, GB, GIB, PCIE3, TERA, get_device
+from shardctl.base.errors import UsageError
 from shardctl.estimate.local_device import _match_device
+from shardctl.hardware.devices import DEVICES, GB, GIB, PCIE3, TERA, get_device
 from shardctl.options.plan_options import find_device
 
 

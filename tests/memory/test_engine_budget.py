@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from known_models import LLAMA_3_8B, even, stock
 
-from shardctl.errors import UsageError
-from shardctl.estimate.devices import GIB, get_device
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.kv_cache import list_cache_terms
-from shardctl.estimate.paged_groups import CachedLayer, list_grouped_terms
-from shardctl.estimate.serving import find_longest_context, list_serving_terms
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.serving.kv_cache import list_cache_terms
+from shardctl.estimate.serving.paged_groups import CachedLayer, list_grouped_terms
+from shardctl.estimate.serving.rank_serving import find_longest_context, list_serving_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import EngineBudget, ServingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.hardware.devices import GIB, get_device
 from shardctl.options import PlanOptions
 from shardctl.options.plan_options import parse_part
 from shardctl.planning.workload import _build_budget
+from shardctl.tensors.mesh import Mesh
 
 SIZES = json.loads((Path(__file__).parents[2] / "fixtures/vllm/cache_sizes.json").read_text())
 USABLE = get_device("h100").usable_bytes

@@ -20,10 +20,10 @@ from saved_bytes import build_model, layer_paths
 from test_saved_bytes import NOT_COUNTED, NOT_KNOWN, ROUTING, TOKENS, describe, estimate, measure
 
 from shardctl.api import PlanOptions, plan
-from shardctl.estimate import activations
-from shardctl.estimate.activations import RankActivations
-from shardctl.estimate.trained_weights import count_trained_weights, find_weight_role
-from shardctl.models.anatomy import build_anatomy
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.training import activations
+from shardctl.estimate.training.activations import RankActivations
+from shardctl.estimate.training.trained_weights import count_trained_weights, find_weight_role
 
 PEFT = json.loads((Path(__file__).parents[2] / "fixtures/peft/saved_bytes.json").read_text())
 STACKED = {

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_405B, stock
 
-from shardctl.estimate.forecast import estimate_ranks
-from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.search.forecast import estimate_ranks
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 WORK = TrainingWorkload(4096, profile="megatron", zero=1, microbatches=4, dropout=False)
 DUMMIES = "gradients that nobody reads"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
-from shardctl.errors import CutError
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.holding import list_holdings
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.json"))
 MESHES = ("tp=2", "pp=2,fsdp=3", "tp=2,pp=2,fsdp=2,dp=2,ep=2")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 
 PUBLIC = Path(__file__).parents[2] / "fixtures" / "configs_public"

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EncoderDecoderCache
 
-from shardctl.errors import UsageError
-from shardctl.estimate.kv_cache import list_cache_terms
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 ONE = Mesh.of()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from known_models import GPT_3, LLAMA_3_8B, QWEN2_7B, deepseek_v3, llama_405b, stock
 
-from shardctl.errors import CutError
-from shardctl.estimate.allowed_degrees import AllowedDegrees
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.search import WeightTotals
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.search.mesh_comparison import WeightTotals
+from shardctl.tensors.mesh import Mesh
 
 
 def test_llama_405b_runs_on_the_mesh_that_meta_trained_it_on():

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, stock
 
-from shardctl.errors import CutError, UsageError
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.narrower_types import TYPES, is_linear, narrow_inventory
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, UsageError
+from shardctl.estimate.model.narrower_types import TYPES, is_linear, narrow_inventory
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -8,29 +8,24 @@ from pathlib import Path
 import pytest
 from known_models import MIXTRAL_8X7B, stock
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UsageError
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.inventory import build_inventory
-from shardctl.estimate.offload import (
-    compute_bandwidth,
-    compute_intensity,
-    list_link_needs,
-    sum_heaviest_node,
-)
-from shardctl.estimate.operations import compute_used_share
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.inventory import build_inventory
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.operations import compute_used_share
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.rank_estimate import build_estimate
-from shardctl.estimate.scheme import choose_scheme
-from shardctl.estimate.states import list_state_terms
-from shardctl.estimate.step_place import StepPlace
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.transients import build_passing_hold
+from shardctl.estimate.training.activations import estimate_activations
+from shardctl.estimate.training.offload import compute_bandwidth, compute_intensity, list_link_needs, sum_heaviest_node
+from shardctl.estimate.training.scheme import choose_scheme
+from shardctl.estimate.training.states import list_state_terms
+from shardctl.estimate.training.step_phase import StepPlace
+from shardctl.estimate.training.transients import build_passing_hold
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.manifest import Tensor
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
-from shardctl.placement import AxisCut, PartitionSpec
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import AxisCut, PartitionSpec
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GIB, TIB = 1 << 30, 1 << 40

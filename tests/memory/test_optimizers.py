@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UsageError
-from shardctl.estimate.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
-from shardctl.estimate.preconditioner_blocks import count_blocks, count_gathered_bytes, spread_blocks
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UsageError
+from shardctl.estimate.training.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
+from shardctl.estimate.training.preconditioner_blocks import count_blocks, count_gathered_bytes, spread_blocks
 
 SHAPES = ((70, 64), (64, 70), (4096,), (4095,), (257, 16), (16, 8), (1, 5), (3,), (2, 64, 64), ())
 """Around the sizes from which states have 8 bits, whose blocks are 256 elements."""

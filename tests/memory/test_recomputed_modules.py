@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.estimate.activations import RankActivations
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.recomputed_modules import count_module_operations
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.estimate.model.layer_graph import ModelAnatomy, build_anatomy
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.training.activations import RankActivations
+from shardctl.estimate.training.recomputed_modules import count_module_operations
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import ModelAnatomy, build_anatomy
 from shardctl.options import PlanOptions, ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

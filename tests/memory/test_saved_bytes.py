@@ -21,14 +21,14 @@ import transformers
 from model_oracle import BUILT, FIXTURES, fixture
 from saved_bytes import SavedTensor, ask, build_model, gpu_autocast, layer_paths, list_saved
 
-from shardctl.errors import UnsupportedError
-from shardctl.estimate.activations import RankActivations
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.kept_tensors import Flag
-from shardctl.estimate.sizes import Size
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import ModelAnatomy, build_anatomy
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.sizes import Size
+from shardctl.estimate.training.activations import RankActivations
+from shardctl.estimate.training.saved_activations import Flag
 from shardctl.estimate.workload import AttentionKernel, Precision, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import ModelAnatomy, build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

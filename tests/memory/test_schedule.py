@@ -7,8 +7,8 @@ from itertools import groupby
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from shardctl.errors import UsageError
-from shardctl.estimate.schedule import compute_bubble, count_in_flight, count_losses
+from shardctl.base.errors import UsageError
+from shardctl.estimate.training.schedule import compute_bubble, count_in_flight, count_losses
 
 FORWARD, BACKWARD = 1, 2
 """Time of one microbatch through one stage."""

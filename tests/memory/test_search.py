@@ -23,13 +23,13 @@ from known_models import (
     stock,
 )
 
-from shardctl.errors import UsageError
-from shardctl.estimate.allowed_degrees import AllowedDegrees
-from shardctl.estimate.cost import price_mesh
-from shardctl.estimate.devices import GIB, get_device
-from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.allowed_degrees import AllowedDegrees
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.estimate.rank_estimate import build_estimate
-from shardctl.estimate.search import (
+from shardctl.estimate.search.cost import price_mesh
+from shardctl.estimate.search.mesh_comparison import (
     SERVING,
     TRAINING,
     QuickChecks,
@@ -42,10 +42,10 @@ from shardctl.estimate.search import (
     set_equal_tokens,
 )
 from shardctl.estimate.term import MemoryTerm
-from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.training.rank_training import list_training_terms
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.hardware.devices import GIB, get_device
+from shardctl.tensors.mesh import Mesh
 
 H100 = get_device("h100")
 SERVE, TRAIN = SearchSpace(SERVING, stored=True), SearchSpace(TRAINING)

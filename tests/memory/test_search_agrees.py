@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UsageError
-from shardctl.estimate.devices import get_device
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
+from shardctl.hardware.devices import get_device
 from shardctl.options import PlanOptions, ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 
 CONFIGS = Path(__file__).parents[2] / "fixtures"

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.base.errors import UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import UsageError
-from shardctl.estimate.devices import get_device
-from shardctl.estimate.heaviest import HeaviestRanks
-from shardctl.estimate.search import WeightTotals, list_meshes, search_meshes
+from shardctl.estimate.model.heaviest import HeaviestRanks
+from shardctl.estimate.search.mesh_comparison import WeightTotals, list_meshes, search_meshes
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
+from shardctl.hardware.devices import get_device
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import build_estimated_model
 from shardctl.planning.forecast import estimate_needs
 from shardctl.planning.mesh_search import MeshExplorer, QuickChecks
+from shardctl.tensors.mesh import Mesh
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODELS = ("configs/mixtral.json", "configs/deepseek_v3.json", "configs/llama.json", "configs_public/llama-3.1-8b.json")

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_models import even, stock
 
-from shardctl.errors import UsageError
-from shardctl.estimate.holding import list_holdings
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.runtime import MIB, list_communicators, list_runtime_terms
-from shardctl.estimate.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
+from shardctl.estimate.serving.rank_serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GIB = 1 << 30

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.api import Mesh, PlanOptions, ReshardOptions, plan
-from shardctl.estimate.devices import GIB, get_device
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.hardware.devices import GIB, get_device
 from shardctl.planning import mesh_search
 from shardctl.planning.mesh_search import count_step_sequences
 from shardctl.planning.settings_search import _list_combinations

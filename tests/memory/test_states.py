@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_models import even, stock
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UsageError
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.inventory import build_inventory
-from shardctl.estimate.scheme import choose_scheme
-from shardctl.estimate.states import list_state_terms
-from shardctl.estimate.step_place import StepPlace
-from shardctl.estimate.transients import STEP, build_passing_hold
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.inventory import build_inventory
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.training.scheme import choose_scheme
+from shardctl.estimate.training.states import list_state_terms
+from shardctl.estimate.training.step_phase import StepPlace
+from shardctl.estimate.training.transients import STEP, build_passing_hold
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
-from shardctl.manifest import Tensor
-from shardctl.mesh import Mesh
-from shardctl.placement import AxisCut, PartitionSpec
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import AxisCut, PartitionSpec
 
 GB = 10**9
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

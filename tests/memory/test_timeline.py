@@ -11,14 +11,14 @@ import pytest
 from known_models import stock
 
 from shardctl.api import PlanOptions, ReshardOptions, plan
-from shardctl.errors import UnsupportedError
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.selective import list_recomputation_remarks
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.training import build_timeline
+from shardctl.estimate.training.rank_training import build_timeline
+from shardctl.estimate.training.selective import list_recomputation_remarks
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 PROGRAM = Path(__file__).with_name("fsdp2_moments.py")

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, masking_utils
 
 from shardctl.cli.program import run
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.training import build_timeline
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 SIZES = {
     "vocab_size": 128256, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
-from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.training import build_timeline
+from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 PROGRAM = Path(__file__).with_name("ddp_moments.py")
 MODEL = {

@@ -9,13 +9,13 @@ import pytest
 from deepspeed_moments import BUCKET, MODEL, SMALL, TOKENS
 from known_models import stock
 
-from shardctl.estimate import transients
-from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.training import build_timeline
+from shardctl.estimate.training import transients
+from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 PRINTED = {
     1: {"forward": 35185168, "backward": 38307604, "step": 47736336, "after": 27278344},

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
-from shardctl.errors import UsageError
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.states import list_state_terms
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.estimate.term import CATEGORIES
-from shardctl.estimate.training import build_timeline, list_training_terms
-from shardctl.estimate.transients import STEP
+from shardctl.estimate.training.activations import estimate_activations
+from shardctl.estimate.training.rank_training import build_timeline, list_training_terms
+from shardctl.estimate.training.states import list_state_terms
+from shardctl.estimate.training.transients import STEP
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 

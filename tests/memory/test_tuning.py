@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardctl.api import Mesh, PlanOptions, ReshardOptions, plan
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UsageError
-from shardctl.estimate.inventory import TensorInventory, TensorKind
-from shardctl.estimate.narrower_types import narrow_inventory
-from shardctl.placement import PartitionSpec
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UsageError
+from shardctl.estimate.model.inventory import TensorInventory, TensorKind
+from shardctl.estimate.model.narrower_types import narrow_inventory
+from shardctl.tensors.placement import PartitionSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TRAINED = json.loads((FIXTURES / "peft/trained_parameters.json").read_text())
@@ -106,7 +106,7 @@ def test_where_nobody_knows_what_is_frozen_the_interval_goes_down():
 
 
 def test_a_step_of_frozen_weights_computes_no_gradients_of_them():
-    from shardctl.estimate.devices import get_device
+    from shardctl.hardware.devices import get_device
 
     device = get_device("h100")
     part, whole = (tuned(device=device, **some).forecast.cost.share("compute") for some in ({"lora_rank": 1}, {}))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME, BY_TORCH
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.base.dtype import BY_NAME, BY_TORCH
 from shardctl.models import load_families
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,8 +8,8 @@ import tp_ranks
 import transformers
 from model_oracle import FIXTURES, fixture
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

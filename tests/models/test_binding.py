@@ -10,9 +10,9 @@ import transformers
 from model_oracle import FIXTURES, classes, fixture, on_meta, state, stored
 from safetensors import safe_open
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 HEADS = ("lm_head", "qa_outputs")
 

@@ -6,7 +6,7 @@ import pytest
 from model_oracle import fixture, stored
 
 from shardctl.models import describe_model
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 
 def layout(manifest):

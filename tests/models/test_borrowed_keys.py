@@ -6,10 +6,10 @@ import pytest
 from cache_bytes import bytes_per_token
 from model_oracle import fixture, stored
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 
 def test_only_layers_with_keys_of_their_own_cache_them():

@@ -10,10 +10,10 @@ import torch
 import transformers
 from model_oracle import BUILT, FIXTURES, fixture, on_meta, state
 
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
 from shardctl.options import SourceOptions
 
 UNBUILDABLE = ("dots1", "qwen4_exp", "qwen4_exp_text")

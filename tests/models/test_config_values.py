@@ -5,7 +5,7 @@ import json
 import pytest
 from model_oracle import CONFIGS
 
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
 from shardctl.models import describe_model
 
 FILES = [path for folder in (CONFIGS, CONFIGS.with_name("configs_hub")) for path in sorted(folder.glob("*.json"))]

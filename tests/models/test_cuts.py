@@ -8,11 +8,11 @@ import pytest
 import torch
 from model_oracle import FIXTURES, fixture, on_meta
 
-from shardctl.box import Box, subtract_all
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
 from shardctl.models import describe_model
-from shardctl.placement import AxisCut, CutSection, check_cuts, compute_intervals, compute_rank_boxes
+from shardctl.tensors.box import Box, subtract_all
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import AxisCut, CutSection, check_cuts, compute_intervals, compute_rank_boxes
 
 UNPLANNED = {
     "albert",

@@ -11,18 +11,18 @@ from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state, stored
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.estimate.activations import estimate_activations
-from shardctl.estimate.holding import RankHolding
-from shardctl.estimate.kv_cache import list_cache_terms
-from shardctl.estimate.layer_flags import list_model_remarks
-from shardctl.estimate.operations import count_attention_operations
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import TokenCache, build_anatomy
+from shardctl.estimate.model.operations import count_attention_operations
+from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.serving.kv_cache import list_cache_terms
+from shardctl.estimate.training.activations import estimate_activations
+from shardctl.estimate.training.layer_flags import list_model_remarks
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.models.anatomy import TokenCache, build_anatomy
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.models.names.naming import bind_manifest
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_rank_boxes
 
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -9,7 +9,7 @@ from shardctl.models import describe_model, load_rules
 from shardctl.models.derived import derive_model, format_rule_file
 from shardctl.models.derived.derivation import ORDER_UNKNOWN
 from shardctl.models.derived.library_names import build_renamer
-from shardctl.models.untabled import build_untabled_model
+from shardctl.models.rules.untabled import build_untabled_model
 
 LAYER = "model.layers.0"
 

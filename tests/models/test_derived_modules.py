@@ -8,10 +8,10 @@ from model_oracle import stored
 from torch import nn
 from torch.nn import functional
 
-from shardctl.mesh import Mesh
 from shardctl.models.derived import derive_model
-from shardctl.models.untabled import build_untabled_model
-from shardctl.placement import compute_rank_boxes
+from shardctl.models.rules.untabled import build_untabled_model
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, WIDTH, EXPERTS, TOKENS = 32, 4, 2, 12, 40, 4, 50
 CONFIG = {

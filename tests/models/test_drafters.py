@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from shardctl.cli.program import run
 from shardctl.models import describe_model
-from shardctl.models.drafters import name_drafter
+from shardctl.models.submodels.draft_models import name_drafter
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 CLASSES = {

@@ -7,13 +7,13 @@ import time
 import pytest
 from model_oracle import FIXTURES, fixture, on_meta, stored
 
-from shardctl.box import Box, subtract_all
-from shardctl.errors import CutError, SourceError
-from shardctl.garbage_collection import pause_garbage_collection
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, SourceError
+from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.models import describe_model
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.models.names.naming import bind_manifest
+from shardctl.tensors.box import Box, subtract_all
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_rank_boxes
 
 MOE = [name for name in FIXTURES if any(t.spec.of_expert for t in describe_model(fixture(name)).own())]
 

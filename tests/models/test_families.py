@@ -13,9 +13,9 @@ import torch
 import transformers
 from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, on_meta, state
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model, load_families
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
 
 CASES = classes()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, on_meta, state
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.models import describe_model
 
 EYES = {

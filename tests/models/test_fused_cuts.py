@@ -6,10 +6,10 @@ import pytest
 import torch
 from model_oracle import fixture
 
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
 from shardctl.models import describe_model
-from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_rank_boxes
 
 
 def ranks(mesh):

@@ -7,10 +7,10 @@ from math import prod
 import pytest
 from model_oracle import fixture, stored
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 FLASH = {"model_type": "glm5_next", "text_config": {"index_kpool": 4}, "vision_config": {"out_hidden_size": 4096}}
 LAYER = "model.language_model.layers"

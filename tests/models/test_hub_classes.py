@@ -16,13 +16,13 @@ import transformers
 from model_oracle import BUILT, CONFIGS, state
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardctl.box import Box, subtract_all
-from shardctl.mesh import Mesh
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model, load_families
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.binding import find_canonical_name
-from shardctl.models.decoder import HEADS
-from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.models.names.binding import find_canonical_name
+from shardctl.models.tables.decoder import HEADS
+from shardctl.tensors.box import Box, subtract_all
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_rank_boxes
 
 FOLDER = CONFIGS.with_name("configs_hub")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers import core_model_loading as loading
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.hub import find_tied_names
-from shardctl.models.hub.composed_array import HubArray
-from shardctl.models.hub.conversion_table import SAVED_AS, NameRenamer, _read_table, find_conversions
-from shardctl.models.hub.saving_operations import OPERATIONS, OperationContext, apply_operation
+from shardctl.base.errors import UnsupportedError
+from shardctl.models.names.hub import find_tied_names
+from shardctl.models.names.hub.composed_array import HubArray
+from shardctl.models.names.hub.conversion_table import SAVED_AS, NameRenamer, _read_table, find_conversions
+from shardctl.models.names.hub.saving_operations import OPERATIONS, OperationContext, apply_operation
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 TABLE = _read_table()

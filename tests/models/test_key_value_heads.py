@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.models import describe_model
 
 LLAMA = {

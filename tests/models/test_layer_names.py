@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardctl.models.layer_names import count_layers
+from shardctl.models.tables.layer_names import count_layers
 
 BLOCK = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 

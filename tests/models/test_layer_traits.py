@@ -15,12 +15,12 @@ import transformers
 from model_oracle import BUILT, CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import ModelConfig, describe_model, families, load_families
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.extra_names import IGNORED_PATTERNS
-from shardctl.models.family import Family
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.names.extra_names import IGNORED_PATTERNS
+from shardctl.models.tables.family import Family
+from shardctl.models.tables.layer_features import LayerTraits
 
 PUBLIC = sorted(path.stem for path in CONFIGS.with_name("configs_public").glob("*.json"))
 KEPT = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, stored
 
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import check_cuts
+from shardctl.models.names.naming import bind_manifest
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts
 
 EXPERTS = "model.layers.0.mlp.experts"
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.models import describe_model
-from shardctl.models.maxtext_names import build_maxtext_arrays
+from shardctl.models.names.maxtext_names import build_maxtext_arrays
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, on_meta, state, stored
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 FLASH = {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, stored
 
-from shardctl.errors import SourceError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError
+from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import LayerIndexer, TokenCache, build_anatomy
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import compute_rank_boxes
+from shardctl.models.names.naming import bind_manifest
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 
 M3 = {
     "architectures": ["MiniMaxM3SparseForConditionalGeneration"],

@@ -9,9 +9,9 @@ import torch
 import transformers
 from model_oracle import CONFIGS, state
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
 
 CONFIG = json.loads((CONFIGS.with_name("configs_hub") / "nemotron-nas.json").read_text())
 WIDTHS = [256, 512, None, 768]

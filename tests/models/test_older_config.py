@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.hub.older_config import add_older_settings, lacks_older_settings
+from shardctl.base.errors import UnsupportedError
+from shardctl.models.names.hub.older_config import add_older_settings, lacks_older_settings
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 7.0, "original_max_position_embeddings": 8}
 

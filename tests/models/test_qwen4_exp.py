@@ -10,10 +10,10 @@ import transformers
 from cache_bytes import state_bytes
 from model_oracle import fixture, stored
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 TEXT = {
     "hidden_size": 2560,

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_oracle import fixture, stored
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
 from shardctl.models import build_rule_table, choose_model, describe_model, load_rules
-from shardctl.models.name_pattern import LayerPattern, PatternList
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import AxisCut, CutSection, compute_rank_boxes
+from shardctl.models.names.naming import bind_manifest
+from shardctl.models.tables.name_pattern import LayerPattern, PatternList
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import AxisCut, CutSection, compute_rank_boxes
 
 FOREIGN = {
     "net.embed.weight": (10, 4),

@@ -6,14 +6,14 @@ import pytest
 from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.estimate.operations import count_attention_operations
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_anatomy
+from shardctl.estimate.model.operations import count_attention_operations
 from shardctl.models import describe_model
-from shardctl.models.anatomy import LayerIndexer, TokenCache, build_anatomy
-from shardctl.models.config import ModelConfig
-from shardctl.models.windows import list_windows
-from shardctl.placement import compute_rank_boxes
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.windows import list_windows
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 
 V32 = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -130,8 +130,8 @@ def test_what_configs_call_layers_of_sparse_attention_is_known():
 
 
 def test_what_megatron_keeps_of_sparse_attention_is_said_to_be_unknown():
-    from shardctl.estimate.activations import estimate_activations
-    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.training.activations import estimate_activations
     from shardctl.estimate.workload import TrainingWorkload
 
     shape = build_anatomy(fixture("deepseek_v32"))

@@ -9,10 +9,10 @@ import torch
 import transformers
 from model_oracle import CONFIGS, state, stored
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import build_anatomy
 from shardctl.models import describe_model
-from shardctl.models.anatomy import build_anatomy
-from shardctl.models.naming import bind_manifest
+from shardctl.models.names.naming import bind_manifest
 
 CONFIG = json.loads((CONFIGS.with_name("configs_hub") / "step3p5.json").read_text())
 

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

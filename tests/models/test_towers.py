@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
-from shardctl.placement import compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 from shardctl.verbs.plan import plan
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

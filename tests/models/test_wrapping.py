@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from model_oracle import FIXTURES, fixture, on_meta, state, stored
 
-from shardctl.errors import SourceError
-from shardctl.manifest import TrainingState
+from shardctl.base.errors import SourceError
 from shardctl.models import describe_model
-from shardctl.models.meta_names import find_meta_name
-from shardctl.models.naming import bind_manifest
-from shardctl.models.wrapping import AmbiguousNamesError, find_reading
-from shardctl.training import format_state_name
+from shardctl.models.names.meta_names import find_meta_name
+from shardctl.models.names.naming import bind_manifest
+from shardctl.models.names.wrapping import AmbiguousNamesError, find_reading
+from shardctl.tensors.manifest import TrainingState
+from shardctl.tensors.training import format_state_name
 
 PREFIXES = ("model.", "model.model.", "_forward_module.net.", "module.policy._orig_mod.")
 

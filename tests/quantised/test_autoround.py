@@ -9,8 +9,8 @@ import torch
 from reading import assert_same, read
 from safetensors.torch import load_file
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

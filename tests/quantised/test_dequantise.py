@@ -13,10 +13,10 @@ from compressing import WEIGHTS
 from reading import assert_same, of, read
 from safetensors.torch import save_file
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -11,9 +11,9 @@ from codes import LLAMA, plain_state
 from reading import assert_same, of, read
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

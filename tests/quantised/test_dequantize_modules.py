@@ -14,11 +14,11 @@ from compressing import WEIGHTS
 from reading import assert_same, read
 from safetensors import safe_open
 
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -7,13 +7,13 @@ import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 from test_quantised import MIXTRAL, local, manifest
 
-from shardctl.errors import CutError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.models import describe_model, load_rules
 from shardctl.models.derived import derive_model, format_rule_file
-from shardctl.models.untabled import build_untabled_model
+from shardctl.models.rules.untabled import build_untabled_model
 from shardctl.options import ReshardOptions
-from shardctl.placement import check_cuts
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

@@ -9,11 +9,11 @@ import torch
 from codes import CODECS, LLAMA, write
 from reading import assert_same, read
 
-from shardctl.errors import UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

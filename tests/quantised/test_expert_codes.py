@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

@@ -10,9 +10,9 @@ import torch
 from reading import assert_same, read
 from safetensors.torch import load_file
 
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

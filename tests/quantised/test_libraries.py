@@ -11,12 +11,12 @@ from compressing import WEIGHTS
 from reading import assert_same, of, read
 from safetensors.torch import load_file
 
+from shardctl.base.errors import CutError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.placement import compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -12,12 +12,12 @@ from codes import E2M1, LLAMA
 from reading import assert_same, of, read
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.placement import compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

@@ -8,11 +8,11 @@ import pytest
 import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 
+from shardctl.base.errors import CutError
 from shardctl.cli.program import run
-from shardctl.errors import CutError
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import CutError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, UsageError
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 

@@ -14,20 +14,20 @@ from codes import LLAMA, plain_state, write
 from reading import assert_same, read
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.workers import NullWatcher
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.checkpoint.quantising import choose_recipe, quantise_checkpoint
+from shardctl.checkpoint.quantization.quantizing import choose_recipe, quantise_checkpoint
 from shardctl.cli.program import run
-from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.models.rounding.codes import round_to_codes
 from shardctl.models.rounding.recipes import RECIPES
 from shardctl.models.rounding.scales import ScaleRule
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-from shardctl.workers import NullWatcher
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/llmcompressor"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -7,14 +7,14 @@ import pytest
 import torch
 from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state, quark
 
-from shardctl.box import Box
-from shardctl.dtype import BY_TORCH
-from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
-from shardctl.mesh import Mesh
+from shardctl.base.dtype import BY_TORCH
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
 from shardctl.models import build_rule_table, choose_model, describe_model, find_quantisation_config, load_rules
-from shardctl.models.naming import bind_manifest
-from shardctl.placement import check_cuts, compute_intervals, compute_rank_boxes
+from shardctl.models.names.naming import bind_manifest
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import check_cuts, compute_intervals, compute_rank_boxes
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}

@@ -11,11 +11,11 @@ from codes import CODECS, LLAMA, encoded, plain_state, write
 from reading import assert_same, of, read
 from transformers.integrations.bitnet import pack_weights
 
-from shardctl.errors import UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.placement import compute_rank_boxes
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

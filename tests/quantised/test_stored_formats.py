@@ -13,10 +13,10 @@ from reading import assert_same, read
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

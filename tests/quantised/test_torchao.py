@@ -12,10 +12,10 @@ from reading import assert_same, read
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

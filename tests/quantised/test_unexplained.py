@@ -11,11 +11,11 @@ import pytest
 import torch
 from codes import CODECS, LLAMA, plain_state, write
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model
-from shardctl.models.quantisation import expressions
+from shardctl.models.quantization import expressions
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

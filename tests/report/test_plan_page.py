@@ -13,7 +13,7 @@ import pytest
 
 from shardctl.cli.program import run
 from shardctl.conversion.file_flows import count_file_flows
-from shardctl.estimate.schedule import compute_bubble
+from shardctl.estimate.training.schedule import compute_bubble
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.planning.needs_table import tabulate_needs
 from shardctl.report.pages.pipeline import draw_pipeline, simulate_pipeline

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 accelerate = pytest.importorskip("accelerate")

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_models import config_of, save
 
+from shardctl.base.errors import OccupiedDestinationError
 from shardctl.cli.program import run
-from shardctl.errors import OccupiedDestinationError
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 TP2 = ReshardOptions(mesh=Mesh.of(tp=2))

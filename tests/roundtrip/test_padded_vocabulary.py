@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, stored
 
-from shardctl.errors import SourceError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

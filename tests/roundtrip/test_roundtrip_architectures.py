@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, side_files, stored
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -11,8 +11,8 @@ from damage import flip, region, row_bytes
 from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, side_files, stored
 
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import add_predicting_layers, assert_same, config_of, save, stored
 
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.record import RECORD, parse_record
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD, parse_record
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

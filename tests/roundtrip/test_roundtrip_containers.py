@@ -11,8 +11,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from tiny_models import assert_same, config_of, loaded, stored
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

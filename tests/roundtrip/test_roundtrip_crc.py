@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from damage import flip
 from torch.distributed.checkpoint import FileSystemReader
 
+from shardctl.base.errors import ChangedError, SourceError
 from shardctl.cli.program import run
-from shardctl.errors import ChangedError, SourceError
-from shardctl.execute import engine
+from shardctl.conversion.engine import engine
 from shardctl.libraries.torch_save.zip_records import read_archive
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.storage.local import LocalSource
@@ -202,8 +202,10 @@ def test_a_record_that_two_runs_read_is_compared_with_what_both_read(source, tmp
     """Bands of 8 KiB: the damage is in one that the first run moved, so the second does not read it again."""
     path, found = place(source, 0)
     flip(path, found.offset)
-    monkeypatch.setattr("shardctl.execute.engine.SYNC_BYTES", 1)
-    monkeypatch.setattr("shardctl.execute.engine.split_tensor_bands", partial(_small_bands, engine.split_tensor_bands))
+    monkeypatch.setattr("shardctl.conversion.engine.engine.SYNC_BYTES", 1)
+    monkeypatch.setattr(
+        "shardctl.conversion.engine.engine.split_tensor_bands", partial(_small_bands, engine.split_tensor_bands)
+    )
     read_at, reads = LocalSource.read_at, []
 
     def counted(self, file, offset, into):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import config_of, save
 
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 SHARDS = [f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, 5)]

@@ -16,9 +16,9 @@ from tiny_models import CONFIGS, build, config_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

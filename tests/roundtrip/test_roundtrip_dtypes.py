@@ -9,10 +9,10 @@ from math import prod
 import pytest
 from damage import data_start, header
 
-from shardctl.dtype import BY_NAME, DTYPES
-from shardctl.errors import UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.dtype import BY_NAME, DTYPES
+from shardctl.base.errors import UnsupportedError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

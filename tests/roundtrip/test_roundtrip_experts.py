@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, stored
 
-from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import add_predicting_layers, assert_same, config_of, save, stored
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
 from shardctl.cli.program import run
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
-from shardctl.manifest import Manifest, Tensor
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
-from shardctl.models.halves import find_text_half, find_vision_half
+from shardctl.models.submodels.part_models import find_text_half, find_vision_half
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.manifest import Manifest, Tensor
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from tiny_models import assert_same, build, config_of, save, stored
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.conversion import list_conversion_facts
 from shardctl.report.documents import build_reshard_document
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, assert_same, loaded, stored
 
-from shardctl.estimate.kv_cache import count_elements_per_token
-from shardctl.mesh import Mesh
-from shardctl.models.anatomy import build_anatomy
+from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.serving.kv_cache import count_elements_per_token
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -11,9 +11,9 @@ from tiny_models import assert_same, config_of, save, stored
 
 import shardctl
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

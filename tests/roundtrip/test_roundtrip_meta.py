@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fixtures.meta import make as make_meta
-from shardctl.errors import ShardctlError, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import ShardctlError, UnsupportedError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

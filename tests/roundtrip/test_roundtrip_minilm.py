@@ -11,8 +11,8 @@ import torch
 from tiny_models import assert_same, side_files, stored
 from transformers import AutoModel, AutoTokenizer
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard

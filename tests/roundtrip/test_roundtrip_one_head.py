@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from stored_bits import bits
 from tiny_models import CONFIGS, save
 
-from shardctl.errors import SourceError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import SourceError
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import config_of, save
 
+from shardctl.base.errors import SourceError
+from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.worker_part import contribute
-from shardctl.errors import SourceError
-from shardctl.execute.worker import WorkerId
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard

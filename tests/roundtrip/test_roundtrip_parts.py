@@ -10,9 +10,9 @@ from damage import flip
 from safetensors.torch import load_file
 from tiny_models import assert_same, config_of, save, stored
 
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from test_roundtrip_dcp import compare_with_torch, same
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

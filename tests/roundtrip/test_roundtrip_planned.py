@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import config_of, stored
 
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 

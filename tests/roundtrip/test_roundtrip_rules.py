@@ -10,10 +10,10 @@ from damage import header
 from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, stored
 
+from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import CONFIGS, assert_same, stored
 
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from tiny_models import assert_same, config_of, loaded, stored
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

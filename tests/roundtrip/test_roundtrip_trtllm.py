@@ -9,9 +9,9 @@ import torch
 from tiny_models import config_of, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.amounts import format_memory_size
-from shardctl.mesh import Mesh
+from shardctl.base.amounts import format_memory_size
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard

@@ -14,10 +14,10 @@ from stored_bits import bits
 from test_roundtrip_dcp import CONFIG, TRAINED, compare_with_torch, experts, same, whole  # noqa: F401 - a fixture
 from tiny_models import CONFIGS, build, config_of
 
+from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.errors import UnsupportedError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import assert_same, stored
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
-from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

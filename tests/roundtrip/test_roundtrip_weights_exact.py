@@ -10,11 +10,11 @@ import pytest
 from tiny_models import FIXTURES, config_of
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.estimate.holding import list_holdings
-from shardctl.estimate.inventory import build_inventory
-from shardctl.mesh import Mesh
+from shardctl.estimate.model.inventory import build_inventory
+from shardctl.estimate.model.rank_shards import list_holdings
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 MODELS = {name: describe_model(config_of(name)) for name in FIXTURES}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import assert_same, config_of, save, stored
 
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -12,13 +12,14 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import Tiny, assert_same, config_of, loaded, save, stored
 
+from shardctl.base.errors import CutError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
-from shardctl.errors import CutError, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
-from shardctl.models import find_family, transformers_plan
-from shardctl.models.transformers_plan import read_plan
+from shardctl.models import find_family
+from shardctl.models.rules import transformers_plan
+from shardctl.models.rules.transformers_plan import read_plan
 from shardctl.options import InspectOptions, ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -12,8 +12,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 PROGRAM = """

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers.distributed.pipeline_parallel import PipelineStage
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.pieces import parse_stages
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import parse_stages
 from shardctl.verbs.reshard import reshard
 
 PROGRAM = """

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from stored_bits import bits
 
 from shardctl.models import describe_model
-from shardctl.models.predicting import list_predicting_names
+from shardctl.models.tables.predicting import list_predicting_names
 from shardctl.verbs.digest import DigestResult, digest
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays, stack_arrays
-from shardctl.manifest import Chunk, Region, compute_dense_strides
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

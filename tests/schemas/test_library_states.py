@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.schemas import bind_checkpoint
-from shardctl.manifest import Chunk, ConstantFill, Tensor, TrainingState
 from shardctl.models import describe_model
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, ConstantFill, Tensor, TrainingState
 
 OWNER = Path(__file__).parents[2] / "fixtures" / "vllm" / "llama" / "0.25-tp2"
 ARRAY = "model.layers.0.self_attn.qkv_proj.weight"

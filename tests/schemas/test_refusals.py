@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.catalogue import load_layouts
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

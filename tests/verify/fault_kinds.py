@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from fault_states import STATE_KINDS
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable

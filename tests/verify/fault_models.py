@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from shardctl.dtype import BY_NAME
-from shardctl.mesh import Mesh
+from shardctl.base.dtype import BY_NAME
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 
 if TYPE_CHECKING:

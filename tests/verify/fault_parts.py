@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

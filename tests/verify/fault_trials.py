@@ -15,10 +15,10 @@ from fault_models import LIBRARIES, MESHES, write_library, write_model, write_ra
 from fault_parts import RankDirectory
 from fault_states import CODE_KINDS
 
-from shardctl.errors import Interrupted, ShardctlError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import Interrupted, ShardctlError
 from shardctl.options import VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.verify import verify
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ import torch
 import transformers
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.manifest import Region
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.running.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
+from shardctl.tensors.manifest import Region
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
 from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.verify.forward import ForwardResult
+    from shardctl.running.forward import ForwardResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))

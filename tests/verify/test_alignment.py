@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.box import Box
-from shardctl.errors import CutError, UsageError
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
-from shardctl.mesh import Mesh
+from shardctl.base.errors import CutError, UsageError
 from shardctl.models import describe_model
-from shardctl.pieces import PlacedCheckpoint, balance_stages
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages
 from shardctl.verify.alignment import check_alignment
 from shardctl.verify.rank_parts import check_rank_parts
 

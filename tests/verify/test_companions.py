@@ -11,9 +11,9 @@ from forward_models import CONFIGS, FIXTURES, config_of, save
 from safetensors.numpy import load_file, save_file
 
 from shardctl.cli.program import run
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.models import describe_model
-from shardctl.models.predicting import list_predicting_names
+from shardctl.models.tables.predicting import list_predicting_names
 from shardctl.options import VerifyOptions
 from shardctl.storage.bounded_text import CONFIG_TEXT
 from shardctl.verbs.inspect import inspect

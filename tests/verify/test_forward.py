@@ -14,9 +14,9 @@ from forward_models import FIXTURES, REPLICATE, config_of, cut, run, save
 from safetensors.torch import load_file, save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.mesh import Mesh
-from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint
-from shardctl.verify.forward.comparison import ForwardComparison
+from shardctl.running.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint
+from shardctl.running.forward.comparison import ForwardComparison
+from shardctl.tensors.mesh import Mesh
 
 THOROUGH = ("llama", "gpt2", "gemma", "mixtral", "phi3", "gpt_neox", "qwen2-tied", "qwen3", "bert", "t5")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jamba-moe")
@@ -96,7 +96,7 @@ def comparison(source, shards, **options):
 )
 def test_the_source_in_parts_is_bit_for_bit_the_model_that_transformers_loads(made, name):
     """The reference itself: whatever else is compared with it would mean nothing."""
-    from shardctl.verify.forward.inputs import build_inputs
+    from shardctl.running.forward.inputs import build_inputs
 
     kind = getattr(transformers, config_of(name)["architectures"][0])
     plain = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if name in EXPERTS else {})

@@ -16,8 +16,8 @@ import transformers
 from forward_models import REPLICATE, config_of, cut, run, save, saved_and_cut, values
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.mesh import Mesh
-from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint, compare_forward_passes
+from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint, compare_forward_passes
+from shardctl.tensors.mesh import Mesh
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from forward_models import run
 import torch, transformers, transformers.conversion_mapping, transformers.models.llama.modeling_llama
-from shardctl.verify.forward.comparison import release_freed_memory
+from shardctl.running.forward.comparison import release_freed_memory
 
 def anonymous():
     status = Path("/proc/self/status").read_text().splitlines()

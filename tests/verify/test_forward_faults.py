@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 LAYER = "model.layers.1"
 NAMES = {

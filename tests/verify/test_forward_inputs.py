@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from shardctl.errors import UnsupportedError
-from shardctl.verify.forward.inputs import build_inputs
+from shardctl.base.errors import UnsupportedError
+from shardctl.running.forward.inputs import build_inputs
 
 
 def test_pictures_have_the_size_that_the_encoder_of_a_captioner_takes():

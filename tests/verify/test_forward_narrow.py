@@ -7,7 +7,7 @@ import shutil
 import pytest
 from forward_models import config_of, cut, run, save, values
 
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 LAYER = "model.layers.11"

@@ -10,16 +10,16 @@ import torch
 from forward_models import config_of, run, save
 from safetensors.torch import load_file, save_file
 
-from shardctl.errors import Mismatch, UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import Mismatch, UnsupportedError
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.report.documents import build_verify_document
+from shardctl.running.engines.score_check import BOUND, compare_scores
+from shardctl.running.forward.verdict import count_flips, find_lost_outputs
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-from shardctl.verify.engines.judging import BOUND, compare_scores
-from shardctl.verify.engines.result import TokenScores
-from shardctl.verify.forward.tolerance import measure_distance
-from shardctl.verify.forward.verdict import count_flips, find_lost_outputs
+from shardctl.verify.engine_result import TokenScores
+from shardctl.verify.tolerance import measure_distance
 
 NORM = "model.norm.weight"
 FP16 = ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp16")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from forward_models import cut, run, saved_and_cut, values
 
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from forward_models import config_of, cut, place, run, save, saved_and_cut, values
 
-from shardctl.mesh import Mesh
-from shardctl.verify.forward import by_processes
-from shardctl.verify.processes import NotStartedError, RankError
+from shardctl.running.forward import by_processes
+from shardctl.running.processes import NotStartedError, RankError
+from shardctl.tensors.mesh import Mesh
 
 CASES = [("llama", "pp=2,tp=2"), ("t5", "tp=2"), ("mixtral", "fsdp=2,ep=2")]
 

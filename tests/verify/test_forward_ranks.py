@@ -9,8 +9,8 @@ import pytest
 from forward_models import FIXTURES, run, saved_and_cut, values
 
 import shardctl.models.describe
-import shardctl.models.multimodal
-from shardctl.placement import AxisCut, CutSection
+import shardctl.models.submodels.multimodal
+from shardctl.tensors.placement import AxisCut, CutSection
 
 SHARE = 0.95
 """Of the weights, with which ranks are to compute as they hold them."""
@@ -46,7 +46,7 @@ def test_ranks_compute_with_what_they_hold(made, name, mesh):
 
 def cut_otherwise(monkeypatch, ending, cuts):
     """Have the tables cut the first dim of some tensors in sections of other sizes."""
-    for place in (shardctl.models.describe, shardctl.models.multimodal):
+    for place in (shardctl.models.describe, shardctl.models.submodels.multimodal):
         usual = place.build_model
 
         def build(*args, usual=usual, **kwargs):

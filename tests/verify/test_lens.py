@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CoverageError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CoverageError
-from shardctl.manifest import Chunk, ConstantFill, Manifest, Region, Tensor
-from shardctl.mesh import Mesh
-from shardctl.models.fusion import FusionPlaces, TensorFusion
-from shardctl.verify.forward import build_lens
-from shardctl.verify.forward.lens import FusedTensor, StoredTensor
-from shardctl.views import ArrayView
+from shardctl.models.tables.fusion import FusionPlaces, TensorFusion
+from shardctl.running.forward import build_lens
+from shardctl.running.forward.lazy_state_dict import FusedTensor, StoredTensor
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, ConstantFill, Manifest, Region, Tensor
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.views import ArrayView
 
 
 class Counting:

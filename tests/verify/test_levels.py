@@ -14,19 +14,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-import shardctl.loading.device_levels
+import shardctl.running.device_levels
+from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
-from shardctl.errors import UsageError
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.annotations import MOST, format_github_annotations
-from shardctl.verbs.digest import digest
-from shardctl.verbs.reshard import reshard
-from shardctl.verbs.verify import verify
-from shardctl.verify import forward as forward_level
-from shardctl.verify.finding import CheckFinding
-from shardctl.verify.forward import (
+from shardctl.running import forward as forward_level
+from shardctl.running.forward import (
     BlockError,
     DistanceTolerance,
     ForwardResult,
@@ -34,8 +29,13 @@ from shardctl.verify.forward import (
     PromptContinuation,
     SecondOpinion,
 )
-from shardctl.verify.forward.by_processes import choose_process_count
-from shardctl.verify.forward.result import ComputedShare, JoinedWeights
+from shardctl.running.forward.by_processes import choose_process_count
+from shardctl.tensors.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward_result import ComputedShare, JoinedWeights
 from shardctl.verify.level import LevelResult, VerifyResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -168,7 +168,7 @@ class TestLoad:
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
         whole = level(verify(ranks, VerifyOptions(level="load", device="cpu")), "load")
-        monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
         parts = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
         assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]

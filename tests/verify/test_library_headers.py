@@ -11,8 +11,8 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
+from shardctl.base.dtype import DTYPES
 from shardctl.cli.program import run
-from shardctl.dtype import DTYPES
 from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.safetensors.header import encode_header
 from shardctl.storage.local import LocalSource

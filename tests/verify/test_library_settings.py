@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
 import shardctl
-from shardctl.box import Box
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import Interrupted, SourceError, UnsupportedError, UsageError
+from shardctl.base.workers import ExecutionOptions, StopRequest
 from shardctl.cli.program import run
-from shardctl.dtype import BY_NAME
-from shardctl.errors import Interrupted, SourceError, UnsupportedError, UsageError
-from shardctl.loading.state_dict import load
-from shardctl.manifest import Chunk, Region, compute_dense_strides
-from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.running.device import list_devices
+from shardctl.running.load import BoxGrid, WantedTensor, load_tensors
+from shardctl.running.state_dict import load
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, compute_dense_strides
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.device import list_devices
-from shardctl.verify.load import BoxGrid, WantedTensor, load_tensors
-from shardctl.workers import ExecutionOptions, StopRequest
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -314,8 +314,8 @@ def test_the_package_is_as_quick_to_import_as_before():
 MEASURE = """
 import resource, sys, torch
 import shardctl
-from shardctl.loading.state_dict import load
-from shardctl.workers import ExecutionOptions
+from shardctl.running.state_dict import load
+from shardctl.base.workers import ExecutionOptions
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
 load(sys.argv[2], effort=ExecutionOptions(threads=2))

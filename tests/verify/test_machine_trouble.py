@@ -16,17 +16,18 @@ import torch
 from fake_cuda import GIB, FakeCuda
 from forward_models import config_of, cut, save
 
-import shardctl.loading.device_levels
+import shardctl.running.device_levels
+from shardctl.base.errors import MachineError
 from shardctl.cli.program import run
-from shardctl.errors import MachineError
-from shardctl.mesh import Mesh
 from shardctl.options import VerifyOptions
+from shardctl.running import loaded
+from shardctl.running.forward import by_processes, executor
+from shardctl.running.forward.streamed_modules import LeafModule
+from shardctl.running.machine_failure import find_machine_error
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.find_newest import find_newest
 from shardctl.verbs.verify import verify
-from shardctl.verify import content, loaded
-from shardctl.verify.forward import by_processes, executor
-from shardctl.verify.forward.leaves import LeafModule
-from shardctl.verify.machine_trouble import find_machine_error
+from shardctl.verify import content
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the devices of these tests are none")
 
@@ -133,7 +134,7 @@ class TestLoad:
         assert (found.status, found.findings) == ("unfinished", [])
 
     def test_a_busy_device_that_nobody_named_is_left_for_the_next(self, ranks, source, cuda, monkeypatch):
-        monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
         cuda(10, GIB)
         found = verify(ranks, VerifyOptions(level="load", against=source))
         assert found.ok, found.findings
@@ -150,7 +151,7 @@ class TestLoad:
         assert "was loaded on cpu, because" in out
 
     def test_a_device_that_nobody_named_is_used_in_parts(self, ranks, cuda, monkeypatch):
-        monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
         fake = cuda(12_000)  # a whole rank takes more
         load = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert {rank.device for rank in load.ranks} == {"cuda:0"}

@@ -7,7 +7,7 @@ import transformers
 from forward_models import build, config_of
 
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 from shardctl.verify.structure import check_index

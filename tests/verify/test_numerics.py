@@ -10,7 +10,7 @@ from fake_cuda import GIB, FakeCuda
 from forward_models import run, saved_and_cut
 from transformers.models.llama import modeling_llama
 
-from shardctl.verify.forward.numerics import record_unstable_kernels, use_plain_float32
+from shardctl.running.forward.numerics import record_unstable_kernels, use_plain_float32
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the devices of these tests are none")
 

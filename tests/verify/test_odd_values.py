@@ -9,10 +9,10 @@ import torch
 from forward_models import config_of, save
 from safetensors.torch import load_file, save_file
 
+from shardctl.base.workers import ExecutionOptions
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.verbs.verify import verify
 from shardctl.verify.content import measure_content
-from shardctl.workers import ExecutionOptions
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.diff import diff
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
-from shardctl.record import RECORD
+from shardctl.tensors.record import RECORD
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

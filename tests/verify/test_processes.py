@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UnsupportedError
-from shardctl.verify.processes import NotStartedError, RankError, run_ranks
-from shardctl.verify.worker_process import RankProcess, build_environment
+from shardctl.base.errors import UnsupportedError
+from shardctl.running.processes import NotStartedError, RankError, run_ranks
+from shardctl.running.worker_process import RankProcess, build_environment
 
 LONG = 600
 """Seconds that a rank waits that is to be ended."""
@@ -198,7 +198,7 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path):
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""
             import operator
-            from shardctl.verify.processes import run_ranks
+            from shardctl.running.processes import run_ranks
             print("once")
             print(run_ranks(operator.attrgetter("number"), 2, preload=()))
         """)
@@ -242,7 +242,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, start):
     (tmp_path / "ranks.py").write_text(
         textwrap.dedent("""
             import functools, os, sys, time
-            from shardctl.verify.processes import run_ranks
+            from shardctl.running.processes import run_ranks
             def wait(rank, folder):
                 with open(f"{folder}/{rank.number}.pid", "w") as note:
                     note.write(str(os.getpid()))

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from shardctl.base.errors import Mismatch, UnsupportedError, UsageError
 from shardctl.cli.program import run
-from shardctl.errors import Mismatch, UnsupportedError, UsageError
-from shardctl.mesh import Mesh
 from shardctl.options import DestinationOptions, InspectOptions, ReshardOptions, SourceOptions, VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

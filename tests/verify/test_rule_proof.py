@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardctl.api import Mesh, ReshardOptions
+from shardctl.base.errors import Mismatch
 from shardctl.cli.program import run
-from shardctl.errors import Mismatch
-from shardctl.models.fused_orders import FusedOrders
-from shardctl.record import parse_record
+from shardctl.models.rules.fused_orders import FusedOrders
+from shardctl.tensors.record import parse_record
 from shardctl.verbs import rule_proof
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.small_proof import prove_small_model

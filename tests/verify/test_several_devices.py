@@ -9,8 +9,8 @@ import torch
 from fake_cuda import GIB, install_fake_cuda
 from forward_models import REPLICATE, cut, saved_and_cut, values
 
-from shardctl.mesh import Mesh
 from shardctl.options import VerifyOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.verify import verify
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the devices of these tests are none")

@@ -11,20 +11,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.arrays.binding import BRIDGE_ADAPTER, pull_chunks
 from shardctl.libraries.arrays.composite import CompositeArray, Piece, SchemaEntry
 from shardctl.libraries.files.impostors import ADAPTER_PREFIX
-from shardctl.manifest import Tensor
-from shardctl.views import ArrayView
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.libraries.arrays.schema import Schema
-    from shardctl.manifest import Chunk, Manifest
     from shardctl.models import Model
+    from shardctl.tensors.manifest import Chunk, Manifest
 
 _INNER: Final = ".adapter."
 _ARRAY: Final = re.compile(

@@ -6,20 +6,20 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
-from shardctl.box import Box, BoxIndex
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.manifest import Region, Tensor, compute_dense_strides
-from shardctl.training import format_state_name, split_state_name
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.tensors.box import Box, BoxIndex
+from shardctl.tensors.manifest import Region, Tensor, compute_dense_strides
+from shardctl.tensors.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.libraries.arrays.schema import Schema
-    from shardctl.manifest import Chunk, Manifest, TrainingState
     from shardctl.models import Model
+    from shardctl.tensors.manifest import Chunk, Manifest, TrainingState
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 
 BRIDGE_ADAPTER: Final = (

@@ -6,20 +6,20 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, make_disjoint
-from shardctl.errors import CutError, UnsupportedError, format_first_few
-from shardctl.manifest import Chunk, Manifest, Region, compute_dense_strides
-from shardctl.value import value_class
+from shardctl.base.errors import CutError, UnsupportedError, format_first_few
+from shardctl.base.value import value_class
+from shardctl.tensors.box import Box, make_disjoint
+from shardctl.tensors.manifest import Chunk, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.libraries.arrays.schema import Schema
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import CheckpointFile
+    from shardctl.tensors.manifest import CheckpointFile
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 
 @value_class

@@ -11,17 +11,17 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box
-from shardctl.errors import CutError
-from shardctl.turns import unfold_box
-from shardctl.value import value_class
-from shardctl.views import NO_DIM, ArrayView
+from shardctl.base.errors import CutError
+from shardctl.base.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.turns import unfold_box
+from shardctl.tensors.views import NO_DIM, ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.dtype import DType
-    from shardctl.manifest import Chunk
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.manifest import Chunk
 
 
 @value_class

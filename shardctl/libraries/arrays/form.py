@@ -6,16 +6,16 @@ from dataclasses import field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.record import RECORD
-from shardctl.value import value_class
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.value import value_class
+from shardctl.tensors.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from shardctl.dtype import DType
-    from shardctl.manifest import Manifest, Tensor
-    from shardctl.models.fusion import TensorFusion
+    from shardctl.base.dtype import DType
+    from shardctl.models.tables.fusion import TensorFusion
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 EXPERTS: Final = ("keep", "fused", "split")
 """The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 _KINDS: Final = ("weight", "bias")
 _NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")

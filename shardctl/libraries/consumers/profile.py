@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

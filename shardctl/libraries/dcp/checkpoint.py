@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, format_first_few
+from shardctl.base.errors import SourceError, format_first_few
 from shardctl.libraries.dcp.items import ItemReader
 from shardctl.libraries.dcp.keys import (
     SortedKeys,
@@ -17,19 +17,19 @@ from shardctl.libraries.dcp.keys import (
 from shardctl.libraries.dcp.numbered_states import NUMBERED_NOTE, name_parameters
 from shardctl.libraries.dcp.save import DcpSave, count_writers
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.manifest import Manifest, OpaqueObject, Region, TrainingState
-from shardctl.models.automodel_names import GROUPED_NOTE, build_grouped_arrays, names_groups
-from shardctl.models.torchtitan_names import list_joined_names
-from shardctl.models.trainer_arrays import bind_states
+from shardctl.models.names.automodel_names import GROUPED_NOTE, build_grouped_arrays, names_groups
+from shardctl.models.names.torchtitan_names import list_joined_names
+from shardctl.models.names.trainer_arrays import bind_states
 from shardctl.storage import read_bytes
+from shardctl.tensors.manifest import Manifest, OpaqueObject, Region, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.metadata import DcpMetadata
-    from shardctl.manifest import CheckpointFile, Chunk, Tensor
-    from shardctl.settings import Setting
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import CheckpointFile, Chunk, Tensor
 
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""

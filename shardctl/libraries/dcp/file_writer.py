@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import state_class
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.torch_save.item_writer import encode_tensor
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, PickleObject, Value, encode_pickle
-from shardctl.manifest import CheckpointFile, Region, compute_dense_strides
-from shardctl.value import state_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 VERSION: Final = "1.0.0"
 """Of the format; torch checks nothing of it."""

@@ -6,19 +6,19 @@ import struct
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardctl.dtype import BY_TORCH
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_TORCH
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.settings import as_setting
 from shardctl.libraries.torch_save.tensors import as_tensor
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
-from shardctl.manifest import Region
-from shardctl.settings import as_setting
 from shardctl.storage import read_bytes
+from shardctl.tensors.manifest import Region
 
 if TYPE_CHECKING:
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.metadata import StoredItem
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _HEAD: Final = 4 << 10

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.manifest import ParameterGroup
-from shardctl.settings import as_steps
-from shardctl.training import format_state_name
-from shardctl.value import state_class
+from shardctl.base.errors import SourceError
+from shardctl.base.settings import as_steps
+from shardctl.base.value import state_class
+from shardctl.tensors.manifest import ParameterGroup
+from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from shardctl.manifest import Tensor
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
+    from shardctl.tensors.manifest import Tensor
 
 Way = tuple[str, ...]
 """The keys of the nested dicts and lists that lead to a value."""
@@ -196,7 +196,7 @@ def _match_names(parameters: Collection[str], weights: Collection[str]) -> Mappi
     """Return the weight of each parameter that has another name, because other modules were around it."""
     if all(name in weights or name.isdecimal() for name in parameters):
         return {}
-    from shardctl.models.wrapping import match_parameters
+    from shardctl.models.names.wrapping import match_parameters
 
     return match_parameters(parameters, weights)
 

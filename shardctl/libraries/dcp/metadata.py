@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.box import Box
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.settings import is_text
+from shardctl.base.value import value_class
 from shardctl.libraries.dcp.metadata_shortcut import CHUNK, INDEX, INFO, OLMO_INFO, MetadataShortcut, is_folded
 from shardctl.libraries.files.impostors import refuse_impostor
 from shardctl.libraries.files.links import check_link
@@ -20,9 +21,8 @@ from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits
 from shardctl.libraries.torch_save.pickle_tree import CallNode, FoldedCall, GlobalNode
 from shardctl.libraries.torch_save.tensors import as_sizes
-from shardctl.settings import is_text
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.manifest import Region
+from shardctl.tensors.manifest import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.keys import SortedKeys
-    from shardctl.manifest import Tensor
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import Tensor
 
 _MEMBERS: Final = "params"
 _DECAY: Final = "weight_decay"

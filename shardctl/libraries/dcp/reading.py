@@ -6,15 +6,15 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError, HostileError, ShardctlError, SourceError
+from shardctl.base.errors import ChangedError, HostileError, ShardctlError, SourceError
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import find_fsdp_folder, is_megatron
 from shardctl.libraries.reader import Format
-from shardctl.manifest import TrainingState
+from shardctl.tensors.manifest import TrainingState
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 _OWN: Final = re.compile(r"__([0-9]{1,9})\.metadata")
 """What each rank writes where ranks save without talking to each other (`use_collectives=False`)."""

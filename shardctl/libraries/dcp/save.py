@@ -6,23 +6,23 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.dtype import BY_TORCH
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.dtype import BY_TORCH
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.dcp.items import ItemReader, require_saved_item
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.impostors import refuse_unfinished
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.torch_save.leftovers import UNUSED_BYTES, UNUSED_ITEMS
 from shardctl.libraries.torch_save.pickle_budget import budget_of
-from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Tensor
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, ConstantFill, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.metadata import DcpMetadata, DeclaredTensor, StoredItem
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _WRITTEN: Final = re.compile(r"(?:.*/)?[^/]*__([0-9]{1,9})_[0-9]{1,9}\.distcp")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UsageError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UsageError
 from shardctl.libraries.dcp.file_writer import DcpFiles, format_file_prefix
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, group_by_size, list_whole_arrays
@@ -21,17 +21,17 @@ from shardctl.libraries.safetensors.ranks_writing import Known, list_rank_arrays
 from shardctl.libraries.safetensors.saved_apart import FOLDER
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import Manifest
-from shardctl.training import split_state_name
+from shardctl.tensors.manifest import Manifest
+from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Chunk, TrainingState
+    from shardctl.tensors.manifest import Chunk, TrainingState
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "dcp"
 _MODEL: Final = "model"

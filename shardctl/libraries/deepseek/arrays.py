@@ -11,16 +11,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
 from shardctl.libraries.arrays.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.tables.model import ModelTensor
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "deepseek"
 TITLE: Final = "DeepSeek's inference code"

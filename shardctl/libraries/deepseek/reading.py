@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.manifest import Manifest
-from shardctl.mesh import Mesh
+from shardctl.tensors.manifest import Manifest
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from shardctl.storage import Source

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import CutError
+from shardctl.base.errors import CutError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.deepseek.arrays import NAME, SCHEMA
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.writer import Layout
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
+    from shardctl.tensors.manifest import Manifest
 
 
 def pack_deepseek_mp(order: PackRequest) -> Manifest:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.patterns import NamePatterns
 from shardctl.libraries.deepspeed.pieces import TensorCut
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.pieces import TensorCut
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
 from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
 from shardctl.libraries.deepspeed.gpt_neox_ranks import (
@@ -21,15 +21,15 @@ from shardctl.libraries.deepspeed.tensor_parallel import ParallelCuts
 from shardctl.libraries.deepspeed.universal import read_universal
 from shardctl.libraries.deepspeed.without_zero import read_optimizer
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, ParameterGroup, TrainingState
-from shardctl.training import format_state_name
+from shardctl.tensors.manifest import CheckpointFile, Manifest, OpaqueObject, ParameterGroup, TrainingState
+from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
     from shardctl.libraries.deepspeed.pieces import TensorPieces
     from shardctl.libraries.reader import Weights
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Tensor
 
 _LATEST = frozenset({"latest", "latest_universal"})
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import state_class
 from shardctl.libraries.deepspeed.pieces import TensorPieces
-from shardctl.value import state_class
 
 if TYPE_CHECKING:
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
 
 
 @state_class

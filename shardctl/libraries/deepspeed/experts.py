@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts

@@ -10,10 +10,10 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
+from shardctl.base.value import state_class
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
-from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from shardctl.storage import Source

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -12,15 +12,15 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "gpt_neox"
 TITLE: Final = "GPT-NeoX"

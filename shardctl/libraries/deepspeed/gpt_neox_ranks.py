@@ -6,15 +6,15 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
 from shardctl.libraries.deepspeed.gpt_neox_arrays import FUSED, NAME, NEW, OLD, VARIANT, VOCABULARY
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from shardctl.libraries.deepspeed.pieces import TensorPieces
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 _MARK: Final = re.compile(r"(?:sequential\.)?[0-9]+\.attention\.(?:query_key_value|qkv)\.weight")
 _SEQUENTIAL: Final = "sequential."

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import state_class
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list, is_name, locate_array, parse_shapes
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.libraries.torch_save.tensors import as_tensor
-from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.values import FileArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.deepspeed.geometry import FlatPartition, list_scattered_runs
 from shardctl.libraries.deepspeed.model_states import collect_tensors, read_model_state
 from shardctl.libraries.torch_save.reading import open_saved

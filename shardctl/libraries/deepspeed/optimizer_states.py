@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.settings import as_setting
+from shardctl.base.value import state_class
 from shardctl.libraries.deepspeed.geometry import FlatPartition
 from shardctl.libraries.deepspeed.values import (
     FileArray,
@@ -23,14 +25,12 @@ from shardctl.libraries.deepspeed.values import (
 )
 from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
-from shardctl.settings import as_setting
-from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.torch_save.tensors import SavedFile
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _STATE: Final = "optimizer_state_dict"

@@ -6,8 +6,8 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError
 from shardctl.libraries.deepspeed.experts import ExpertNames
 from shardctl.libraries.deepspeed.geometry import list_joined_runs, list_scattered_runs
 from shardctl.libraries.deepspeed.optimizer_states import WEIGHTS, read_optimizer_state

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardctl.errors import HostileError, UnsupportedError
+from shardctl.base.errors import HostileError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

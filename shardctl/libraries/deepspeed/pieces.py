@@ -6,15 +6,15 @@ from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, list_flat_boxes
-from shardctl.errors import CoverageError, SourceError
-from shardctl.manifest import Chunk, ConstantFill, Region, Tensor, locate_dense_run, narrow_chunk
-from shardctl.value import state_class, value_class
+from shardctl.base.errors import CoverageError, SourceError
+from shardctl.base.value import state_class, value_class
+from shardctl.tensors.box import Box, list_flat_boxes
+from shardctl.tensors.manifest import Chunk, ConstantFill, Region, Tensor, locate_dense_run, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.deepspeed.geometry import ElementRun
     from shardctl.libraries.deepspeed.values import FileArray
 

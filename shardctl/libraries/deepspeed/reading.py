@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.deepspeed.files import choose_checkpoint, is_deepspeed_file, sort_files
 from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Weights
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 def detect_deepspeed(source: Source) -> bool:

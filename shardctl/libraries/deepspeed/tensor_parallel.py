@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.affine_maps import AffineMaps
 from shardctl.libraries.deepspeed.patterns import NamePatterns
 from shardctl.libraries.deepspeed.pieces import TensorCut
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.deepspeed.geometry import ElementRun
 from shardctl.libraries.deepspeed.optimizer_states import parse_group_settings
 from shardctl.libraries.deepspeed.partitions import add_number

@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.settings import is_text
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
 from shardctl.libraries.torch_save.tensors import as_sizes, as_tensor
-from shardctl.settings import is_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
 
 _FAR: Final = 1 << 63

@@ -12,24 +12,24 @@ import struct
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME, CASTABLE
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME, CASTABLE
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import state_class
 from shardctl.libraries.safetensors.hf_writing import list_whole_arrays
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, Value
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
-from shardctl.training import split_state_name
-from shardctl.value import state_class
+from shardctl.tensors.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
+from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.safetensors.packing import TensorArray
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import TrainingState
+    from shardctl.tensors.manifest import TrainingState
 
 NAME: Final = "universal"
 FOLDER: Final = "universal"

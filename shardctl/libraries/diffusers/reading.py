@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, LOADED_SUFFIXES, PIPELINE, PIPELINE_FORMAT
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
@@ -18,9 +18,9 @@ from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
-from shardctl.manifest import Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.storage.folder_view import FolderView
+from shardctl.tensors.manifest import Chunk, Manifest, OpaqueObject, Region, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.file_names import LOADED_SUFFIXES
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardctl.errors import SourceError, format_first_few
-from shardctl.manifest import Region, compute_dense_strides
+from shardctl.base.errors import SourceError, format_first_few
 from shardctl.storage import read_bytes
+from shardctl.tensors.manifest import Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardctl.libraries.files.index import WeightIndex
-    from shardctl.manifest import Chunk, Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Chunk, Tensor
 
 _SAMPLED: Final = 16
 """Tensors, the largest first, of which the first bytes are compared before anything is planned: parts of ranks, which

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 EXTRA_FILE: Final = "extra/extra_tensors.safetensors"
 _ROOT: Final = "extra/"

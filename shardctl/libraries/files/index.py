@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.impostors import refuse_impostor, refuse_unfinished
 from shardctl.libraries.files.json_members import (
     PLAIN_END,
@@ -24,7 +25,6 @@ from shardctl.libraries.files.json_members import (
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.settings import is_text
+from shardctl.base.settings import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

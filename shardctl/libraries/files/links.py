@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError
+from shardctl.base.errors import HostileError
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:

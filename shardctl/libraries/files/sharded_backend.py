@@ -9,10 +9,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.value import value_class
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.links import check_link
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_plural
-from shardctl.errors import format_first_few
+from shardctl.base.amounts import format_plural
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import ADAPTERS, TRAINER_FILES, list_adapter_files
 from shardctl.libraries.files.links import check_link
-from shardctl.manifest import OpaqueObject
+from shardctl.tensors.manifest import OpaqueObject
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Manifest, Policy
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest, Policy
 
 _REMADE: Final = frozenset({"shardctl.json", "SHA256SUMS"})
 """Files of the root that describe the files beside them, so that the ones of the source would be wrong."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME, DType
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME, DType
+from shardctl.base.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.gguf.block_type import BLOCK_TYPES
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.storage import Source
 
 MAGIC: Final = b"GGUF"

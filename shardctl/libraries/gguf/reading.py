@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.box import Box
 from shardctl.libraries.reader import find_given_file
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
     from shardctl.libraries.gguf.header import GgufHeader

@@ -10,14 +10,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.manifest import Manifest, Tensor, TrainingState
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Manifest, Tensor, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError
+from shardctl.base.errors import CutError
 from shardctl.libraries.megatron.arguments import LISTS
-from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.layers import get_embedding_name
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
@@ -14,10 +14,10 @@ from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """What says in which folder the files are; `FOLDER` without its slash."""

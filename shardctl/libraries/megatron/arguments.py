@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.hybrid_config import convert_hybrid_arguments, is_hybrid_model
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import LIMIT
-from shardctl.manifest import OwnConfig
 from shardctl.models import name_usual_class
-from shardctl.models.config import ModelConfig
-from shardctl.models.rope import LLAMA3
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.rope import LLAMA3
+from shardctl.tensors.manifest import OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
 
 LAST_ROW: Final = "vocabulary_padded_with_last_row"
 """An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""

@@ -11,23 +11,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, SourceError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, hybrid_layers, layers
 from shardctl.libraries.megatron.layers import BY_GROUP, LayerVariant
 from shardctl.libraries.megatron.ranks import TITLE
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.schema import ModelParts
     from shardctl.libraries.megatron.whole_array import WholeArray
-    from shardctl.mesh import Mesh
     from shardctl.models import Model
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "megatron"
 LAYERS: Final = "layers"

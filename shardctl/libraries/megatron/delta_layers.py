@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.arrays.composite import CompositeArray, join_arrays
 from shardctl.libraries.megatron.whole_array import WholeArray
-from shardctl.manifest import GAMMA_LESS_ONE
+from shardctl.tensors.manifest import GAMMA_LESS_ONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

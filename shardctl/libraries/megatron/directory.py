@@ -6,16 +6,16 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.sharded_backend import TRACKER, read_tracker
 from shardctl.libraries.megatron.ranks import FILE, TITLE, list_mesh_folders
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.mesh import Mesh
     from shardctl.storage import Source
+    from shardctl.tensors.mesh import Mesh
 
 FILES: Final = (FILE, "model_rng.pt")
 """What a rank's weights are in; the second where an old distributed optimizer has a file of its own."""

@@ -12,23 +12,23 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays, shift_axes
 from shardctl.libraries.arrays.schema import Schema
 from shardctl.libraries.megatron import further_layers, layers
 from shardctl.libraries.megatron.layers import LayerVariant
 from shardctl.libraries.megatron.names import QKV, find_engine_name, find_projection
 from shardctl.libraries.megatron.ranks import TITLE
-from shardctl.value import value_class
-from shardctl.views import ArrayView
+from shardctl.tensors.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.megatron.whole_array import WholeArray
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "torch_dist"
 LAYERS: Final = "layers_by_number"

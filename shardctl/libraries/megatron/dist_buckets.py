@@ -14,18 +14,18 @@ from bisect import bisect_right
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
+from shardctl.base.value import state_class
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron.buffer_layout import ALIGNMENT
 from shardctl.libraries.megatron.dist_parameters import ModuleOrder, RankParameter, StoredModules, UnknownOrderError
-from shardctl.manifest import Chunk, Region, Tensor, locate_dense_run
-from shardctl.training import format_state_name
-from shardctl.value import state_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, Tensor, locate_dense_run
+from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
 
 KEY: Final = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"

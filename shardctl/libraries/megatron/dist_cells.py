@@ -8,23 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.libraries.dcp.file_writer import DcpFiles
 from shardctl.libraries.megatron.dist_arrays import check_stack
 from shardctl.libraries.megatron.layers import count_experts
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD
 from shardctl.libraries.torch_save.item_writer import encode_object
-from shardctl.manifest import Chunk, compute_dense_strides
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.writer import PackRequest
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 _NOTHING: Final = encode_object([None])
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.dcp.save import count_writers
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import COMMON, INTEGRITY, MARK, TRACKER
@@ -29,17 +29,17 @@ from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
 from shardctl.libraries.megatron.library_settings import build_library_settings
-from shardctl.manifest import Manifest, OpaqueObject, TrainingState
-from shardctl.training import MOMENTUM, format_state_name
+from shardctl.tensors.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.tensors.training import MOMENTUM, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.save import DcpSave
     from shardctl.libraries.reader import Weights
-    from shardctl.manifest import Tensor
-    from shardctl.mesh import Mesh
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.mesh import Mesh
 
 _MASTERS: Final = ("param", "fp32_param")
 """What optimizers call their own copy of the weights."""

@@ -9,7 +9,9 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.settings import as_steps
+from shardctl.base.value import value_class
 from shardctl.libraries.dcp.items import NUMBERS, decode_number
 from shardctl.libraries.files.sharded_backend import COMMON
 from shardctl.libraries.megatron.dist_groups import list_groups
@@ -19,16 +21,14 @@ from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.libraries.torch_save.tensors import as_tensor
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
-from shardctl.settings import as_steps
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.save import DcpSave
     from shardctl.libraries.torch_save.tensors import SavedFile
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 ITEM: Final = "common_state/shard_0_1"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 from shardctl.libraries.megatron.arguments import convert_arguments_to_config
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.libraries.megatron.dist_common import CommonState
-    from shardctl.manifest import OwnConfig
+    from shardctl.tensors.manifest import OwnConfig
 
 _MOST: Final = 1 << 20
 

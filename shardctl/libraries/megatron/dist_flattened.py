@@ -10,14 +10,14 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Region, locate_dense_run
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, locate_dense_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 
 def unflatten_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

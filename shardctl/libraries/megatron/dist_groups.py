@@ -11,15 +11,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.settings import as_setting
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
-from shardctl.manifest import ParameterGroup
-from shardctl.settings import as_setting
-from shardctl.training import has_momentum
+from shardctl.tensors.manifest import ParameterGroup
+from shardctl.tensors.training import has_momentum
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
 
 GROUPS: Final = "param_groups"
 _DEPTH: Final = 3

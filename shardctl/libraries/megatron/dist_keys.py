@@ -10,17 +10,17 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
+from shardctl.base.value import state_class
 from shardctl.libraries.megatron.dist_arrays import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import ZERO_CENTRED
-from shardctl.value import state_class
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from shardctl.dialect import Fact
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.naming_scheme import Fact
 
 _STATE: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\..+")

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.megatron.dist_states import COPIES, SHARDING, STATES, build_group, is_half
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
-from shardctl.training import MOMENTUM
+from shardctl.tensors.training import MOMENTUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.base.settings import Setting
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.torch_save.pickle_writer import Value
-    from shardctl.manifest import TrainingState
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import TrainingState
 
 _ENDS: Final = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 _MATRIX: Final = 2

@@ -12,14 +12,14 @@ import re
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from shardctl.value import state_class, value_class
+from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.box import Box
-    from shardctl.manifest import Tensor
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.box import Box
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.mesh import Mesh
 
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?([^0-9].*)")
 _OF_EXPERT: Final = re.compile(r"(mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.sharded_backend import (
     MARK,
@@ -17,8 +17,8 @@ from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Weights
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 _NAME: Final = "torch_dist"
 _VERSION: Final = 1

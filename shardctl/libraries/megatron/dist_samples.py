@@ -7,15 +7,15 @@ from math import isnan
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
-from shardctl.manifest import Chunk, Region
 from shardctl.storage import read_bytes
+from shardctl.tensors.manifest import Chunk, Region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.box import Box
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.box import Box
+    from shardctl.tensors.manifest import Tensor
 
 _VALUES: Final = 16
 """Values of each."""

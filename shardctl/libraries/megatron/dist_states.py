@@ -11,22 +11,22 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.pickle_writer import PickleObject
-from shardctl.training import MOMENTUM, format_state_name, has_momentum, split_state_name
+from shardctl.tensors.training import MOMENTUM, format_state_name, has_momentum, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.base.settings import Setting
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Chunk, Tensor, TrainingState
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import Chunk, Tensor, TrainingState
 
 SHARDING: Final = "fully_reshardable"
 MASTERS: Final = "param"

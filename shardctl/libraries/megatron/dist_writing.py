@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
 from shardctl.libraries.arrays.composing import build_manifest
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.dcp.file_writer import format_file_prefix
@@ -53,17 +52,18 @@ from shardctl.libraries.megatron.layers import count_experts, get_embedding_name
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile
-from shardctl.pieces import split_layers_evenly
+from shardctl.tensors.manifest import CheckpointFile
+from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dialect import Fact
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.naming_scheme import Fact
 
 _BACKEND: Final = {
     "sharded_backend": "torch_dist",

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.bands import BandBuffer, ChunkIndex
-from shardctl.box import Box
-from shardctl.copyplan import cover_tensor
-from shardctl.errors import format_first_few
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.megatron.further_layers import COPIES
 from shardctl.libraries.megatron.ranks import TITLE
+from shardctl.tensors.bands import BandBuffer, ChunkIndex
+from shardctl.tensors.box import Box
+from shardctl.tensors.copyplan import cover_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 _ROWS: Final = 64
 """Rows that are compared of a tensor and what it is a copy of."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,20 +11,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.settings import as_steps
 from shardctl.libraries.megatron.dist_common import CommonState
 from shardctl.libraries.megatron.dist_groups import is_vector
 from shardctl.libraries.megatron.dist_keys import MegatronKeys
 from shardctl.libraries.megatron.names import find_newer_name
 from shardctl.libraries.megatron.namespace import parse_namespace
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
-from shardctl.settings import as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.save import DcpSave
-    from shardctl.settings import Setting
 
 _WEIGHT: Final = re.compile(r"model[0-9]*\.(?:module\.)*(.+)")
 _STATE: Final = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")

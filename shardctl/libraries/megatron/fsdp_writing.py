@@ -12,8 +12,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
-from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.dcp.file_writer import format_file_prefix
@@ -47,7 +46,7 @@ from shardctl.libraries.megatron.dist_states import (
     list_trained,
     note_unknown_progress,
 )
-from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
 from shardctl.libraries.megatron.layers import count_experts, get_embedding_name
@@ -55,15 +54,16 @@ from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile
+from shardctl.tensors.manifest import CheckpointFile
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.dialect import Fact
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest, TrainingState
+    from shardctl.tensors.manifest import Manifest, TrainingState
+    from shardctl.tensors.naming_scheme import Fact
 
 NAME: Final = "fsdp_dtensor"
 _FOLDER: Final = "folder"

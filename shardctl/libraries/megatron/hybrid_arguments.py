@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.megatron.hybrid_config import MAMBA
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
 from shardctl.libraries.megatron.layers import count_experts, is_tied
 from shardctl.libraries.megatron.ranks import TITLE
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.models import Model
-    from shardctl.settings import Setting
 
 _SPECIFICATION: Final = ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
 """Where core says what the layers are made of, which newer versions have under this name, too."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
+    from shardctl.models.tables.config import ModelConfig
 
 FAMILY: Final = "nemotron_h"
 PATTERNS: Final = ("hybrid_layer_pattern", "hybrid_override_pattern")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.libraries.megatron.whole_array import WholeArray
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
 from shardctl.libraries.megatron.args_writing import DIVISIBLE
-from shardctl.value import value_class
 
 OPTION: Final = "megatron"
 _CHOICES: Final = {

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts
 from shardctl.libraries.megatron import hybrid_layers as hybrid
 from shardctl.libraries.megatron.delta_layers import divide_gated_queries, list_delta_arrays
-from shardctl.libraries.megatron.family_traits import MISSING, TRAITS
+from shardctl.libraries.megatron.family_features import MISSING, TRAITS
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import list_sinks, list_turning_experts
 from shardctl.libraries.megatron.whole_array import WholeArray
-from shardctl.manifest import GAMMA_LESS_ONE
-from shardctl.value import value_class
+from shardctl.tensors.manifest import GAMMA_LESS_ONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
 """How rows of queries, keys and values follow each other: since `checkpoint_version` 2.0, in 1.0, and in 0.

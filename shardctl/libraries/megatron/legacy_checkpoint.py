@@ -6,9 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.dialect import LibraryDialect
-from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries.files.sharded_backend import TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron import arrays as megatron
@@ -27,7 +25,9 @@ from shardctl.libraries.megatron.library_settings import build_library_settings
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.megatron.rank_file import read_rank_file
 from shardctl.libraries.megatron.ranks import TITLE, build_least_mesh
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.megatron.rank_file import MegatronRankFile
     from shardctl.libraries.megatron.rank_states import RankStates
     from shardctl.libraries.reader import Weights
-    from shardctl.mesh import Mesh
     from shardctl.storage import Source
+    from shardctl.tensors.mesh import Mesh
 
 _ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
 """How rows of queries, keys and values follow each other, by `checkpoint_version`."""

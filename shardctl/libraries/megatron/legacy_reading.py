@@ -9,8 +9,8 @@ from shardctl.libraries.reader import Format
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Weights
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 def detect_megatron(source: Source) -> bool:

@@ -11,8 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
-from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron import arrays as megatron
@@ -30,7 +29,7 @@ from shardctl.libraries.megatron.dist_states import (
     list_trained,
     note_unknown_progress,
 )
-from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.further_layers import COUNT, count_complete_layers
 from shardctl.libraries.megatron.hybrid_layers import format_patterns
 from shardctl.libraries.megatron.layer_options import OPTION, MegatronOptions
@@ -45,8 +44,9 @@ from shardctl.libraries.megatron.names import (
 from shardctl.libraries.megatron.ranks import FILE, TITLE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
+from shardctl.tensors.manifest import CheckpointFile
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.megatron.rank_state_writing import NamedArray, RankStateWriter
     from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Chunk, Manifest
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.manifest import Chunk, Manifest
+    from shardctl.tensors.mesh import Mesh
 
 NAME: Final = "megatron"
 _FOLDER: Final = "folder"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.megatron.family_traits import TRAITS
-from shardctl.manifest import LibrarySettings
+from shardctl.libraries.megatron.family_features import TRAITS
+from shardctl.tensors.manifest import LibrarySettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.models import Model
-    from shardctl.settings import Setting
 
 _GROUPS: Final = "num_query_groups"
 _UNCOMPARED: Final = frozenset(

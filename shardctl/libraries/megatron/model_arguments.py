@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.megatron.arguments import (
     DELTA,
     LATENT,
@@ -20,23 +20,23 @@ from shardctl.libraries.megatron.arguments import (
     YARN,
     as_number,
 )
-from shardctl.libraries.megatron.family_traits import TRAITS
+from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.layers import ROUTERS, count_experts, is_hybrid, is_tied
 from shardctl.libraries.megatron.ranks import TITLE
 from shardctl.libraries.megatron.turning_layers import LIMIT
-from shardctl.models.config import ModelConfig
 from shardctl.models.families import load_family
-from shardctl.models.rope import parse_rope
-from shardctl.models.windows import list_windows, mark_rotary_layers
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.rope import parse_rope
+from shardctl.models.tables.windows import list_windows, mark_rotary_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.libraries.megatron.family_traits import CoreTraits
+    from shardctl.base.settings import Setting
+    from shardctl.libraries.megatron.family_features import CoreTraits
     from shardctl.models import Model
-    from shardctl.models.rope import RotaryEmbedding
-    from shardctl.models.windows import WindowRule
-    from shardctl.settings import Setting
+    from shardctl.models.tables.rope import RotaryEmbedding
+    from shardctl.models.tables.windows import WindowRule
 
 _BEST: Final = 2
 """Experts of a group by whose scores DeepSeek-V3's routers and their like choose it."""

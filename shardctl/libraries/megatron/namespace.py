@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.settings import as_setting
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
-from shardctl.settings import as_setting
 
 if TYPE_CHECKING:
-    from shardctl.settings import Setting
+    from shardctl.base.settings import Setting
 
 _LONGEST: Final = 80
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import state_class, value_class
 from shardctl.libraries.torch_save.item_writer import build_archive
-from shardctl.manifest import CheckpointFile, Chunk, Region
-from shardctl.training import format_state_name
-from shardctl.value import state_class, value_class
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Region
+from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

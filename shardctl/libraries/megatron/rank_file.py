@@ -10,7 +10,8 @@ import re
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.megatron.arrays import format_chunk_prefix
 from shardctl.libraries.megatron.names import EXTRA_STATE, find_local_name, is_before_core
 from shardctl.libraries.megatron.namespace import parse_namespace
@@ -18,13 +19,12 @@ from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
 from shardctl.libraries.torch_save.tensors import as_tensor
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 _MODEL: Final = re.compile(r"model([0-9]{1,4})?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.megatron.dist_parameters import BUFFERS, ModuleOrder, UnknownOrderError, find_position
 
 if TYPE_CHECKING:

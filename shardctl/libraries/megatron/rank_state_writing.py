@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.arrays.composing import ComposedArray
 from shardctl.libraries.megatron.buffer_layout import place_parameters
 from shardctl.libraries.megatron.dist_parameters import BUFFERS
@@ -26,11 +26,11 @@ from shardctl.libraries.torch_save.pickle_writer import PickleName
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import CheckpointFile, Chunk, TrainingState
-    from shardctl.mesh import Mesh
+    from shardctl.tensors.manifest import CheckpointFile, Chunk, TrainingState
+    from shardctl.tensors.mesh import Mesh
 
 NamedArray = tuple[str, str, ComposedArray]
 """An array of a rank: the key of its chunk of layers, its name there, and the array."""

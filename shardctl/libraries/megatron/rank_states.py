@@ -13,7 +13,7 @@ from dataclasses import field
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
+from shardctl.base.value import state_class
 from shardctl.libraries.megatron.buffer_layout import place_parameters
 from shardctl.libraries.megatron.dist_groups import list_groups
 from shardctl.libraries.megatron.dist_parameters import BUFFERS, UnknownOrderError
@@ -21,19 +21,19 @@ from shardctl.libraries.megatron.replicated_states import list_replicated_states
 from shardctl.libraries.megatron.state_reader import MASTER, StateReader
 from shardctl.libraries.torch_save.pickle_tree import GlobalNode, as_mapping
 from shardctl.libraries.torch_save.reading import open_saved
-from shardctl.manifest import Tensor
-from shardctl.training import format_state_name
-from shardctl.value import state_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Tensor
+from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.base.settings import Setting
     from shardctl.libraries.megatron.rank_file import MegatronRankFile
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
-    from shardctl.mesh import Mesh
-    from shardctl.settings import Setting
     from shardctl.storage import Source
+    from shardctl.tensors.mesh import Mesh
 
 STATES_FILE: Final = "distrib_optim.pt"
 EXPERTS: Final = ".mlp.experts."

@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import lcm
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.mesh import Mesh
+from shardctl.base.errors import UnsupportedError
+from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.megatron.state_reader import StateReader
     from shardctl.libraries.torch_save.tensors import StorageView
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 _MASTERS: Final = ("fp32_from_fp16_params", "fp32_from_fp16")
 _HALVES: Final = frozenset({"F16", "BF16"})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
+from shardctl.base.value import state_class
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.torch_save.reading import check_total_size
 from shardctl.libraries.torch_save.tensors import as_tensor
-from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
-from shardctl.value import state_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, join_arrays
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 
 @value_class

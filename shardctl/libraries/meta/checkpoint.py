@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.meta import llama4_arrays
 from shardctl.libraries.meta.params import PARAMS, build_library_settings, read_params
 from shardctl.libraries.meta.parts import BUFFERS, EMBEDDING, MetaRankFile, join_parts
 from shardctl.libraries.torch_save.reading import read_weights
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
-from shardctl.mesh import Mesh
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Collection

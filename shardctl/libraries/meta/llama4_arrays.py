@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "meta"
 TITLE: Final = "Meta's code for Llama 4"

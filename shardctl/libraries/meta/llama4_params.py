@@ -9,11 +9,11 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.meta.llama4_arrays import TITLE
 from shardctl.libraries.meta.params import PARAMS, parse_number
-from shardctl.manifest import OwnConfig
-from shardctl.models.rope import parse_rope
+from shardctl.models.tables.rope import parse_rope
+from shardctl.tensors.manifest import OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

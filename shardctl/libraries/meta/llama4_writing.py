@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import CutError, UsageError
+from shardctl.base.errors import CutError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.meta.llama4_arrays import NAME, SCHEMA, TITLE
 from shardctl.libraries.meta.llama4_params import build_llama4_params
 from shardctl.libraries.meta.params import PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
-from shardctl.manifest import CheckpointFile, Region
-from shardctl.mesh import Mesh
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
+from shardctl.tensors.manifest import CheckpointFile, Region
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Chunk, Manifest
+    from shardctl.tensors.manifest import Chunk, Manifest
 
 
 def pack_llama4(request: PackRequest, number_file: Callable[[int], str]) -> Manifest:

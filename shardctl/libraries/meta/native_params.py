@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.meta.params import PARAMS, read_params
-from shardctl.manifest import OwnConfig
+from shardctl.tensors.manifest import OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from shardctl.libraries.meta.params import MetaParams
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Tensor
 
 _FILE: Final = re.compile(r"consolidated(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _EMBEDDING: Final = "tok_embeddings.weight"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
-from shardctl.manifest import LibrarySettings, OwnConfig
-from shardctl.models.rope import parse_rope
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
+from shardctl.models.tables.rope import parse_rope
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
-from shardctl.value import value_class
+from shardctl.tensors.manifest import LibrarySettings, OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.libraries.files.choice import describe_missing
-from shardctl.manifest import Chunk, Tensor
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

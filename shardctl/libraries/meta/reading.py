@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.reader import Format, find_given_file
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 _TITLE: Final = "Meta's consolidated.NN.pth files"
 _FILE: Final = re.compile(r"consolidated\.([0-9]{2,4})\.pth")

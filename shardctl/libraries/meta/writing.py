@@ -11,24 +11,24 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.meta import llama4_arrays
 from shardctl.libraries.meta.params import LLAMA3_THETA, PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
-from shardctl.models.meta_names import find_meta_name, split_meta_rows
-from shardctl.models.rope import parse_rope
+from shardctl.models.names.meta_names import find_meta_name, split_meta_rows
+from shardctl.models.tables.rope import parse_rope
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Tensor
     from shardctl.models import Model
-    from shardctl.pieces import PlacedCheckpoint
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.pieces import PlacedCheckpoint
 
 NAME: Final = "meta"
 _EMBEDDING: Final = "model.embed_tokens.weight"

@@ -10,17 +10,17 @@ import json
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, ConstantFill, Region, Tensor, compute_dense_strides
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.storage.orbax import METADATA
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, ConstantFill, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.storage import Source
 
 ARRAY: Final = ".zarray"

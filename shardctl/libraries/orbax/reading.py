@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.orbax.plain_arrays import read_plain_array
 from shardctl.libraries.reader import Format, find_given_file
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor, compute_dense_strides
 from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.orbax import METADATA, OrbaxSource, parse_tree
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import (
+    CheckpointFile,
+    Chunk,
+    Manifest,
+    OpaqueObject,
+    Region,
+    Tensor,
+    compute_dense_strides,
+)
 
 if TYPE_CHECKING:
     from shardctl.storage import Source

@@ -6,8 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.orbax.plain_arrays import (
     ARRAY,
     COMMITTED,
@@ -19,8 +18,9 @@ from shardctl.libraries.orbax.plain_arrays import (
 )
 from shardctl.libraries.safetensors.hf_writing import list_whole_arrays
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
 from shardctl.storage.orbax import METADATA
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest

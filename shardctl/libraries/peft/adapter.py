@@ -7,7 +7,8 @@ from contextlib import closing, contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.base.errors import SourceError, UsageError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTERS, NEW_EMBEDDINGS
 from shardctl.libraries.peft.modules import AdapterTensors, require_elements, sort_tensors
@@ -16,14 +17,13 @@ from shardctl.libraries.safetensors.reading import scan_safetensors
 from shardctl.libraries.torch_save.reading import scan_torch_save
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from shardctl.manifest import Manifest, Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 _ADDRESS: Final = re.compile(r"(hf|s3|gs|az|https?):/")
 

@@ -11,14 +11,14 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.value import state_class
 from shardctl.libraries.files.impostors import ADAPTER_PREFIX
-from shardctl.value import state_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 _PARTS: Final = {
     "lora_A.weight": "down",

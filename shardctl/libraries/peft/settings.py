@@ -11,18 +11,18 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
 from shardctl.libraries.peft.target_modules import parse_target_modules, read_names
-from shardctl.models.config import ModelConfig
-from shardctl.models.quantisation.expressions import compile_expression
-from shardctl.value import value_class
+from shardctl.models.quantization.expressions import compile_expression
+from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.libraries.peft.target_modules import TargetModules
-    from shardctl.models.quantisation.expressions import ModuleExpression
+    from shardctl.models.quantization.expressions import ModuleExpression
 
 _REFUSED: Final = {
     "alora_invocation_tokens": "it acts on some tokens only (aLoRA)",

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
-from shardctl.models.quantisation.expressions import compile_expression
-from shardctl.value import value_class
+from shardctl.models.quantization.expressions import compile_expression
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.quantisation.expressions import ModuleExpression
+    from shardctl.models.quantization.expressions import ModuleExpression
 
 ALL_LINEAR: Final = "all-linear"
 """What stands for all linear layers but the head."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.impostors import LIVE_MATRIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
 
 TRAINER_METADATA: Final = "lora_train_meta.json"
 _MAGNITUDE: Final = "magnitude_vector"

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.box import Box, subtract_all
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import CoverageError, HostileError, SourceError, UnsupportedError, format_first_few
+from shardctl.base.settings import is_text
+from shardctl.base.value import state_class
 from shardctl.libraries.rank_pickles.parts import as_tensor_part
 from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
-from shardctl.manifest import Chunk, ConstantFill, Region, Tensor
-from shardctl.settings import is_text
-from shardctl.value import state_class
+from shardctl.tensors.box import Box, subtract_all
+from shardctl.tensors.manifest import Chunk, ConstantFill, Region, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.dcp.keys import Way
     from shardctl.libraries.files.rank_files import RankFileName
     from shardctl.libraries.rank_pickles.parts import LocalPiece, TensorPart

@@ -10,18 +10,18 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.box import Box
-from shardctl.dtype import BY_TORCH
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_TORCH
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.rank_pickles.placements import AxisPlacement, compute_local_shape, list_local_boxes
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
 from shardctl.libraries.torch_save.tensors import StorageView, as_sizes, as_tensor
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 _WRAPPED: Final = frozenset({"torch._tensor._rebuild_from_type_v2"})
 _EMPTY: Final = "torch._utils._rebuild_wrapper_subclass"

@@ -13,9 +13,9 @@ from itertools import accumulate, product
 from math import prod
 from typing import Final
 
-from shardctl.box import Box
-from shardctl.errors import HostileError
-from shardctl.value import value_class
+from shardctl.base.errors import HostileError
+from shardctl.base.value import value_class
+from shardctl.tensors.box import Box
 
 _MOST: Final = 1 << 12
 """Boxes of one tensor on one rank; a fused projection under tensor parallelism has two or three."""

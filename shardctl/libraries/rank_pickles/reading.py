@@ -10,13 +10,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES, WHOLE_TORCH
 from shardctl.libraries.files.rank_files import list_rank_files
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format, find_given_file
-from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, OwnConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+from shardctl.tensors.manifest import CheckpointFile, Manifest, OpaqueObject, OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

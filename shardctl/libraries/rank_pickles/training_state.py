@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardctl.base.settings import as_setting
 from shardctl.libraries.dcp.items import NUMBERS, decode_number
 from shardctl.libraries.dcp.keys import build_named_states, build_parameter_groups, find_steps_done
 from shardctl.libraries.dcp.numbered_states import NUMBERED_NOTE, name_parameters
-from shardctl.manifest import Region, TrainingState
-from shardctl.settings import as_setting
 from shardctl.storage import read_bytes
+from shardctl.tensors.manifest import Region, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.keys import SortedKeys
     from shardctl.libraries.files.rank_files import RankFileName
     from shardctl.libraries.rank_pickles.checkpoint import RankCollector
-    from shardctl.manifest import Tensor
-    from shardctl.settings import Setting
+    from shardctl.tensors.manifest import Tensor
 
 
 def collect_training(

@@ -18,8 +18,9 @@ from operator import attrgetter
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.dtype import BY_NAME, DTYPES, DType
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_NAME, DTYPES, DType
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.impostors import refuse_impostor
 from shardctl.libraries.files.json_members import (
     LONGEST_KEY,
@@ -33,7 +34,6 @@ from shardctl.libraries.files.json_members import (
     walk_object,
 )
 from shardctl.storage.entry_limit import charge_entries
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -376,7 +376,7 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     The result depends on the set of arrays alone, not on their order. Keys of `metadata` are sorted, where the
     library's order is random; an empty `metadata` is left out.
 
-    >>> from shardctl.dtype import BY_NAME
+    >>> from shardctl.base.dtype import BY_NAME
     >>> encoded = encode_header([("w", BY_NAME["BF16"], (2, 3))], {"format": "pt"})
     >>> encoded.offsets["w"] == len(encoded.header), encoded.size - len(encoded.header)
     (True, 12)

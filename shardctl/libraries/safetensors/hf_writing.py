@@ -6,22 +6,22 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import format_first_few
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, PIPELINE_FORMAT, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, holds_adapter
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile
-from shardctl.views import ViewGroup
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile
+from shardctl.tensors.views import ViewGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest, Tensor
+    from shardctl.tensors.manifest import Manifest, Tensor
 
 NAME: Final = "hf"
 _DIFFUSION: Final = "diffusion_pytorch_model.safetensors"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.safetensors.header import encode_header
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
-from shardctl.turns import count_turns
-from shardctl.value import value_class
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.tensors.turns import count_turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardctl.box import Box
-    from shardctl.dtype import DType
-    from shardctl.models.fusion import FusionPlaces
-    from shardctl.views import ViewGroup
+    from shardctl.base.dtype import DType
+    from shardctl.models.tables.fusion import FusionPlaces
+    from shardctl.tensors.box import Box
+    from shardctl.tensors.views import ViewGroup
 
 
 @value_class

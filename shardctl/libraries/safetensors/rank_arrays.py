@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box
-from shardctl.dialect import format_rank_prefix
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.impostors import refuse_unfinished
 from shardctl.libraries.files.links import check_link
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors.header import estimate_header_size, read_header
-from shardctl.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
+from shardctl.tensors.naming_scheme import format_rank_prefix
 
 if TYPE_CHECKING:
     import re

@@ -15,8 +15,8 @@ from json.encoder import encode_basestring_ascii
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, merge_boxes
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.safetensors.header import (
     ALIGNMENT,
     LARGEST_HEADER,
@@ -32,18 +32,18 @@ from shardctl.libraries.safetensors.hf_writing import build_shared_array
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
 from shardctl.libraries.writer import Layout, PackMeasure
-from shardctl.value import value_class
-from shardctl.views import ViewGroup
+from shardctl.tensors.box import Box, merge_boxes
+from shardctl.tensors.views import ViewGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardctl.dialect import LibraryDialect
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
-    from shardctl.pieces import TensorShard
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.pieces import TensorShard
 
 NAME: Final = "ranks"
 _BETWEEN: Final = ", "

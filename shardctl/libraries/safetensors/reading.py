@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
 from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
@@ -35,13 +35,13 @@ from shardctl.libraries.safetensors.header import (
 )
 from shardctl.libraries.safetensors.saved_apart import FOLDER, METADATA, list_saved_apart, read_config_apart
 from shardctl.libraries.safetensors.sharding_info import KEY, VERSION_KEY, ArrayPlace, read_sharding_info
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.storage import Source, Span
 
 _INDEXES: Final = SAFETENSORS + INDEX_SUFFIX

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.libraries.files.links import check_link
-from shardctl.manifest import OwnConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.tensors.manifest import OwnConfig
 
 if TYPE_CHECKING:
     from shardctl.storage import Source

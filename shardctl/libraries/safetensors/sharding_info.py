@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.json_members import (
     MalformedError,
     check_end_of_text,
@@ -17,7 +18,6 @@ from shardctl.libraries.files.json_members import (
     skip_space,
     walk_object,
 )
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from shardctl.libraries.safetensors.header import SafetensorsHeader

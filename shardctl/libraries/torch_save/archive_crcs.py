@@ -13,8 +13,8 @@ from shardctl.storage.crc_tracker import CrcRange
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.manifest import CheckpointFile
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import CheckpointFile
 
 _ENTRY: Final = struct.Struct("<16xI8x3H12x")
 """Of an entry of the directory the CRC-32, and the lengths of name, extra field and comment (APPNOTE 4.3.12)."""

@@ -12,8 +12,9 @@ import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import STORAGES
-from shardctl.errors import UnsupportedError
+from shardctl.base.dtype import STORAGES
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, PickleReference, Value, encode_pickle
 from shardctl.libraries.torch_save.zip_signatures import (
     CENTRAL,
@@ -29,12 +30,11 @@ from shardctl.libraries.torch_save.zip_signatures import (
     LOCATOR,
     LOCATOR_MAGIC,
 )
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 _ROOT: Final = "archive/"
 _ALIGNMENT: Final = 64

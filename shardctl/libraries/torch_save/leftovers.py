@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import format_first_few
+from shardctl.base.errors import format_first_few
 from shardctl.libraries.torch_save.pickle_names import is_harmless
 
 if TYPE_CHECKING:

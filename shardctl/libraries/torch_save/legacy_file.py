@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.torch_save.leftovers import SECOND_SAVE
 from shardctl.libraries.torch_save.legacy_magics import MAGIC_NUMBER
 from shardctl.libraries.torch_save.pickle_budget import budget_of

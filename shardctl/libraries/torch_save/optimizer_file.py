@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
 from shardctl.libraries.torch_save.saved_optimizer import SavedOptimizer
 from shardctl.libraries.torch_save.state_dict import get_optimizer
-from shardctl.manifest import CheckpointFile
+from shardctl.tensors.manifest import CheckpointFile
 
 if TYPE_CHECKING:
-    from shardctl.manifest import Manifest
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Manifest
 
 
 def add_optimizer_file(source: Source, weights: Manifest, path: str, *, ordered: bool) -> Manifest:

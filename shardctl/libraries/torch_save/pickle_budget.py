@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from shardctl.errors import HostileError
+from shardctl.base.errors import HostileError
 from shardctl.libraries.torch_save.leftovers import LeftoverNotes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.garbage_collection import pause_garbage_collection
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.libraries.torch_save.pickle_state import FLAT, NODE, PassedError, PickleLimits, PickleState
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, ParsedPickle, PersistentNode
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from typing import Any, Final, NoReturn, Protocol
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.pickle_names import can_execute_code, can_reach_code, is_getattr
 from shardctl.libraries.torch_save.pickle_tree import MAPPINGS, CallNode, FoldedCall, GlobalNode, PersistentNode
-from shardctl.value import value_class
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 
 @value_class

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

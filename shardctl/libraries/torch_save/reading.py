@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
 from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, TORCH_SAVED, WHOLE_TORCH
@@ -29,11 +29,11 @@ from shardctl.libraries.reader import Format, find_given_file
 from shardctl.libraries.torch_save.legacy_magics import MAGICS
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage import read_bytes
 from shardctl.storage.entry_limit import charge_entries
 from shardctl.storage.excluded_names import is_excluded
-from shardctl.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.settings import as_setting, is_text
 from shardctl.libraries.dcp.items import NUMBERS, decode_number
 from shardctl.libraries.dcp.keys import (
     STEPS,
@@ -24,15 +24,15 @@ from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import as_mapping
 from shardctl.libraries.torch_save.state_dict import GROUPS, STATE, get_optimizer
 from shardctl.libraries.torch_save.tensors import as_tensor
-from shardctl.manifest import Chunk, Region, Tensor, TrainingState
-from shardctl.settings import as_setting, is_text
 from shardctl.storage import read_bytes
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region, Tensor, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.settings import Setting
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
-    from shardctl.settings import Setting
     from shardctl.storage import Source
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.base.settings import is_text
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.pickle_tree import CallNode, PersistentNode, as_mapping
 from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
-from shardctl.settings import is_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,11 +9,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.dtype import BY_NAME, BY_TORCH, STORAGES, DType
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_NAME, BY_TORCH, STORAGES, DType
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
-from shardctl.manifest import Region, compute_dense_strides
-from shardctl.value import value_class
+from shardctl.tensors.manifest import Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

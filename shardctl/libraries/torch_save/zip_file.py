@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE, UNUSED_RECORDS
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle

@@ -11,7 +11,8 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.torch_save.zip_signatures import (
     CENTRAL,
     CENTRAL_MAGIC,
@@ -27,7 +28,6 @@ from shardctl.libraries.torch_save.zip_signatures import (
     LOCATOR_MAGIC,
 )
 from shardctl.storage import read_bytes
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 from shardctl.libraries.trtllm.engine_models import explain_missing_model
-from shardctl.pieces import split_layers_evenly
-from shardctl.value import value_class
+from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "trtllm"
 TITLE: Final = "TensorRT-LLM"

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import format_rank_prefix
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import value_class
 from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, SEARCHED, TITLE, VOCABULARY
 from shardctl.libraries.trtllm.model_settings import RENORMALISE, get_object, read_deepseek, read_granite, read_layers
-from shardctl.manifest import OwnConfig
-from shardctl.mesh import MOST_RANKS, Mesh
 from shardctl.models import name_usual_class
-from shardctl.models.config import ModelConfig
-from shardctl.pieces import split_layers_evenly
-from shardctl.value import value_class
+from shardctl.models.tables.config import ModelConfig
+from shardctl.tensors.manifest import OwnConfig
+from shardctl.tensors.mesh import MOST_RANKS, Mesh
+from shardctl.tensors.naming_scheme import format_rank_prefix
+from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardctl.dialect import Fact
+    from shardctl.tensors.naming_scheme import Fact
 
 _LLAMAS: Final = frozenset({"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"})
 _QWENS: Final = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 
 _COMPUTED: Final = {
     **dict.fromkeys(

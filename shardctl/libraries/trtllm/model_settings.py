@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.trtllm.arrays import TITLE
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
     from shardctl.models import Model

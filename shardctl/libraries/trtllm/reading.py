@@ -6,20 +6,20 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.manifest import Manifest
-from shardctl.models.config import ModelConfig
+from shardctl.models.tables.config import ModelConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+from shardctl.tensors.manifest import Manifest
+from shardctl.tensors.naming_scheme import LibraryDialect
 
 if TYPE_CHECKING:
     from shardctl.libraries.trtllm.config import TrtllmDescription
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Tensor
 
 CONFIG: Final = "config.json"
 _TITLE: Final = "TensorRT-LLM's rankN.safetensors"

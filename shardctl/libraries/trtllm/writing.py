@@ -11,9 +11,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, SEARCHED, TITLE
@@ -25,20 +24,21 @@ from shardctl.libraries.trtllm.model_settings import (
     describe_layers,
 )
 from shardctl.libraries.writer import Layout
-from shardctl.manifest import CheckpointFile
-from shardctl.mesh import Mesh
-from shardctl.models.config import ModelConfig
-from shardctl.models.rope import parse_rope
-from shardctl.pieces import split_layers_evenly
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.rope import parse_rope
+from shardctl.tensors.manifest import CheckpointFile
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.dialect import Fact
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.tables.model import ModelTensor
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.naming_scheme import Fact
 
 _CONFIG: Final = "config.json"
 _ORDER: Final = ("pp", "cp", "tp")

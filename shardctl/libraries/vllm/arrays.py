@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError, UnsupportedError
 from shardctl.libraries.arrays.schema import ModelParts, Schema
 from shardctl.libraries.vllm.decoders import list_decoder_entries
 from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
@@ -19,9 +19,9 @@ from shardctl.libraries.vllm.seeing import list_gemma4_entries, list_qwen_eyes_e
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.models import Model
+    from shardctl.tensors.naming_scheme import LibraryDialect
 
 NAME: Final = "vllm"
 TITLE: Final = "vLLM's sharded state"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError
+from shardctl.base.errors import CutError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.vllm.feed_forward import USUAL, list_experts, list_feed_forward
 from shardctl.libraries.vllm.linear_attention import list_linear_attention, list_short_convolution

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import CutError
+from shardctl.base.errors import CutError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 from shardctl.libraries.vllm.routers import list_router
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import UnsupportedError
+from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.vllm import arrays as vllm
 from shardctl.libraries.vllm.rank import EXPERT_MAPS, SCALES, SGLANG
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.dialect import Fact
-    from shardctl.manifest import Tensor
+    from shardctl.tensors.manifest import Tensor
+    from shardctl.tensors.naming_scheme import Fact
 
 _EXPERTS: Final = (".w13_weight", ".w2_weight")
 _ROUTED: Final = ".routed_experts"

@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import CutError
+from shardctl.base.value import value_class
 from shardctl.libraries.arrays import schema
 from shardctl.libraries.arrays.composite import (
     CompositeArray,
@@ -23,12 +24,11 @@ from shardctl.libraries.arrays.composite import (
     round_up_to_multiple,
     stack_arrays,
 )
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
 
 VOCABULARY_UNIT: Final = 64
 """`DEFAULT_VOCAB_PADDING_SIZE` of vocab_parallel_embedding.py: rows of a vocabulary are a multiple of it."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
-from shardctl.manifest import Manifest, TrainingState
+from shardctl.tensors.manifest import Manifest, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.manifest import Tensor
     from shardctl.storage import Source
+    from shardctl.tensors.manifest import Tensor
 
 _TITLE: Final = "vLLM's model-rank-R-part-P.safetensors"
 _NUMBER: Final = "(0|[1-9][0-9]{0,4})"

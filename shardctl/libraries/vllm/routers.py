@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
 from shardctl.libraries.arrays.composite import SchemaEntry
 
 if TYPE_CHECKING:

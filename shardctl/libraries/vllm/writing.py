@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import LibraryDialect, format_rank_prefix
-from shardctl.errors import CutError, UsageError
+from shardctl.base.errors import CutError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.vllm.arrays import (
@@ -26,16 +25,17 @@ from shardctl.libraries.vllm.arrays import (
 )
 from shardctl.libraries.vllm.rank import SGLANG
 from shardctl.libraries.writer import Layout
-from shardctl.mesh import Mesh
+from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.dialect import Fact
     from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.writer import PackRequest
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
+    from shardctl.tensors.manifest import Manifest
+    from shardctl.tensors.naming_scheme import Fact
 
 OPTION: Final = "vllm_profile"
 _VERSION: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")

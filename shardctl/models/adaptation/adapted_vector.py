@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.cast import cast_elements
-from shardctl.dtype import BY_NAME
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.value import value_class
 from shardctl.models.adaptation.numbers import build_overflow_error, read_numbers
-from shardctl.value import value_class
+from shardctl.tensors.cast import cast_elements
 
 if TYPE_CHECKING:
-    from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
 
 _RUN: Final = 1 << 18
 """Elements that are worked out at a time."""

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.cast import cast_elements
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
 from shardctl.models.adaptation.arithmetic import add_squares, compute_row_norms, multiply_low_rank, round_norms
 from shardctl.models.adaptation.numbers import COMPUTABLE, build_overflow_error, read_numbers, round_numbers
-from shardctl.tiles import split_run
-from shardctl.value import value_class
+from shardctl.tensors.cast import cast_elements
+from shardctl.tensors.tiles import split_run
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
-    from shardctl.tiles import Span
+    from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
+    from shardctl.tensors.tiles import Span
 
 _TILE: Final = 1 << 18
 """Elements of a tile at most, and of the parts of the adapter's matrices that are read at a time."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

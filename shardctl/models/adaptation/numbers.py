@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, Final
 import ml_dtypes
 import numpy as np
 
-from shardctl.box import Box
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
+from shardctl.tensors.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
-    from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
-    from shardctl.dtype import DType
-    from shardctl.tiles import Span
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
+    from shardctl.tensors.tiles import Span
 
 COMPUTABLE: Final[Mapping[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """The types whose numbers F32 holds exactly, and that weights and adapters have."""

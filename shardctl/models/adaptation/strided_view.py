@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.bands import ChunkIndex
-from shardctl.box import Box
-from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, Region
-from shardctl.value import value_class
+from shardctl.base.errors import UnsupportedError
+from shardctl.base.value import value_class
+from shardctl.tensors.bands import ChunkIndex
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Region
 
 if TYPE_CHECKING:
-    from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
+    from shardctl.base.dtype import DType
+    from shardctl.tensors.manifest import Tensor
 
 
 @value_class

@@ -6,27 +6,27 @@ import re
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.derived.circuits import (
+from shardctl.base.value import state_class
+from shardctl.models.derived.derivation import ORDER_UNKNOWN, SHAPES, TensorRule
+from shardctl.models.derived.head_counts import HeadLayout
+from shardctl.models.derived.module_groups import (
     AttentionCircuit,
     FeedForwardCircuit,
     FusedAttentionCircuit,
     LatentAttentionCircuit,
     SharedAttentionCircuit,
 )
-from shardctl.models.derived.derivation import ORDER_UNKNOWN, SHAPES, TensorRule
-from shardctl.models.derived.head_counts import HeadLayout
-from shardctl.placement import AxisCut, CutSection, GroupMember
-from shardctl.value import state_class
+from shardctl.tensors.placement import AxisCut, CutSection, GroupMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardctl.models.derived.circuits import Circuit
     from shardctl.models.derived.head_counts import ConfigSizes
     from shardctl.models.derived.library_styles import LibraryStyle
+    from shardctl.models.derived.module_groups import Circuit
     from shardctl.models.derived.stored_modules import ModuleTree, StoredModule
-    from shardctl.models.fused_orders import FusedOrders
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.rules.fused_orders import FusedOrders
+    from shardctl.models.tables.model import ModelTensor
 
 _EXPERT: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
 _QUERY_NORMS: Final = re.compile(r"(q|query)_?(layer_?)?norm|q_ln")

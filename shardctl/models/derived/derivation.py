@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import format_first_few
-from shardctl.value import value_class
+from shardctl.base.errors import format_first_few
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.placement import AxisCut, GroupMember
+    from shardctl.tensors.placement import AxisCut, GroupMember
 
 SHAPES: Final = "names and shapes"
 """The origin of a rule that no library confirms."""

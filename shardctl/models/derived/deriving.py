@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.models.config import ModelConfig
-from shardctl.models.derived.circuits import list_circuits
 from shardctl.models.derived.cutting import CircuitCutter, find_expert_number
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
 from shardctl.models.derived.head_counts import ConfigSizes
 from shardctl.models.derived.library_embeddings import list_normed_embeddings
 from shardctl.models.derived.library_styles import read_library_experts, read_library_styles
+from shardctl.models.derived.module_groups import list_circuits
 from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
-from shardctl.models.fused_orders import FusedOrders
-from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.table import FSDP
-from shardctl.placement import AxisCut, CutSection
+from shardctl.models.rules.fused_orders import FusedOrders
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.name_pattern import list_name_patterns
+from shardctl.models.tables.table import FSDP
+from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.tensors.placement import AxisCut, CutSection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardctl.mesh import Mesh
     from shardctl.models.derived.library_styles import LibraryStyle
-    from shardctl.models.model import Model, ModelTensor
+    from shardctl.models.tables.model import Model, ModelTensor
+    from shardctl.tensors.mesh import Mesh
 
 _EMBEDDINGS: Final = ("wte", "shared", "embed_in", "encoder_embed", "decoder_embed")
 """What embeddings of tokens are called whose names do not begin with one of the next."""

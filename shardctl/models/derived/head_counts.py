@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.value import state_class, value_class
+from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

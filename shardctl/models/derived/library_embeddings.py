@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.derived.head_counts import list_parts
-from shardctl.models.transformers_plan import find_sources, list_config_files
+from shardctl.models.rules.transformers_plan import find_sources, list_config_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

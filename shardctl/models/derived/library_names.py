@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.transformers_plan import find_sources
+from shardctl.models.rules.transformers_plan import find_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.models.config import ModelConfig
+from shardctl.base.value import value_class
 from shardctl.models.derived.head_counts import find_topics, list_parts
 from shardctl.models.derived.library_names import build_renamer
-from shardctl.models.transformers_plan import find_plan
-from shardctl.value import value_class
+from shardctl.models.rules.transformers_plan import find_plan
+from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardctl.models.transformers_plan import TransformersPlan
+    from shardctl.models.rules.transformers_plan import TransformersPlan
 
 _DIVIDED: Final = "grouped_gemm"
 """The style of arrays whose first dim counts experts, which are divided among ranks."""

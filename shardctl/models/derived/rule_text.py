@@ -6,7 +6,7 @@ import json
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from shardctl.models.rule_cuts import format_cut
+from shardctl.models.rules.rule_cuts import format_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

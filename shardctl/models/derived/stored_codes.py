@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.manifest import Manifest, Tensor
-from shardctl.mesh import EXPERT_FSDP
-from shardctl.models.family import Row
-from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.quantisation import find_quantisation_config, quantise_model
-from shardctl.models.quantisation.methods import read_scheme
-from shardctl.models.quantisation.settings import name_method
-from shardctl.models.quantisation.storage import FP8, AlongDim
+from shardctl.base.errors import UnsupportedError
+from shardctl.models.quantization import find_quantisation_config, quantise_model
+from shardctl.models.quantization.methods import read_scheme
+from shardctl.models.quantization.settings import name_method
+from shardctl.models.quantization.storage import FP8, AlongDim
+from shardctl.models.tables.family import Row
+from shardctl.models.tables.name_pattern import list_name_patterns
+from shardctl.tensors.manifest import Manifest, Tensor
+from shardctl.tensors.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models.derived.derivation import TensorRule
-    from shardctl.models.model import Model, ModelTensor
-    from shardctl.models.quantisation.storage import QuantisationScheme
+    from shardctl.models.quantization.storage import QuantisationScheme
+    from shardctl.models.tables.model import Model, ModelTensor
 
 _FOLLOWED: Final = ("fp8", "fbgemm_fp8", "gptq", "awq")
 """Methods whose arrays say by their shapes what the weight's is."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.value import value_class
+from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardctl.models.model import ModelTensor
+    from shardctl.models.tables.model import ModelTensor
 
 
 @value_class

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Final
 
-from shardctl.models.family import Family
+from shardctl.models.tables.family import Family
 
 FAMILY_FILES: Final = {
     "afmoe": ("afmoe",),

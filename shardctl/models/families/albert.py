@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import ENCODER_TRAITS, build_encoder_facts, build_norm_rows
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _BLOCK: Final = ".encoder.albert_layer_groups.{layer}.albert_layers.{inner}"

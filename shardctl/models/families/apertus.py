@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.arcee import UNGATED
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEAD_NORMS,
     HEADS,
@@ -15,13 +16,12 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.families.arcee import UNGATED
-from shardctl.models.family import Family, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _ACTIVATION: Final = f"{LAYER}.mlp.act_fn"
 _APERTUS: Final = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEADS,
     LAST_NORM,
@@ -15,8 +15,8 @@ from shardctl.models.decoder import (
     build_biased_facts,
     build_decoder_classes,
 )
-from shardctl.models.family import Family, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 UNGATED: Final = (
     Row(f"{LAYER}.mlp.up_proj.weight", "ffn hidden"),

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
+from shardctl.models.families.kimi_linear import KDA, KDA_ARRAYS, build_kda_dims
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     add_condition,
     build_fused_experts,
     build_predicting_ends,
     build_predicting_rows,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
-from shardctl.models.families.kimi_linear import KDA, KDA_ARRAYS, build_kda_dims
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _MIXER: Final = f"{LAYER}.self_attn"
 _QKV: Final = tuple(f"{one}_{kind}.weight" for kind in ("proj", "conv1d") for one in "qkv")

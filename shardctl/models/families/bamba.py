@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.granite_moe import FUSED, MOE, SHARED
+from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEADS,
     LAST_NORM,
@@ -22,15 +24,13 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_condition, add_expert_facts
-from shardctl.models.families.granite_moe import FUSED, MOE, SHARED
-from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
-from shardctl.models.family import Family, ModelClass, Row
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.experts import add_condition, add_expert_facts
+from shardctl.models.tables.family import Family, ModelClass, Row
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _MIXER: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
 _ATTENTION: Final = add_condition((row for row in QKVO if not row.buffer), "attention")

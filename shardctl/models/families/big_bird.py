@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import (
     BERT,
     ENCODER,
@@ -19,11 +18,12 @@ from shardctl.models.families.bert import (
     build_norm_rows,
 )
 from shardctl.models.families.roberta import ROBERTA_HEADS
-from shardctl.models.family import Family, ModelClass, Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BIASED: Final = (".self.query.bias", ".self.key.bias", ".self.value.bias")
 _BIG_BIRD: Final = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEADS,
@@ -18,12 +18,12 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _OF_HEADS: Final = Row(f"{LAYER}.self_attn.attn_sub_norm.weight", "all_heads")
 _OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")

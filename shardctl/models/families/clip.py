@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.nesting import join_facts, nest_facts, nest_rows
+from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_rows
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _LAYER: Final = ".encoder.layers.{layer}"
 

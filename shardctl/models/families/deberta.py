@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import assume_sizes
+from shardctl.base.errors import SourceError
 from shardctl.models.families.bert import (
     BLOCK,
     BLOCK_INPUT,
@@ -20,12 +19,13 @@ from shardctl.models.families.bert import (
     build_encoder_facts,
     build_norm_rows,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import FurtherTensor
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import FurtherTensor
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _ATTENTION: Final = f"{BLOCK}.attention.self"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEAD_NORMS,
@@ -22,7 +22,7 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     BALANCE,
     DENSE,
     ROUTER,
@@ -37,15 +37,15 @@ from shardctl.models.experts import (
     list_later_layers,
     list_sparse_layers,
 )
-from shardctl.models.family import Family, ModelClass, Row, RowIndex
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, ModelClass, Row, RowIndex
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _SHARED: Final = build_shared_expert_rows("mlp.shared_experts")
 _SHARED_BIASES: Final = (

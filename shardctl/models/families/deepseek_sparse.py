@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import LAYER, NORMS, assume_sizes
-from shardctl.models.experts import build_fused_experts, list_sparse_layers
+from shardctl.base.errors import SourceError
 from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts, build_balanced_rows
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.decoder import LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import build_fused_experts, list_sparse_layers
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 INDEXER: Final = (
     Row(f"{LAYER}.self_attn.indexer.wq_b.weight", "index_q q_rank", needed="indexer"),

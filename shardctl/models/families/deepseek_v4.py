@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
+from shardctl.models.tables.experts import (
     add_condition,
     add_expert_facts,
     build_expert_rows,
@@ -22,14 +22,14 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     count_experts,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.hyper_connections import list_mixed_streams
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.hyper_connections import list_mixed_streams
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _SPARSE, _DENSE = "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS: Final = {0: "sliding_attention", 4: _SPARSE, 128: _DENSE}

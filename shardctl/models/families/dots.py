@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEAD_NORMS,
     HEADS,
@@ -19,15 +20,14 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import build_fused_experts, list_later_layers
-from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
-from shardctl.models.family import Family
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.experts import build_fused_experts, list_later_layers
+from shardctl.models.tables.family import Family
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _SIZES: Final = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2}
 """Those of the published model where a config says null, as transformers' class assumes, which then has no layers."""

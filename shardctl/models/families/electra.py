@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, build_encoder_facts
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _ELECTRA: Final = (

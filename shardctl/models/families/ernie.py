@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_facts
-from shardctl.models.family import Family, ModelClass
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_facts
+from shardctl.models.tables.family import Family, ModelClass
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.deepseek import BIASED_SHARED
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEADS,
@@ -21,7 +22,7 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     add_condition,
     add_expert_facts,
     build_expert_rows,
@@ -29,13 +30,12 @@ from shardctl.models.experts import (
     build_predicting_rows,
     count_experts,
 )
-from shardctl.models.families.deepseek import BIASED_SHARED
-from shardctl.models.family import Family, FusedArray, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, FusedArray, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BALANCE: Final = "moe_statics.e_score_correction_bias"
 _ERNIE: Final = (

@@ -11,25 +11,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.deepseek import BIASED_SHARED
+from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
+from shardctl.models.submodels.towers import ModelTower, build_tower_family
+from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.tables.experts import (
     add_condition,
     add_expert_facts,
     build_expert_rows,
     build_fused_experts,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek import BIASED_SHARED
-from shardctl.models.families.ernie_moe import ERNIE4_5_MOE
-from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.towers import ModelTower, build_tower_family
+from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.layer_traits import LayerTraits
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.layer_features import LayerTraits
 
 _MLP: Final = f"{LAYER}.mlp"
 _BIAS: Final = "moe_statics.e_score_correction_bias"

@@ -7,17 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardctl.models.decoder import (
-    EMBEDDING,
-    GATED,
-    LAST_NORM,
-    NORMS,
-    QKVO,
-    assume_sizes,
-    build_biased_facts,
-)
-from shardctl.models.family import Family, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import EMBEDDING, GATED, LAST_NORM, NORMS, QKVO, assume_sizes, build_biased_facts
+from shardctl.models.tables.family import Family, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 _EUROBERT: Final = (
     *EMBEDDING,

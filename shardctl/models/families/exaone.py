@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.qwen3_next import build_mtp_rows
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEAD_NORMS,
@@ -22,7 +23,7 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     DENSE,
     ROUTER,
     add_expert_facts,
@@ -32,14 +33,13 @@ from shardctl.models.experts import (
     count_experts,
     list_sparse_layers,
 )
-from shardctl.models.families.qwen3_next import build_mtp_rows
-from shardctl.models.family import Family, FusedArray, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, FusedArray, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:

@@ -9,16 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_condition
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_condition
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _ATTENTION, _ALTUP, _LAUREL = f"{LAYER}.self_attn", f"{LAYER}.altup", f"{LAYER}.laurel"
 _GATED: Final = tuple(row for row in GATED if not row.when)

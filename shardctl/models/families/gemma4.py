@@ -11,18 +11,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_condition, add_expert_facts, build_expert_rows, build_fused_experts
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models.families.gemma4_towers import GEMMA4_AUDIO, GEMMA4_PATCHES, GEMMA4_SOUNDS, GEMMA4_VISION
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.towers import build_tower_classes, build_tower_family
-from shardctl.models.windows import WindowRule
+from shardctl.models.submodels.towers import build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_condition, add_expert_facts, build_expert_rows, build_fused_experts
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _PERIOD: Final = 6
 """The last of so many layers sees every token, if `layer_types` does not say which do; the last of all always does."""

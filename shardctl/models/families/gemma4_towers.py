@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.towers import ModelTower
+from shardctl.base.errors import SourceError
+from shardctl.models.submodels.towers import ModelTower
+from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _BOUNDS: Final = ("input_min", "input_max", "output_min", "output_max")
 

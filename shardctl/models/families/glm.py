@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     FUSED_GATED,
     HEADS,
@@ -19,15 +19,15 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import build_predicting_ends, build_predicting_rows
-from shardctl.models.family import Family, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.experts import build_predicting_ends, build_predicting_rows
+from shardctl.models.tables.family import Family, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = 128

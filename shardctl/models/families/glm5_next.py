@@ -10,24 +10,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from shardctl.errors import SourceError
-from shardctl.models.config import ModelConfig
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
+from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts, list_indexer_layers
+from shardctl.models.families.kimi_linear import FORGET_GATE, KDA, KDA_ARRAYS, build_kda_dims
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     add_condition,
     build_fused_experts,
     build_predicting_ends,
     build_predicting_rows,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
-from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts, list_indexer_layers
-from shardctl.models.families.kimi_linear import FORGET_GATE, KDA, KDA_ARRAYS, build_kda_dims
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.hyper_connections import list_mixed_streams
-from shardctl.models.latent_attention import LATENT
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.hyper_connections import list_mixed_streams
+from shardctl.models.tables.latent_attention import LATENT
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 _FP32: Final = (".dt_bias", ".A_log")
 _KDA: Final = tuple(

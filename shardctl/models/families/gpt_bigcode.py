@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import build_decoder_classes
 from shardctl.models.families.gpt2 import GPT2, NAMES
-from shardctl.models.family import Family, LogicalDim, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import build_decoder_classes
+from shardctl.models.tables.family import Family, LogicalDim, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _turn_row(row: Row) -> Row:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
+from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _LAYER: Final = ".layers.{layer}"
 _HEADS: Final = build_head_rows(".embed_in.weight")

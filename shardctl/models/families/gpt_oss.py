@@ -10,15 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_expert_facts, count_experts
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_expert_facts, count_experts
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BLOCK: Final = 32
 _EXPERTS: Final = f"{LAYER}.mlp.experts"

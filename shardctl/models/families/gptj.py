@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.families.gpt2 import NAMES
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _GPTJ: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),

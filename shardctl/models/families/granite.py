@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     DECODER,
     EMBEDDING,
     GATED,
@@ -17,12 +17,12 @@ from shardctl.models.decoder import (
     build_biased_facts,
     build_decoder_classes,
 )
-from shardctl.models.family import Family, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _CLOVA: Final = (
     *EMBEDDING,

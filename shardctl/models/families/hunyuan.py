@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEAD_NORMS,
@@ -21,7 +21,7 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     DENSE,
     ROUTER,
     add_expert_facts,
@@ -33,12 +33,12 @@ from shardctl.models.experts import (
     count_experts,
     list_sparse_layers,
 )
-from shardctl.models.family import Family, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _LAYER: Final = (
     *QKVO,

@@ -11,24 +11,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
+from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     build_fused_experts,
     build_predicting_ends,
     build_predicting_rows,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts
-from shardctl.models.families.deepseek_sparse import INDEXER, build_indexer_facts
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.hyper_connections import list_added_streams
-from shardctl.models.latent_attention import LATENT
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.hyper_connections import list_added_streams
+from shardctl.models.tables.latent_attention import LATENT
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.sinks", "heads", dtype="F32"),

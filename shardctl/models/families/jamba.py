@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, assume_sizes, build_decoder_classes, build_decoder_facts
-from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts
 from shardctl.models.families.mamba import build_mixer_rows, compute_time_step_rank
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAYER,
+    assume_sizes,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_fused_experts
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _JAMBA: Final = (
     *EMBEDDING,

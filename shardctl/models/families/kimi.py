@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.models.families.deepseek import DEEPSEEK_V3
 from shardctl.models.families.kimi_linear import KIMI_LINEAR
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.nesting import join_facts, nest_facts, nest_tower_rows
+from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_tower_rows
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.layer_traits import LayerTraits
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.layer_features import LayerTraits
 
 _BLOCK: Final = ".encoder.blocks.{layer}"
 _EYES: Final = (

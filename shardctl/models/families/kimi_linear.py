@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.config import ModelConfig
-from shardctl.models.decoder import LAYER, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.deepseek import add_balanced_facts, build_balanced_rows
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.decoder import LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     DENSE,
     add_condition,
     build_expert_rows,
@@ -22,15 +23,14 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek import add_balanced_facts, build_balanced_rows
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.family import FamilyFacts
 
 _MIXER: Final = f"{LAYER}.self_attn"
 _MODULE: Final = "block_sparse_moe"

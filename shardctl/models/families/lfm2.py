@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, assume_sizes, build_decoder_facts
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAYER, assume_sizes, build_decoder_facts
+from shardctl.models.tables.experts import (
     add_condition,
     add_expert_facts,
     build_expert_rows,
     build_fused_experts,
     count_experts,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _MAX_MULTIPLIER: Final = 1e6
 """Of the width of an MLP; published ones are 1 and 1.3."""

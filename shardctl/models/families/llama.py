@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     DECODER,
     assume_sizes,
     build_biased_facts,
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.family import Family, LogicalDim
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, LogicalDim
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms")
 

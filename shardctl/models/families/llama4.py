@@ -9,18 +9,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
 from shardctl.models.families.vision_towers import build_seeing_heads
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_family
-from shardctl.models.windows import WindowRule, mark_rotary_layers
+from shardctl.models.submodels.towers import ModelTower, build_tower_family
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_expert_facts, build_shared_expert_rows, count_experts
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule, mark_rotary_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _MODULE: Final = "feed_forward"
 _LLAMA4: Final = (

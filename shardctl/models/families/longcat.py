@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER
-from shardctl.models.experts import add_expert_facts, build_expert_rows, build_predicting_rows, count_experts
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER
+from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_predicting_rows, count_experts
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _EXPERTS: Final = f"{LAYER}.mlp.experts"
 _MLP: Final = tuple(row for row in GATED if not row.when)

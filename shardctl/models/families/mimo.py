@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.decoder import (
+from shardctl.base.errors import UnsupportedError
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEADS,
@@ -22,7 +22,7 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     BALANCE,
     DENSE,
     ROUTER,
@@ -35,13 +35,13 @@ from shardctl.models.experts import (
     count_experts,
     list_sparse_layers,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 _LAYER: Final = tuple(row for row in (*QKVO, *GATED, *NORMS) if row.when in ("", "qkv_bias"))

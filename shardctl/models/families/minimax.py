@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.mixtral import FUSED, MODULE, MOE, ROUTER
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEADS,
     LAST_NORM,
@@ -20,14 +21,13 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_expert_facts, count_experts
-from shardctl.models.families.mixtral import FUSED, MODULE, MOE, ROUTER
-from shardctl.models.family import Family, FusedArray, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.experts import add_expert_facts, count_experts
+from shardctl.models.tables.family import Family, FusedArray, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BALANCE: Final = f"{LAYER}.{MODULE}.e_score_correction_bias"
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import (
+from shardctl.base.errors import SourceError
+from shardctl.models.submodels.towers import ModelTower, build_tower_family
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEAD_NORMS,
     HEADS,
@@ -23,7 +24,7 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     DENSE,
     add_expert_facts,
     build_expert_rows,
@@ -32,14 +33,13 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     count_experts,
 )
-from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_family
+from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _NAMES: Final = ("w1", "w3", "w2")
 _MODULE: Final = "block_sparse_moe"

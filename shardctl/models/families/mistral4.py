@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     DENSE,
     ROUTER,
     add_expert_facts,
@@ -19,13 +19,13 @@ from shardctl.models.experts import (
     count_experts,
     list_later_layers,
 )
-from shardctl.models.family import Family, ModelClass
-from shardctl.models.latent_attention import LATENT, build_latent_facts
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, ModelClass
+from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:

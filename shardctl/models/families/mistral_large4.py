@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.deepseek_sparse import build_indexer_facts, list_indexer_layers
+from shardctl.models.families.vision_towers import PIXTRAL_EYES, build_pixtral_vision_facts
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, assume_sizes
+from shardctl.models.tables.experts import (
     DENSE,
     ROUTER,
     add_expert_facts,
@@ -24,15 +27,12 @@ from shardctl.models.experts import (
     count_experts,
     list_sparse_layers,
 )
-from shardctl.models.families.deepseek_sparse import build_indexer_facts, list_indexer_layers
-from shardctl.models.families.vision_towers import PIXTRAL_EYES, build_pixtral_vision_facts
-from shardctl.models.family import Family, LogicalDim, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.family import Family, LogicalDim, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _ATTENTION: Final = f"{LAYER}.self_attn"
 _INDEXER: Final = f"{_ATTENTION}.indexer"

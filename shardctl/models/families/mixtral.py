@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     BIASED_LAST_NORM,
     BIASED_NORMS,
     EMBEDDING,
@@ -21,14 +21,14 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
-from shardctl.models.family import Family, FusedArray, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
+from shardctl.models.tables.family import Family, FusedArray, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _NAMES: Final = ("w1", "w3", "w2")
 MODULE: Final = "block_sparse_moe"

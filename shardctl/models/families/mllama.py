@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import GATED, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_condition
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.base.errors import SourceError
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import (
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_condition
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _CROSS: Final = f"{LAYER}.cross_attn"
 _CROSSING: Final = (3, 8, 13, 18, 23, 28, 33, 38)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import (
     BLOCK,
     BLOCK_INPUT,
@@ -20,11 +19,12 @@ from shardctl.models.families.bert import (
     build_norm_rows,
 )
 from shardctl.models.families.roberta import ROBERTA_HEADS, build_roberta_classes
-from shardctl.models.family import Family, LogicalDim, Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, LogicalDim, Row
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _MPNET: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),

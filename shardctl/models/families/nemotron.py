@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.arcee import UNGATED
+from shardctl.models.tables.decoder import (
     BIASED_LAST_NORM,
     BIASED_NORMS,
     EMBEDDING,
@@ -14,13 +15,12 @@ from shardctl.models.decoder import (
     build_biased_facts,
     build_decoder_classes,
 )
-from shardctl.models.families.arcee import UNGATED
-from shardctl.models.family import Family
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:

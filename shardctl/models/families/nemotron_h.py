@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.config import ModelConfig
-from shardctl.models.decoder import build_decoder_facts
-from shardctl.models.experts import add_expert_facts, build_predicting_ends, build_predicting_rows
+from shardctl.base.errors import SourceError
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.decoder import build_decoder_facts
+from shardctl.models.tables.experts import add_expert_facts, build_predicting_ends, build_predicting_rows
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.family import FamilyFacts
 
 _LAYER: Final = ".layers.{layer}"
 _MIXER: Final = f"{_LAYER}.mixer"

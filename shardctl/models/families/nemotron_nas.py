@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
-from shardctl.models.experts import add_condition
-from shardctl.models.family import Family, LogicalDim, ModelClass
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
+from shardctl.models.tables.experts import add_condition
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WIDTHS: Final = 32
 """The most widths of MLPs that one model may have; the released ones have up to a dozen."""

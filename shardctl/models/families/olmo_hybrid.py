@@ -10,16 +10,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, LAYER, QKVO, assume_sizes, build_decoder_facts
-from shardctl.models.experts import add_condition
 from shardctl.models.families.olmo import ALL_HEAD_NORMS
 from shardctl.models.families.qwen3_next import add_delta_facts
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import add_condition
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _MIXER: Final = f"{LAYER}.linear_attn"
 _LINEAR: Final = (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import build_decoder_classes
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.decoder import build_decoder_classes
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _LAYER: Final = ".decoder.layers.{layer}"
 _OPT: Final = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.phi import BIASED_HEAD_NORMS, FINAL_NORM
+from shardctl.models.tables.decoder import (
     BIASED_NORMS,
     EMBEDDING,
     HEADS,
@@ -13,13 +14,12 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.families.phi import BIASED_HEAD_NORMS, FINAL_NORM
-from shardctl.models.family import Family, LogicalDim, Row
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _PERSIMMON: Final = (
     *EMBEDDING,

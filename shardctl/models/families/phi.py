@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     FUSED_GATED,
     HEADS,
@@ -18,13 +18,13 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.family import Family, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 BIASED_HEAD_NORMS: Final = tuple(
     Row(f"{LAYER}.self_attn.{norm}_layernorm.{part}", "head", when="qk_norm")

@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER, add_delta_facts, build_mtp_rows
+from shardctl.models.families.qwen_moe import SHARED, add_qwen_experts
+from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     GATED,
     HEADS,
@@ -19,17 +23,13 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts
-from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER, add_delta_facts, build_mtp_rows
-from shardctl.models.families.qwen_moe import SHARED, add_qwen_experts
-from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
-from shardctl.models.family import Family, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts
+from shardctl.models.tables.family import Family, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _LINEAR: Final = (
     Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),

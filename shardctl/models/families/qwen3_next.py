@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import (
+from shardctl.base.errors import SourceError
+from shardctl.models.families.qwen_moe import QWEN_MOE, add_qwen_experts
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEADS,
     LAST_NORM,
@@ -20,14 +21,18 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import add_condition, build_fused_experts, build_predicting_ends, build_predicting_rows
-from shardctl.models.families.qwen_moe import QWEN_MOE, add_qwen_experts
-from shardctl.models.family import Family, LogicalDim, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.experts import (
+    add_condition,
+    build_fused_experts,
+    build_predicting_ends,
+    build_predicting_rows,
+)
+from shardctl.models.tables.family import Family, LogicalDim, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 GATED_ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "gated_q hidden"),

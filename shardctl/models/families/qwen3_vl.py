@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.families.qwen import QWEN3
+from shardctl.models.families.qwen_moe import QWEN3_MOE, add_qwen_experts
+from shardctl.models.families.vision_towers import DEEPSTACK_EYES, build_qwen3_vision_facts
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEAD_NORMS,
     HEADS,
@@ -20,17 +24,13 @@ from shardctl.models.decoder import (
     assume_sizes,
     build_decoder_facts,
 )
-from shardctl.models.experts import DENSE, ROUTER
-from shardctl.models.families.qwen import QWEN3
-from shardctl.models.families.qwen_moe import QWEN3_MOE, add_qwen_experts
-from shardctl.models.families.vision_towers import DEEPSTACK_EYES, build_qwen3_vision_facts
-from shardctl.models.family import FusedArray, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.experts import DENSE, ROUTER
+from shardctl.models.tables.family import FusedArray, Row
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _GATE_UP, _DOWN = f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"
 _EXPERTS: Final = (

@@ -12,22 +12,28 @@ from itertools import count, islice
 from math import isqrt
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER
-from shardctl.models.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts, build_predicting_rows
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models.families.qwen3_5 import QWEN3_5_MOE_TEXT
 from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER
 from shardctl.models.families.qwen_moe import SHARED
 from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAYER
+from shardctl.models.tables.experts import (
+    ROUTER,
+    add_condition,
+    build_expert_rows,
+    build_fused_experts,
+    build_predicting_rows,
+)
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _LINEAR: Final = tuple(row for row in QWEN3_5_MOE_TEXT.rows if ".layers.{layer}.linear_attn." in row.name)
 _INDEXER: Final = (

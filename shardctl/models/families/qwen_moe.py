@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import (
+from shardctl.models.tables.decoder import (
     EMBEDDING,
     HEAD_NORMS,
     HEADS,
@@ -19,7 +19,7 @@ from shardctl.models.decoder import (
     build_decoder_classes,
     build_decoder_facts,
 )
-from shardctl.models.experts import (
+from shardctl.models.tables.experts import (
     DENSE,
     ROUTER,
     add_expert_facts,
@@ -29,13 +29,13 @@ from shardctl.models.experts import (
     count_experts,
     list_expert_layers,
 )
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 SHARED: Final = (
     *build_shared_expert_rows("mlp.shared_expert"),

@@ -9,24 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.decoder import (
-    EMBEDDING,
-    GATED,
-    HEADS,
-    LAYER,
-    QKVO,
-    assume_sizes,
-    build_decoder_facts,
-)
-from shardctl.models.experts import add_condition
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.base.errors import SourceError
+from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAYER, QKVO, assume_sizes, build_decoder_facts
+from shardctl.models.tables.experts import add_condition
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BLOCK: Final = f"{LAYER}.temporal_block"
 _GATES: Final = f"{_BLOCK}.rg_lru"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, build_encoder_facts
-from shardctl.models.family import Family, ModelClass, Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import (
     BLOCK,
     BLOCK_ATTENTION,
@@ -21,11 +20,12 @@ from shardctl.models.families.bert import (
     build_norm_rows,
 )
 from shardctl.models.families.roberta import ROBERTA, ROBERTA_HEADS, build_roberta_classes
-from shardctl.models.family import Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Row
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WORDS: Final = (
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),

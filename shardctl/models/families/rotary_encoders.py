@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import assume_sizes
 from shardctl.models.families.bert import ENCODER_TRAITS, build_encoder_facts
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row
+from shardctl.models.tables.decoder import assume_sizes
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _LAYER: Final = ".layers.{layer}"
 _WORDS: Final = ".embeddings.word_embeddings.weight"

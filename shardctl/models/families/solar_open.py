@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
-from shardctl.models.experts import (
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
+from shardctl.models.tables.experts import (
     BALANCE,
     ROUTER,
     add_expert_facts,
@@ -18,12 +18,12 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     count_experts,
 )
-from shardctl.models.family import Family, ModelClass
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.tables.family import Family, ModelClass
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:

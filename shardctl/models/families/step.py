@@ -10,9 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.decoder import EMBEDDING, HEAD_NORMS, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
-from shardctl.models.experts import (
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.models.tables.decoder import (
+    EMBEDDING,
+    HEAD_NORMS,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    build_decoder_facts,
+)
+from shardctl.models.tables.experts import (
     BALANCE,
     DENSE,
     ROUTER,
@@ -25,13 +34,13 @@ from shardctl.models.experts import (
     build_shared_expert_rows,
     count_experts,
 )
-from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.windows import WindowRule
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _WINDOWED: Final = (
     *(row for row in QKVO if not row.buffer),

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.models.families.step import STEP3P5
-from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _BASE: Final = "vision_model"
 _BLOCK: Final = f"{_BASE}.transformer.resblocks.{{layer}}"

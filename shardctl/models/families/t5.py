@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import LayerTraits
+from shardctl.base.errors import SourceError
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 
 def _build_attention_rows(block: str, attention: str, when: str) -> tuple[Row, ...]:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.decoder import DECODER, assume_sizes
+from shardctl.base.errors import UnsupportedError
 from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, build_clip_vision_facts, build_siglip_vision_facts
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.families.llama import LLAMA
@@ -25,15 +24,16 @@ from shardctl.models.families.vision_towers import (
     build_qwen2_vision_facts,
     build_qwen25_vision_facts,
 )
-from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
-from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.nesting import join_facts, nest_facts, nest_rows, nest_tower_rows
-from shardctl.models.windows import WindowRule
+from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_rows, nest_tower_rows
+from shardctl.models.tables.decoder import DECODER, assume_sizes
+from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
+from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 
 _QWEN2_VL_TEXT: Final = replace(

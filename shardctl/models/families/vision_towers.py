@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
-from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.base.errors import SourceError
+from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _BLOCK: Final = ".blocks.{layer}"
 _LAYER: Final = ".transformer.layers.{layer}"

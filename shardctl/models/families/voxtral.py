@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, LAYER
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.mistral import MISTRAL
-from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor
-from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
-from shardctl.models.windows import WindowRule
+from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
+from shardctl.models.tables.decoder import DECODER, LAYER
+from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor
+from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import ModelConfig
+    from shardctl.models.tables.config import ModelConfig
 
 _DELAY_WIDTH: Final = "32"
 """Between the two matrices that make a scale of the delay (`VoxtralRealtimeTextAdaRmsNorm`)."""

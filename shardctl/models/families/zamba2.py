@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.layer_traits import FurtherTensor, LayerTraits
+from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
+    from shardctl.models.tables.config import ModelConfig
+    from shardctl.models.tables.family import FamilyFacts
 
 _BLOCK: Final = f"{LAYER}.shared_transformer"
 _USUAL: Final = (6, 12, 18, 24, 30, 36, 42, 47, 51)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from shardctl.models.quantisation.storage import WORD
-from shardctl.value import value_class
+from shardctl.base.value import value_class
+from shardctl.models.quantization.storage import WORD
 
 _Settings = Mapping[str, Any]
 _CODE_TYPES: Final = {"fp8": "F8_E4M3", "int8": "I8", "fp4": "U8", "int4": "I32"}

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, Final
 import ml_dtypes
 import numpy as np
 
-from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.value import state_class, value_class
 from shardctl.models.rounding.codes import pack_codes, round_to_codes, widen_bits
 from shardctl.models.rounding.stored_matrix import TILE, StoredMatrix
-from shardctl.tiles import split_run
-from shardctl.value import state_class, value_class
+from shardctl.tensors.tiles import split_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import BandBuffer, ByteReader
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.models.rounding.scales import ScaleRule
     from shardctl.models.rounding.stored_matrix import SharedPeak
-    from shardctl.tiles import Span
+    from shardctl.tensors.bands import BandBuffer, ByteReader
+    from shardctl.tensors.tiles import Span
 
 _STRIP: Final = 4 << 20
 """Bytes of a strip that is read at once; a larger one is read twice, for its scales and for its codes."""

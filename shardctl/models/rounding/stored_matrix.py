@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.box import Box
-from shardctl.cast import cast_elements
-from shardctl.errors import SourceError
-from shardctl.value import value_class
+from shardctl.base.errors import SourceError
+from shardctl.base.value import value_class
+from shardctl.tensors.box import Box
+from shardctl.tensors.cast import cast_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import BandBuffer, ByteReader, ChunkIndex
-    from shardctl.dtype import DType
+    from shardctl.base.dtype import DType
     from shardctl.models.rounding.scales import ScaleRule
-    from shardctl.tiles import Span
+    from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
+    from shardctl.tensors.tiles import Span
 
 TILE: Final = 1 << 18
 """Elements that are worked on at once, more or less: as F32 they take 1 MiB."""

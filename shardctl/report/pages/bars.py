@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size, format_plural
+from shardctl.base.amounts import format_memory_size, format_plural
+from shardctl.base.value import value_class
 from shardctl.estimate.term import CATEGORIES, Category, MemorySum, sum_terms
 from shardctl.report.memory_bars import format_amount
 from shardctl.report.pages.svg import draw_box, draw_line, draw_picture
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

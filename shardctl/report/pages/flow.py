@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_file_size
+from shardctl.base.amounts import format_file_size
+from shardctl.base.value import value_class
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_ribbon, draw_shapes, draw_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

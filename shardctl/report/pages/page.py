@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.amounts import format_file_size, format_memory_size, format_plural
-from shardctl.errors import UsageError
+from shardctl.base.amounts import format_file_size, format_memory_size, format_plural
+from shardctl.base.errors import UsageError
+from shardctl.base.version import __version__
 from shardctl.report.memory_bars import format_amount
 from shardctl.report.visible import escape_control_characters
-from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

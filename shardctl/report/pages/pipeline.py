@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.value import value_class
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_text
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

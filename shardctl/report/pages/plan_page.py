@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.conversion.file_flows import count_file_flows
-from shardctl.estimate.schedule import compute_bubble
+from shardctl.estimate.training.schedule import compute_bubble
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
-from shardctl.mesh import build_holding_key
 from shardctl.planning.needs_table import tabulate_needs
 from shardctl.report.memory_bars import format_number, list_heaviest_ranks
 from shardctl.report.pages.bars import list_categories, list_rank_groups, name_look
@@ -30,6 +29,7 @@ from shardctl.report.planning import (
 from shardctl.report.search_table import build_candidate_row
 from shardctl.report.step_moments import list_areas
 from shardctl.report.strategies import format_fewest_by_type
+from shardctl.tensors.mesh import build_holding_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import MeshEstimate
     from shardctl.estimate.term import MemoryTerm
-    from shardctl.mesh import Mesh
     from shardctl.planning.needs_table import NeedsTable
     from shardctl.planning.plan_result import PlanResult
+    from shardctl.tensors.mesh import Mesh
 
 _DRAWN: Final = 512
 """Ranks in the picture of the mesh; beyond, one line says how many more there are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from shardctl.amounts import format_file_size
+from shardctl.base.amounts import format_file_size
 from shardctl.conversion.file_flows import count_file_flows
 from shardctl.report.conversion import list_conversion_facts
 from shardctl.report.pages.amounts_picture import NamedAmount, draw_amounts

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size
 from shardctl.report.pages.svg import draw_dot, draw_line, draw_picture, draw_text
 from shardctl.report.search_table import format_time
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
-    from shardctl.estimate.search import MeshCandidate
+    from shardctl.estimate.search.mesh_comparison import MeshCandidate
 
 _HIGH: Final = 300
 _BOTTOM: Final = 252

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_text
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
-    from shardctl.estimate.inventory import TensorInventory, TensorKind
+    from shardctl.estimate.model.inventory import TensorInventory, TensorKind
 
 _HIGH: Final = 300
 _WIDE: Final = 700.0

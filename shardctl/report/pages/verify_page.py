@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import format_duration, format_file_size, format_memory_size, format_plural
+from shardctl.base.amounts import format_duration, format_file_size, format_memory_size, format_plural
 from shardctl.report.pages.amounts_picture import NamedAmount, draw_amounts
 from shardctl.report.pages.page import render_page
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_text

@@ -15,15 +15,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shardctl.errors import AccessError, DestinationError, UsageError
-from shardctl.extras import format_install_command
+from shardctl.base.errors import AccessError, DestinationError, UsageError
+from shardctl.base.extras import format_install_command
+from shardctl.base.value import value_class
+from shardctl.base.workers import StopRequest, raise_if_stopped
 from shardctl.storage.bounded_text import RECORD_TEXT, check_size
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
 from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.retries import TroubleError, make_retrying
-from shardctl.value import value_class
-from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

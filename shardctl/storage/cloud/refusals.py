@@ -9,13 +9,13 @@ import urllib.request
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError
+from shardctl.base.errors import AccessError, ChangedError, DestinationError, SourceError
+from shardctl.base.value import value_class
 from shardctl.storage.cloud.settings import HOW_ALLOWED, find_endpoint
 from shardctl.storage.retries import TroubleError
-from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.errors import ShardctlError
+    from shardctl.base.errors import ShardctlError
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")

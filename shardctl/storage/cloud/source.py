@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.base.errors import SourceError
 from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, require_span
 from shardctl.storage.read_ahead import KEPT, ReadAheadCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage import Span
     from shardctl.storage.cloud.bucket import CloudBucket
-    from shardctl.workers import StopRequest
 
 _LIBRARY: Final = 100 << 20
 """Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""

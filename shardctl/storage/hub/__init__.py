@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, TypeGuard
 
-from shardctl.errors import UsageError
+from shardctl.base.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

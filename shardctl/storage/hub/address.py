@@ -7,8 +7,8 @@ from dataclasses import field
 from typing import Final
 from urllib.parse import unquote
 
-from shardctl.errors import UsageError
-from shardctl.value import value_class
+from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
 
 _SCHEME: Final = "hf://"
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}")

@@ -11,11 +11,11 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from shardctl.errors import ShardctlError
+from shardctl.base.errors import ShardctlError
+from shardctl.base.version import __version__
 from shardctl.storage.hub.listing import NOT_AN_ANSWER
 from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.retries import TroubleError
-from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -12,8 +12,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.workers import start_thread
 from shardctl.storage.retries import TroubleError
-from shardctl.workers import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from shardctl.errors import AccessError, HostileError, SourceError, UsageError
-from shardctl.settings import is_text
+from shardctl.base.errors import AccessError, HostileError, SourceError, UsageError
+from shardctl.base.settings import is_text
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
 from shardctl.storage import HIDDEN
 from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
 from shardctl.storage.hub.statuses import PASSING, parse_retry_after
 from shardctl.storage.retries import TroubleError, make_retrying
-from shardctl.value import value_class
-from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import TypeVar
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage.hub.address import HubAddress
-    from shardctl.workers import StopRequest
 
     Answer = TypeVar("Answer")
 

@@ -12,13 +12,13 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import AccessError, DestinationError, ShardctlError, SourceError, TransientError, UsageError
+from shardctl.base.errors import AccessError, DestinationError, ShardctlError, SourceError, TransientError, UsageError
+from shardctl.base.version import __version__
+from shardctl.base.workers import StopRequest
 from shardctl.storage.hub import check_settings
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.refusals import build_refusal_error
 from shardctl.storage.hub.statuses import PASSING
-from shardctl.version import __version__
-from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

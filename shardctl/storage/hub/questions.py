@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urljoin
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError
 from shardctl.storage.hub.limits import ANSWER_TIMEOUTS, answer_within, read_bounded
 from shardctl.storage.hub.origins import same_origin
 from shardctl.storage.hub.statuses import REDIRECTS

@@ -14,7 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urljoin
 
-from shardctl.errors import ChangedError, SourceError
+from shardctl.base.errors import ChangedError, SourceError
+from shardctl.base.value import value_class
+from shardctl.base.version import __version__
+from shardctl.base.workers import raise_if_stopped
 from shardctl.storage.hub.limits import (
     ANSWER_TIMEOUTS,
     EXPLAINED,
@@ -30,16 +33,13 @@ from shardctl.storage.hub.sockets import BROKEN, ResponseBody, SocketPool
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, parse_retry_after
 from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
 from shardctl.storage.retries import TroubleError, make_retrying
-from shardctl.value import value_class
-from shardctl.version import __version__
-from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage.hub.address import HubAddress
     from shardctl.storage.hub.listing import HubFile, HubListing
-    from shardctl.workers import StopRequest
 
     Response = Any
     """A response of httpx, under whichever name huggingface_hub ships it, or a `ResponseBody`."""

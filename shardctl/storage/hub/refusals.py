@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardctl.errors import AccessError, ShardctlError, SourceError, TransientError
+from shardctl.base.errors import AccessError, ShardctlError, SourceError, TransientError
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, format_first_few
+from shardctl.base.errors import SourceError, format_first_few
+from shardctl.base.workers import StopRequest
 from shardctl.storage import FileProofs, FileStat, require_span
 from shardctl.storage.bounded_text import CONFIG_TEXT, check_size
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes
@@ -17,7 +18,6 @@ from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
 from shardctl.storage.local import LocalSource
 from shardctl.storage.read_ahead import KEPT, ReadAheadCache
-from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

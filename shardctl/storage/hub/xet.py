@@ -13,16 +13,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from shardctl.errors import HostileError
+from shardctl.base.errors import HostileError
+from shardctl.base.workers import raise_if_stopped
 from shardctl.storage.retries import TroubleError
-from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.base.workers import StopRequest
     from shardctl.storage.hub.listing import HubFile
     from shardctl.storage.hub.questions import HubQuestions
-    from shardctl.workers import StopRequest
 
 _SCHEMES: Final = frozenset({"https", "http"})
 """Of the address of Xet's server that the Hub names; hf_xet would make a directory for another."""

@@ -1,0 +1,1 @@
+"""Opens adapters, and merges them into their base."""

@@ -1,0 +1,1 @@
+"""Quantizes and dequantizes the weights of an opened checkpoint."""

@@ -1,0 +1,1 @@
+"""Describes a model for estimates: its layers, its tensors by kind, and what each rank holds."""

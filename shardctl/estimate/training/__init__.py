@@ -1,0 +1,1 @@
+"""Estimates what a training rank holds in each moment of a step."""

@@ -1,0 +1,1 @@
+"""Knows devices: their memory, speed and links, with the source of each figure."""

@@ -1,0 +1,134 @@
+"""Says what megatron-core is told of each family, and what of other families it has no layers for.
+
+Checked against megatron-core 0.16 and 0.19 (`transformer/transformer_config.py`, `transformer/attention.py`,
+`transformer/mlp.py`): what is refused here is in neither, though Megatron-Bridge may have modules of its own for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Final
+
+from shardctl.base.value import settings_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@settings_class
+class CoreTraits:
+    """What core's layers are told of a family, and its config class assumes where a config is silent."""
+
+    activation: str = "silu"
+    """The activation function, by transformers' name."""
+    gated: bool = True
+    """Whether the activation of one projection multiplies another; else an MLP has two matrices."""
+    part: float | None = None
+    """Which part of each head is rotated where a config is silent; None if a config cannot say it: then all of it."""
+    theta: float = 10_000.0
+    """The base of rotary embeddings where a config is silent."""
+    interleaved: bool = False
+    """Whether a rotation turns neighbours, not halves of a head."""
+    centred: bool = False
+    """Whether transformers, too, stores the weights of norms less one."""
+    layer_norm: bool = False
+    """Whether norms subtract the mean, and have a bias."""
+    balanced: bool = False
+    """Whether routers have a bias, sigmoids and groups."""
+    window: bool = False
+    """Whether every layer has the window that a config says."""
+    skips_rotation: bool = False
+    """Whether some layers have no rotary embeddings."""
+    delta: bool = False
+    """Whether some layers have gated DeltaNet, and the attention of others has gates."""
+    hybrid: bool = False
+    """Whether each layer is one of Mamba, attention, an MLP or experts, behind one norm."""
+    turning: bool = False
+    """Whether experts have biases and columns that take turns, and attention has sinks."""
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """What else the config class of a family with latents or balanced routers assumes where a config is silent."""
+
+
+_LATENT: Final = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+_LITE: Final = {
+    **_LATENT,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "rms_norm_eps": 1e-5,
+}
+_GLM: Final = {"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+_QWEN3_NEXT: Final = CoreTraits(part=0.25, centred=True, delta=True)
+TRAITS: Final = {
+    "arcee": CoreTraits(activation="relu2", gated=False),
+    "deepseek_v3": CoreTraits(balanced=True, assumed=_LATENT),
+    "dots1": CoreTraits(balanced=True, assumed={"norm_topk_prob": False}),
+    "ernie4_5": CoreTraits(interleaved=True, theta=500_000.0),
+    "glm4_moe": CoreTraits(balanced=True, part=0.5, assumed=_GLM),
+    "glm4_moe_lite": CoreTraits(balanced=True, assumed=_LITE),
+    "gpt_oss": CoreTraits(theta=150_000.0, turning=True, assumed={"num_experts_per_tok": 4, "rms_norm_eps": 1e-5}),
+    "gpt2": CoreTraits(activation="gelu_new", gated=False, layer_norm=True),
+    "llama": CoreTraits(),
+    "mistral": CoreTraits(window=True),
+    "mixtral": CoreTraits(window=True, theta=1_000_000.0),
+    "nemotron": CoreTraits(activation="relu2", gated=False, part=0.5, centred=True, layer_norm=True),
+    "nemotron_h": CoreTraits(activation="relu2", gated=False, balanced=True, hybrid=True),
+    "phi3": CoreTraits(window=True, part=1.0),
+    "qwen2": CoreTraits(),
+    "qwen2_moe": CoreTraits(),
+    "qwen3": CoreTraits(),
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_NEXT,
+    "qwen3_moe": CoreTraits(),
+    "qwen3_next": _QWEN3_NEXT,
+    "seed_oss": CoreTraits(),
+    "smollm3": CoreTraits(theta=2_000_000.0, skips_rotation=True),
+}
+"""By family: those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
+_AFTER: Final = "norms between what attention and MLP give and the sum, where its layers have norms before them only"
+_WHOLE_NORMS: Final = "norms over all heads of queries and keys at once, where its layers have norms of each head"
+_LATER_NORMS: Final = "norms of queries and keys behind the rotation, where its layers have them before it"
+_GEMMA: Final = f"{_AFTER}, and multiplies embeddings"
+_FIRST_MAMBA: Final = "layers of Mamba 1, where its layers are of Mamba 2"
+_SHORT: Final = "short convolutions in place of attention"
+MISSING: Final = {
+    "apertus": "the activation xIELU, whose numbers are learned",
+    "ernie4_5_moe": "routers that choose by softmaxes and a bias, where its routers have a bias with sigmoids only",
+    "exaone4": _AFTER,
+    "falcon_h1": "Mamba and attention side by side in each layer, for which Megatron-Bridge has layers of its own",
+    "falcon_mamba": _FIRST_MAMBA,
+    "gemma": "embeddings that are multiplied",
+    "gemma2": f"{_GEMMA}; scores and logits are bounded",
+    "gemma3": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "granitemoehybrid": "sums of which one part is multiplied (residual_multiplier)",
+    "hunyuan_v1_dense": _LATER_NORMS,
+    "hunyuan_v1_moe": _LATER_NORMS,
+    "jamba": _FIRST_MAMBA,
+    "lfm2": _SHORT,
+    "lfm2_moe": _SHORT,
+    "llama4": "attention in chunks, and queries that are multiplied more the later they stand",
+    "llama4_text": "attention in chunks, and queries that are multiplied more the later they stand",
+    "mamba": _FIRST_MAMBA,
+    "minimax_m2": _WHOLE_NORMS,
+    "ministral3": "queries that are multiplied more the later they stand",
+    "olmo2": f"{_AFTER}, and {_WHOLE_NORMS}",
+    "olmo3": f"{_AFTER}, and {_WHOLE_NORMS}",
+    "olmoe": _WHOLE_NORMS,
+    "zamba2": "attention and an MLP that several layers share, with adapters for each",
+}
+"""By family: what its models have that core's layers do not."""

@@ -1,0 +1,1 @@
+"""Translates stored names into canonical ones, for the Hub, wrappers and trainers."""

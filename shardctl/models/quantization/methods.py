@@ -1,0 +1,76 @@
+"""Lists the methods of quantisation, and finds what a config means by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.base.errors import UnsupportedError
+from shardctl.models.quantization.autoround import AUTOROUND
+from shardctl.models.quantization.awq import AWQ
+from shardctl.models.quantization.bitnet import BITNET
+from shardctl.models.quantization.bitsandbytes import BITSANDBYTES
+from shardctl.models.quantization.compressed_tensors import COMPRESSED_TENSORS
+from shardctl.models.quantization.fp8 import FBGEMM, FINE_GRAINED
+from shardctl.models.quantization.gptq import GPTQ
+from shardctl.models.quantization.hqq import HQQ
+from shardctl.models.quantization.metal import METAL
+from shardctl.models.quantization.mlx import find_mlx_settings
+from shardctl.models.quantization.modelopt import MODELOPT
+from shardctl.models.quantization.mxfp4 import MXFP4
+from shardctl.models.quantization.quark import QUARK
+from shardctl.models.quantization.settings import find_quantisation_config, name_method
+from shardctl.models.quantization.torchao import TORCHAO
+from shardctl.models.tables.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.quantization.storage import QuantisationMethod, QuantisationScheme
+
+METHODS: Final[tuple[QuantisationMethod, ...]] = (
+    AUTOROUND,
+    AWQ,
+    BITNET,
+    BITSANDBYTES,
+    COMPRESSED_TENSORS,
+    FBGEMM,
+    FINE_GRAINED,
+    GPTQ,
+    HQQ,
+    METAL,
+    MODELOPT,
+    QUARK,
+    TORCHAO,
+    MXFP4,
+)
+"""Every method; to add one, write its file and name it here."""
+
+
+def find_method(name: str) -> QuantisationMethod | None:
+    """Find the method that a config calls `name`, in small letters; None if it is not known."""
+    return next((method for method in METHODS if name in method.names), None)
+
+
+def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
+    """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
+
+    Raises UnsupportedError for a method that is not known, and SourceError for settings that make no sense.
+    """
+    settings = find_quantisation_config(config)
+    if settings is None:
+        return None
+    name = name_method(settings)
+    method = find_method(name)
+    if method is None:
+        raise UnsupportedError(
+            _describe_unknown_method(name, config),
+            hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
+        )
+    around = {"expert_dtype": config.get("expert_dtype"), "model_dtype": ModelConfig(config).dtype().name}
+    return method.read(settings.over(around))  # DeepSeek-V4 and torchao say some of it there
+
+
+def _describe_unknown_method(name: str, config: Mapping[str, object]) -> str:
+    if not name and find_mlx_settings(config):
+        return "the weights are quantized by MLX, and there are no files to decode"
+    return f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method"

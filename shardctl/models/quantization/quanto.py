@@ -1,0 +1,141 @@
+"""Describes optimum-quanto's weights: bytes with a scale a row, or integers of 2 or 4 bits with scales of groups.
+
+Layout: optimum-quanto 0.2.7 (nn/qmodule.py, `_save_to_state_dict`; tensor/weights/qbytes.py and qbits.py;
+tensor/packed.py). `quanto_qmap.json` beside the files says the types, which the arrays show themselves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.base.errors import SourceError
+from shardctl.models.quantization.storage import (
+    FLOAT,
+    FP8,
+    MATRIX,
+    OUT,
+    AlongDim,
+    OpenDim,
+    PackedGroups,
+    QuantisedArray,
+    ScaledFloats,
+    ScaledIntegers,
+)
+from shardctl.models.quantization.stored_weight import CodedArray, CodedWeight, StoredQuantization, WeightListing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardctl.models.quantization.storage import WeightDecoder
+    from shardctl.tensors.manifest import Manifest, Tensor
+
+_BYTES: Final = "._data"
+_PACKED: Final = "._data._data"
+_SCALE: Final = "._scale"
+_SHIFT: Final = "._shift"
+_ACTIVATIONS: Final = ("input_scale", "output_scale")
+_PER_ROW: Final = (AlongDim(OUT), 1)
+_GROUPS: Final = (32, 64, 96, 128)
+"""Inputs that may share a scale; a row of other lengths has one (`QModuleMixin.__init__`)."""
+_GROUP_ROWS: Final = (OpenDim(), OpenDim())
+"""Rows of groups, which run on from one row of the weight to the next."""
+
+
+def find_quanto_weights(stored: Manifest, _config: Mapping[str, object]) -> StoredQuantization | None:
+    """Find weights that quanto stored; None if there are none."""
+    tensors = stored.tensors
+    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    weights = [name for name in names if f"{name}{_BYTES}" in tensors or f"{name}{_PACKED}" in tensors]
+    if not weights:
+        return None
+    arrays = {f"{name}{own}" for name in weights for own in (_BYTES, _PACKED, _SCALE, _SHIFT)}
+    arrays |= {f"{name.rpartition('.')[0]}.{own}" for name in weights for own in _ACTIVATIONS}
+    kinds = sorted({_name_type(tensors, name) for name in weights})
+    title = f"quanto {' and '.join(kinds)}"
+    return StoredQuantization(title, partial(_list_weights, tensors, weights), frozenset(arrays & tensors.keys()))
+
+
+def _name_type(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return what quanto calls the type of a weight's codes."""
+    plain = tensors.get(f"{name}{_BYTES}")
+    if plain is None:
+        return f"qint{_find_bits(tensors, name)}"
+    return "qint8" if plain.dtype.name == "I8" else f"qfloat8 ({plain.dtype})"
+
+
+def _list_weights(
+    tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
+) -> Mapping[str, CodedWeight]:
+    return dict(_build_weights(tensors, weights, listing))
+
+
+def _build_weights(
+    tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
+) -> Iterator[tuple[str, CodedWeight]]:
+    for name in weights:
+        plain = tensors.get(f"{name}{_BYTES}")
+        yield name, _build_packed(tensors, name, listing) if plain is None else _build_plain(plain, name, tensors)
+
+
+def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> CodedWeight:
+    """Build a weight of one byte an element; raises SourceError for a scale that is not one a row."""
+    scale, outputs = tensors[f"{name}{_SCALE}"], codes.shape[0] if codes.shape else 0
+    if codes.dtype.name not in ("I8", *FP8) or scale.shape != (outputs, *(1 for _ in codes.shape[1:])):
+        raise SourceError(
+            f"{codes.name} is {codes.dtype} {list(codes.shape)} and its scales {list(scale.shape)}; quanto has int8 or "
+            "8-bit floats with a scale for each output"
+        )
+    matrix = (outputs, prod(codes.shape[1:]))
+    array, factor = (
+        QuantisedArray("_data", (codes.dtype.name,), (MATRIX,)),
+        QuantisedArray("_scale", FLOAT, (_PER_ROW,)),
+    )
+    floats = codes.dtype.name in FP8
+    decoder: WeightDecoder = ScaledFloats(array, factor, by_scale=True) if floats else ScaledIntegers(array, factor)
+    arrays = {
+        "_data": CodedArray(codes.name, MATRIX, matrix),
+        "_scale": CodedArray(scale.name, _PER_ROW, (outputs, 1)),
+    }
+    return CodedWeight(codes.shape, decoder, arrays)
+
+
+def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListing) -> CodedWeight:
+    """Build a weight of packed integers; raises SourceError where its shape does not follow from its arrays."""
+    codes, scale, shift = (tensors.get(f"{name}{own}") for own in (_PACKED, _SCALE, _SHIFT))
+    if codes is None or scale is None or shift is None or not codes.shape or not scale.shape:
+        raise SourceError(f"{name} cannot be decoded without {name}{_SHIFT}", hint="a shard may be missing")
+    bits, rows, width = _find_bits(tensors, name), scale.shape[0], prod(codes.shape[1:])
+    whole = len(codes.shape) > len(_GROUP_ROWS) or width not in _GROUPS
+    shape = (rows, *codes.shape[1:]) if whole else listing.shapes.get(name)
+    if shape is None or prod(shape) != rows * width:
+        said = f"has the shape {list(shape)}" if shape is not None else "the shape of the weight is not stored"
+        raise SourceError(
+            f"{codes.name} holds {rows} groups of {width} codes, and {said}",
+            hint="give the model's config with --config PATH",
+        )
+    matrix = (codes.shape[0], width)
+    arrays = {
+        "_data": CodedArray(codes.name, _GROUP_ROWS, matrix),
+        "_scale": CodedArray(scale.name, _GROUP_ROWS, (rows, 1)),
+        "_shift": CodedArray(shift.name, _GROUP_ROWS, (rows, 1)),
+    }
+    decoder = PackedGroups(
+        QuantisedArray("_data", ("U8",), (_GROUP_ROWS,)),
+        QuantisedArray("_scale", FLOAT, (_GROUP_ROWS,)),
+        QuantisedArray("_shift", ("I8", *FLOAT), (_GROUP_ROWS,)),
+        bits,
+        inputs=prod(shape[1:]),
+    )
+    return CodedWeight(tuple(shape), decoder, arrays)
+
+
+def _find_bits(tensors: Mapping[str, Tensor], name: str) -> int:
+    """Find the bits of a code from how many rows of groups share one of packed codes."""
+    codes, scale = tensors[f"{name}{_PACKED}"], tensors[f"{name}{_SCALE}"]
+    packed, rows = codes.shape[0], scale.shape[0] if scale.shape else 0
+    fitting = [bits for bits in (2, 4) if packed == -(-rows * bits // 8)]
+    if len(fitting) != 1:
+        raise SourceError(f"{codes.name} has {packed} rows for {rows} scales, which fit no integers of 2 or 4 bits")
+    return fitting[0]

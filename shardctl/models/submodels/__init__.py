@@ -1,0 +1,1 @@
+"""Describes models inside models: towers, text models, drafters."""

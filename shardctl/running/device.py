@@ -1,0 +1,109 @@
+"""Finds devices, and speaks to them: the only functions that know a CUDA device from the CPU, besides `load`.
+
+Whoever works on `cuda:1` makes it the current device of the thread: else events, pinned memory and kernels written in
+Triton belong to device 0, which takes some hundred MB of it, or fails where another program has it for itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from shardctl.base.errors import UnsupportedError, UsageError
+from shardctl.base.extras import format_install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def list_devices(kind: str) -> list[str]:
+    """List the devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
+
+    Numbers count what `CUDA_VISIBLE_DEVICES` leaves. Raises UnsupportedError if torch or the device is not there,
+    UsageError for what is no device.
+    """
+    number = parse_device_number(kind)
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedError(f"loading needs torch: {error}", hint=format_install_command("verify")) from error
+    count = torch.cuda.device_count() if has_cuda_device() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
+        return ["cpu"]
+    if not count:
+        raise UnsupportedError(f"there is no CUDA device for {kind} (torch {torch.__version__})")
+    if number is None:
+        return [f"cuda:{index}" for index in range(count)]
+    if number >= count:
+        raise UnsupportedError(f"there is no device {kind}; CUDA has {count}", hint="use cpu, cuda or cuda:0")
+    return [f"cuda:{number}"]
+
+
+def parse_device_number(kind: str) -> int | None:
+    """Parse the number in such as ``cuda:1``; None for a kind of devices. Raises UsageError for what is no device."""
+    if kind in {"cpu", "cuda", "auto"}:
+        return None
+    number = kind.removeprefix("cuda:")
+    if number == kind or not (number.isascii() and number.isdecimal()) or len(number) > 3:  # noqa: PLR2004 - as many as fit
+        raise UsageError(f"there is no device {kind!r}", hint="use cpu, cuda, auto, or a number such as cuda:1")
+    return int(number)
+
+
+def has_cuda_device() -> bool:
+    """Return whether torch finds a device of CUDA."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def is_cuda_device(device: str) -> bool:
+    """Return whether it is one of CUDA."""
+    return device.startswith("cuda")
+
+
+@contextmanager
+def use_device(device: str) -> Iterator[None]:
+    """Make it the current device of this thread, if it is one of CUDA."""
+    if not is_cuda_device(device):
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(device):
+        yield
+
+
+def select_device(device: str) -> None:
+    """Make it the current device of this thread until the thread ends, if it is one of CUDA."""
+    if is_cuda_device(device):
+        import torch
+
+        torch.cuda.set_device(device)
+
+
+def synchronize_device(device: str) -> None:
+    """Return once all that was asked of the device is done."""
+    import torch
+
+    if is_cuda_device(device):
+        torch.cuda.synchronize(device)
+
+
+def empty_device_cache(device: str) -> None:
+    """Give memory that no tensor uses any more back to the device; one that has failed keeps it."""
+    import torch
+
+    if is_cuda_device(device):
+        with suppress(RuntimeError), use_device(device):
+            torch.cuda.empty_cache()
+
+
+def measure_device_memory(device: str) -> tuple[int, int] | None:
+    """Measure bytes of the device that are free, and that it has; None where it does not say, as of the CPU."""
+    import torch
+
+    if is_cuda_device(device):
+        with suppress(RuntimeError):
+            free, total = torch.cuda.mem_get_info(device)
+            return free, total
+    return None
