@@ -17,6 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.former_modules import FormerModuleFinder
 from shardctl.base.version import __version__
 
 if sys.platform == "win32":
@@ -93,3 +94,4 @@ class _LazyPackage(ModuleType):
 
 
 sys.modules[__name__].__class__ = _LazyPackage
+sys.meta_path.insert(0, FormerModuleFinder())

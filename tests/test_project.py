@@ -80,6 +80,7 @@ def test_the_readme_of_a_package_has_no_relative_link(addresses):
 def test_a_package_has_urls_and_a_readme(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the package")
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".ci", "shardctl/base/version.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)

@@ -44,12 +44,29 @@ def test_every_verb_is_typed(verb):
 
 
 def test_a_module_of_the_same_name_does_not_take_the_place_of_a_verb():
-    for name in ("verify", "digest"):
-        module = importlib.import_module(f"shardctl.{name}")
-        assert getattr(shardctl, name) is getattr(shardctl.api, name) is not module
+    module = importlib.import_module("shardctl.verify")
+    assert shardctl.verify is shardctl.api.verify is not module
     from shardctl.verify import content
 
     assert content.__name__ == "shardctl.verify.content"
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [
+        ("shardctl.errors", "shardctl.base.errors"),
+        ("shardctl.digest", "shardctl.tensors.digest"),
+        ("shardctl.execute.engine", "shardctl.conversion.engine.engine"),
+        ("shardctl.verify.forward.lens", "shardctl.running.forward.lazy_state_dict"),
+        ("shardctl.models.quantisation.settings", "shardctl.models.quantization.settings"),
+    ],
+)
+def test_modules_are_found_where_they_were_before(former, name):
+    with pytest.warns(DeprecationWarning, match=name):
+        found = importlib.import_module(former)
+    assert found is importlib.import_module(name)
+    assert found.__spec__.name == name
+    assert shardctl.digest is shardctl.api.digest
 
 
 def test_all_names_are_there_and_others_are_not():
@@ -63,7 +80,7 @@ def test_all_names_are_there_and_others_are_not():
 def test_nothing_is_imported_before_it_is_asked_for():
     program = "import sys, shardctl; dir(shardctl); print(*sorted(m for m in sys.modules if m.startswith('shardctl')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["shardctl", "shardctl.base.version"]
+    assert done.stdout.split() == ["shardctl", "shardctl.base", "shardctl.base.former_modules", "shardctl.base.version"]
 
 
 def test_an_error_shows_its_hint_where_python_shows_it(tmp_path):

@@ -1,4 +1,4 @@
-"""Freezes which names and arrays transformers' `save_pretrained` writes, into `shardctl/models/names/hub/conversions.json`.
+"""Freezes what transformers' `save_pretrained` writes: `shardctl/models/names/hub/conversions.json`.
 
     OMP_NUM_THREADS=1 python docs/benchmarks/freeze_conversions.py [--check]
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-_PROJECT: Final = Path(__file__).parent.parent / "pyproject.toml"
+_PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
 _MARKER: Final = re.compile(r"""\s*;\s*extra\s*==\s*['"]([\w-]+)['"]$""")
 
 

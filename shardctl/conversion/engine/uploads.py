@@ -2,8 +2,8 @@
 
 Objects have no names to exchange, so they get their final ones at once, and what makes a checkpoint of them comes last:
 
-1. The plan is noted before the first object, below `.shardctl/`, where no loader looks. `shardctl.conversion.engine.bucket_claim`
-   decides which run has the place.
+1. The plan is noted before the first object, below `.shardctl/`, where no loader looks. `bucket_claim` in
+   this folder decides which run has the place.
 2. An object is complete or absent: its parts become an object when the last one is there.
 3. A group is noted after its objects, with their ETags: a rerun keeps those that still have them.
 4. Objects with tensors come first, then index and side files, `config.json` next to last, `shardctl.json` last; before
