@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.workload import ServingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -15,7 +15,7 @@ STATES = "states of fixed size"
 
 def hold_layers(shape, layers=None):
     """A rank that holds all layers, or some."""
-    return RankHolding(0, "only", {}, 1, 0, layers if layers is not None else range(len(shape.layers)), ())
+    return RankShards(0, "only", {}, 1, 0, layers if layers is not None else range(len(shape.layers)), ())
 
 
 def _sum_terms(shape, work, dtype, tp, layers, wanted):

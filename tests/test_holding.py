@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.estimate.model import rank_shards as holding
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.rank_shards import compute_sizes_at, list_holdings
+from shardctl.estimate.model.rank_shards import compute_sizes_at, list_rank_shards
 from shardctl.models import describe_model
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.mesh import Mesh
@@ -37,13 +37,13 @@ def test_counts_are_those_of_the_pieces(path):
         try:
             placed = PlacedCheckpoint(tensors, specs, mesh, stages)
             pieces = dict(placed.ranks(replicas=True))
-        except CutError:
-            with pytest.raises(CutError):
-                list_holdings(inventory, mesh, stages)
+        except PartitionError:
+            with pytest.raises(PartitionError):
+                list_rank_shards(inventory, mesh, stages)
             continue
         boxes = sum(len(piece.boxes) * len(piece.names) for _, held in placed.ranks() for piece in held)
         assert placed.count_boxes() == boxes
-        holdings = list_holdings(inventory, mesh, stages)
+        holdings = list_rank_shards(inventory, mesh, stages)
         for held in holdings:
             assert held.nbytes == sum(piece.nbytes for piece in pieces[held.rank])
             units = held.units().values()
@@ -61,7 +61,7 @@ def test_of_as_many_ranks_as_there_are_each_holds_its_part(monkeypatch):
     cut = []
     monkeypatch.setattr(holding, "compute_sizes_at", lambda *args: cut.append(args) or compute_sizes_at(*args))
     mesh = Mesh.of(fsdp=100_000)
-    holdings = list_holdings(inventory, mesh, (model.layers,))
+    holdings = list_rank_shards(inventory, mesh, (model.layers,))
     assert len(holdings) == 100_000
     assert len(cut) < 100
     assert sum(held.nbytes for held in holdings) == inventory.nbytes

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.mesh import AXES, MOST_RANKS, Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages, parse_stages
 from shardctl.tensors.placement import (
-    AxisCut,
-    CutSection,
+    AxisPartition,
     GroupMember,
+    PartitionSection,
     PartitionSpec,
     build_member_spec,
     check_cuts,
@@ -73,14 +73,14 @@ def test_meshes_that_make_no_sense_are_refused(text):
 
 def test_fsdp_parts_are_those_of_torch_chunk():
     mesh = Mesh.of(fsdp=4)
-    held = [compute_intervals(10, [AxisCut("fsdp")], mesh, mesh.coordinate(r)) for r in range(4)]
+    held = [compute_intervals(10, [AxisPartition("fsdp")], mesh, mesh.coordinate(r)) for r in range(4)]
     assert held == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
-    assert compute_intervals(5, [AxisCut("fsdp")], mesh, mesh.coordinate(3)) == []
+    assert compute_intervals(5, [AxisPartition("fsdp")], mesh, mesh.coordinate(3)) == []
 
 
 def test_fsdp_divides_what_tp_left_of_a_fused_dim():
     """tp keeps the halves of a fused gate and up together; fsdp then cuts their concatenation."""
-    cuts = [AxisCut("tp", (CutSection(6), CutSection(6))), AxisCut("fsdp")]
+    cuts = [AxisPartition("tp", (PartitionSection(6), PartitionSection(6))), AxisPartition("fsdp")]
     mesh = Mesh.of(fsdp=2, tp=2)
     held = {(at["fsdp"], at["tp"]): compute_intervals(12, cuts, mesh, at) for at in map(mesh.coordinate, range(4))}
     assert held == {(0, 0): [(0, 3)], (1, 0): [(6, 9)], (0, 1): [(3, 6)], (1, 1): [(9, 12)]}
@@ -88,12 +88,12 @@ def test_fsdp_divides_what_tp_left_of_a_fused_dim():
 
 def test_heads_that_are_fewer_than_ranks_are_shared_by_neighbours_only_if_asked():
     mesh = Mesh.of(tp=4)
-    shared = PartitionSpec(((AxisCut("tp", (CutSection(8, 4, shared=True, noun="key/value heads"),)),),))
+    shared = PartitionSpec(((AxisPartition("tp", (PartitionSection(8, 4, shared=True, noun="key/value heads"),)),),))
     assert [str(compute_rank_boxes((8,), shared, mesh, mesh.coordinate(r))[0]) for r in range(4)] == [
         "[0:4]", "[0:4]", "[4:8]", "[4:8]"
     ]  # fmt: skip
-    alone = PartitionSpec(((AxisCut("tp", (CutSection(8, 4, noun="key/value heads"),)),),))
-    with pytest.raises(CutError, match=r"cannot split k \[8\] over tp=4: 2 key/value heads") as raised:
+    alone = PartitionSpec(((AxisPartition("tp", (PartitionSection(8, 4, noun="key/value heads"),)),),))
+    with pytest.raises(PartitionError, match=r"cannot split k \[8\] over tp=4: 2 key/value heads") as raised:
         check_cuts("k", (8,), alone, mesh)
     assert raised.value.hint == "use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks"
 
@@ -105,7 +105,9 @@ def test_heads_that_are_fewer_than_ranks_are_shared_by_neighbours_only_if_asked(
 def test_every_element_is_held_by_someone_and_replicas_are_whole(tp, fsdp, dp, pp, units, cols):
     mesh = Mesh.of(tp=tp, fsdp=fsdp, dp=dp, pp=pp)
     rows = units * tp * 2
-    spec = PartitionSpec(((AxisCut("tp", (CutSection(rows, 2),)), AxisCut("fsdp")), (AxisCut("fsdp"),)[:0]))
+    spec = PartitionSpec(
+        ((AxisPartition("tp", (PartitionSection(rows, 2),)), AxisPartition("fsdp")), (AxisPartition("fsdp"),)[:0])
+    )
     counts = np.zeros((rows, cols), int)
     for rank in range(mesh.world):
         for box in compute_rank_boxes((rows, cols), spec, mesh, mesh.coordinate(rank)):
@@ -129,13 +131,13 @@ def test_experts_are_divided_whole_and_dense_weights_replicated_once():
     assert new == {0: ["experts.0", "experts.1", "dense"], 1: ["experts.2", "experts.3"], 2: [], 3: []}
     every = {r: [h.tensor.name for h in held] for r, held in placed(tensors, specs, mesh).ranks(replicas=True)}
     assert every[3] == ["experts.2", "experts.3", "dense"]
-    with pytest.raises(CutError, match="over ep=8: 4 experts"):
+    with pytest.raises(PartitionError, match="over ep=8: 4 experts"):
         next(placed(tensors, specs, Mesh.of(dp=8, ep=8)).ranks())
 
 
 def test_experts_of_one_rule_are_placed_as_those_that_are_known_one_by_one():
     """A spec that was changed is no longer that of its rule, so it is not cut as the others."""
-    rule = PartitionSpec(((AxisCut("fsdp"),), ()), member=GroupMember("ep", 0, 4))
+    rule = PartitionSpec(((AxisPartition("fsdp"),), ()), member=GroupMember("ep", 0, 4))
     alike = {f"experts.{i}": build_member_spec(rule, GroupMember("ep", i, 4)) for i in range(4)}
     alike["experts.3"] = replace(alike["experts.3"], cuts=((), ()))
     apart = {name: PartitionSpec(spec.cuts, spec.where, spec.member) for name, spec in alike.items()}
@@ -160,7 +162,7 @@ def test_fsdp_of_experts_is_what_ep_leaves_of_it():
         1,
         1,
     )
-    spec = PartitionSpec(((AxisCut("ep", (CutSection(4),)), AxisCut("efsdp")),))
+    spec = PartitionSpec(((AxisPartition("ep", (PartitionSection(4),)), AxisPartition("efsdp")),))
     counts = np.zeros(4, int)
     for rank in range(4):
         for box in compute_rank_boxes((4,), spec, mesh, mesh.coordinate(rank)):
@@ -177,7 +179,7 @@ def test_a_tie_on_two_stages_gives_each_one_of_its_names():
 
 
 def test_an_empty_tensor_is_held_whole():
-    spec = PartitionSpec(((AxisCut("fsdp"),), ()))
+    spec = PartitionSpec(((AxisPartition("fsdp"),), ()))
     assert compute_rank_boxes((0, 3), spec, Mesh.of(fsdp=2), Mesh.of(fsdp=2).coordinate(1)) == [Box((0, 0), (0, 3))]
 
 
@@ -204,7 +206,7 @@ def test_balanced_stages_are_as_light_as_can_be(costs, first, last, data):
 def test_stages_must_add_up():
     assert parse_stages("3,2", 5, 2) == (3, 2)
     for text in ("transformers", "transformers@5.23"):
-        with pytest.raises(CutError, match="pp=3 needs at least 3 layers, but the model has 2"):
+        with pytest.raises(PartitionError, match="pp=3 needs at least 3 layers, but the model has 2"):
             parse_stages(text, 2, 3)
     with pytest.raises(UsageError, match="cannot read --stages 'transformers@4'") as error:
         parse_stages("transformers@4", 2, 2)

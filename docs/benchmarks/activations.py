@@ -14,8 +14,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -60,9 +60,9 @@ def estimated(config, batch: int, sequence: int, recompute: str) -> tuple[int, s
     """The estimate, and the moment that it names."""
     values = config.to_dict()
     values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]  # noqa: SLF001
-    found = build_anatomy(values)
+    found = build_layer_graph(values)
     layers = len(found.layers)
-    holding = RankHolding(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
+    holding = RankShards(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
     work = TrainingWorkload(sequence, batch, profile="hf", precision="bf16", recompute=recompute)
     terms = estimate_activations(found, holding, ONE, work, stages=(layers,))
     return sum(t.nbytes for t in terms), terms[-1].name.removeprefix("alive in the backward pass of ")

@@ -41,7 +41,7 @@ class UsageError(ShardctlError):
     exit_code = 2
 
 
-class CutError(UsageError):
+class PartitionError(UsageError):
     """A tensor cannot be cut as the mesh asks; the hint lists the degrees that work."""
 
 

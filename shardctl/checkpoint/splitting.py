@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models import Model
-    from shardctl.models.submodels.part_models import ModelHalf
+    from shardctl.models.submodels.part_models import PartModel
     from shardctl.tensors.manifest import Manifest
 
 ONLY: Final = "only"
@@ -102,7 +102,7 @@ def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
     return [name for name in names if pattern.first(name) is not None]
 
 
-def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> OpenedCheckpoint:
+def _split_half(checkpoint: OpenedCheckpoint, only: str, half: PartModel) -> OpenedCheckpoint:
     """Return a half under its own names, bound to the table of its own family where one knows it."""
     whole = keep_tensors(checkpoint.manifest, half.names)
     fusions = checkpoint.model.fusions if checkpoint.model is not None else {}
@@ -135,7 +135,7 @@ def _split_half(checkpoint: OpenedCheckpoint, only: str, half: ModelHalf) -> Ope
     )
 
 
-def _keep_stacks(model: Model | None, whole: Manifest, bound: Manifest, half: ModelHalf) -> Manifest:
+def _keep_stacks(model: Model | None, whole: Manifest, bound: Manifest, half: PartModel) -> Manifest:
     """Return the tensors of a half, of which those that the source has in one array stay in one."""
     if model is None:
         return bound
@@ -192,7 +192,7 @@ def _rename_quantised_modules(config: Mapping[str, object], names: Mapping[str, 
     return {**config, "quantization_config": renamed}
 
 
-def _check_encodings(whole: Model | None, model: Model, half: ModelHalf) -> None:
+def _check_encodings(whole: Model | None, model: Model, half: PartModel) -> None:
     """Raise UnsupportedError if by its own config other weights of a half would be quantised than are."""
     if _count_encoded(whole, half.names.keys()) != _count_encoded(model, half.names.values()):
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from shardctl.base.version import __version__
 from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, settings, streams, verify
 from shardctl.cli.short_help import format_program_help, format_short_help
 from shardctl.cli.signature import spread_options
-from shardctl.options.logging_options import TalkOptions
+from shardctl.options.logging_options import LoggingOptions
 
 EXIT_CODES = """\
 Exit codes:
@@ -63,7 +63,7 @@ VERBS = {
     verb.__name__.rpartition(".")[2]: verb for verb in (inspect, plan, reshard, finish, verify, diff, digest)
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., int | None]] = {
-    name: spread_options(getattr(verb, name), TalkOptions, streams.begin_talk) for name, verb in VERBS.items()
+    name: spread_options(getattr(verb, name), LoggingOptions, streams.begin_logging) for name, verb in VERBS.items()
 }
 """What runs each verb, with a parameter for every option."""
 for name, verb in VERBS.items():

@@ -11,7 +11,7 @@ from shardctl.base.amounts import format_duration
 from shardctl.base.errors import AccessError, DestinationError
 from shardctl.base.value import state_class
 from shardctl.base.version import __version__
-from shardctl.options.logging_options import TalkOptions
+from shardctl.options.logging_options import LoggingOptions
 from shardctl.report.visible import escape_ci_commands, hide_passwords
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RunLog:
     """What is to be said of a run, and the file to which it is written as well."""
 
-    talk: TalkOptions = field(default_factory=TalkOptions)
+    talk: LoggingOptions = field(default_factory=LoggingOptions)
     settings: tuple[OptionSetting, ...] = ()
     """Options that files and variables have set, and the command line has not."""
     told: bool = False
@@ -32,7 +32,7 @@ class RunLog:
     file: TextIO | None = None
     began: float = field(default_factory=time.monotonic)
 
-    def begin(self, talk: TalkOptions, args: Sequence[str]) -> None:
+    def begin(self, talk: LoggingOptions, args: Sequence[str]) -> None:
         """Take the options, and open the file; raises AccessError or DestinationError if it cannot be written."""
         self.talk = talk
         if talk.log is None:

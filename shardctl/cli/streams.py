@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.options.logging_options import TalkOptions
+    from shardctl.options.logging_options import LoggingOptions
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
@@ -50,7 +50,7 @@ def begin_run(args: Sequence[str]) -> None:
     _ARGS[:] = args
 
 
-def begin_talk(talk: TalkOptions) -> None:
+def begin_logging(talk: LoggingOptions) -> None:
     """Take how much is to be said, and begin to say it."""
     RUN.begin(talk, _ARGS)
     print_settings()

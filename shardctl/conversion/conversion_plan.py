@@ -220,7 +220,7 @@ def plan_conversion(
     With `least`, a limit on host memory that cannot hold it is replaced by the least that can, and `impossible` says
     so; only what 2 GiB cannot even list is refused.
 
-    Raises UsageError for options that contradict each other, CutError for a mesh that does not fit the tensors,
+    Raises UsageError for options that contradict each other, PartitionError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
     return work_out_conversion(draft_conversion(checkpoint, reshard_options, least=least), least=least)

@@ -69,7 +69,7 @@ def sum_engine_arrays(
 
     `host_memory` bounds the bytes of anonymous memory.
 
-    Raises UnsupportedError for a model whose arrays are not known, CutError for a mesh that does not fit.
+    Raises UnsupportedError for a model whose arrays are not known, PartitionError for a mesh that does not fit.
     """
     effort = effort or ExecutionOptions()
     options = ReshardOptions(to="vllm", mesh=mesh, threads=effort.threads, host_memory=host_memory)

@@ -14,7 +14,7 @@ from shardctl.conversion.expansion import compute_expansion_limit
 from shardctl.libraries.catalogue import get_layout
 from shardctl.tensors.copyplan import join_manifests
 from shardctl.tensors.manifest import Region
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class MeasuredConversion:
     """Layers per pipeline stage; empty where nothing was cut for a mesh."""
     have: Manifest
     """What is converted; optimizer states are among its tensors if they travel along."""
-    dialect: LibraryDialect | None
+    dialect: NamingScheme | None
     """Of the arrays that are written, if a library makes its own."""
     files: Mapping[str, int]
     """By path, the size of each file with tensors."""
@@ -60,7 +60,7 @@ class MeasuredConversion:
 
     def prefix(self, rank: int) -> str:
         """Return what the paths of a rank's files begin with; empty where the layout has no files of ranks."""
-        return get_layout(self.layout).prefix(self.dialect or LibraryDialect(self.layout, self.mesh), rank)
+        return get_layout(self.layout).prefix(self.dialect or NamingScheme(self.layout, self.mesh), rank)
 
 
 def measure_conversion(

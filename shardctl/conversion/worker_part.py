@@ -16,7 +16,7 @@ from shardctl.conversion.engine.journal import BandJournal
 from shardctl.conversion.engine.part import WorkerPart, encode_part, is_touched
 from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.engine.worker_group import WorkerCrew
+from shardctl.conversion.engine.worker_group import WorkerGroup
 from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
@@ -134,7 +134,7 @@ def _contribute_part(
         return _build_contribution(work, destination, worker, part, done, before=before)
     tree = hash_result_name(identity, header["source"], header["sample"], options.sha256)
     with StagingArea(Path(destination), overwrite=options.overwrite, patience=PATIENCE) as staging:
-        crew = WorkerCrew(staging)
+        crew = WorkerGroup(staging)
         crew.join(tree, header)
         lock = crew.lock(worker, run)
         lock.acquire(PATIENCE if run else 0)
@@ -190,7 +190,7 @@ class _WorkerRun:
 
     work: PlannedConversion
     staging: StagingArea
-    crew: WorkerCrew
+    crew: WorkerGroup
     worker: WorkerId
     header: dict[str, Any]
 

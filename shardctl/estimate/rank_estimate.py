@@ -11,7 +11,7 @@ from shardctl.estimate.term import sum_terms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.term import Counter, MemorySum, MemoryTerm, Tier
     from shardctl.estimate.training.timeline import StepTimeline
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RankEstimate:
     """What each of a group of equal ranks needs."""
 
-    holding: RankHolding
+    holding: RankShards
     terms: tuple[MemoryTerm, ...]
     timeline: StepTimeline | None = None
     """In training, the moments of a step; the terms are those of the worst."""
@@ -80,7 +80,7 @@ class MeshEstimate:
 
 
 def build_estimate(
-    holdings: Sequence[RankHolding],
+    holdings: Sequence[RankShards],
     terms: Sequence[Sequence[MemoryTerm]],
     timelines: Sequence[StepTimeline | None] | None = None,
 ) -> MeshEstimate:

@@ -130,7 +130,7 @@ def list_layouts_with(option: str) -> tuple[str, ...]:
 
 @cache
 def get_schema(name: str) -> Schema:
-    """Return the naming scheme of a name that a `LibraryDialect` has."""
+    """Return the naming scheme of a name that a `NamingScheme` has."""
     schema: Schema = import_module(f"shardctl.libraries.{SCHEMA_FILES[name]}").SCHEMA
     return schema
 

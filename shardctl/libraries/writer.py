@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.mesh import Mesh
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
     from shardctl.tensors.pieces import PlacedCheckpoint
 
 RankKind = Literal["none", "optional", "always", "library"]
@@ -59,7 +59,7 @@ class PackRequest:
         return self.require_model()
 
 
-def _give_no_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _give_no_prefix(dialect: NamingScheme, rank: int) -> str:
     """Return the prefix of layouts whose files belong to no rank."""
     del dialect, rank
     return ""
@@ -84,7 +84,7 @@ class Layout:
     pack: Callable[[PackRequest], Manifest]
     """The files for a request, yet to be written: their sizes, their own bytes, and where each tensor's boxes go.
 
-    Raises UnsupportedError for tensors that have no place in the layout, CutError for a mesh that does not fit, and
+    Raises UnsupportedError for tensors without a place in the layout, PartitionError for a mesh that does not fit, and
     UsageError for options that the layout cannot have.
     """
     ranks: RankKind = "none"
@@ -101,7 +101,7 @@ class Layout:
     """Whether `from_pretrained` or an engine loads a directory of it, with the tokenizer and the settings in it."""
     source_names: bool = False
     """Whether arrays keep the names and the form that they have in the source, whatever `--names` says."""
-    prefix: Callable[[LibraryDialect, int], str] = _give_no_prefix
+    prefix: Callable[[NamingScheme, int], str] = _give_no_prefix
     """What the paths of a rank's files begin with; the dialect says the mesh, and what the library's own names need."""
     measure: Callable[[PackRequest], PackMeasure | None] | None = None
     """Measures what `pack` would give of tensors that are stored whole, in a fraction of the time, and may return None

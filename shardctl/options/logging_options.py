@@ -9,7 +9,7 @@ from shardctl.options.places import parse_output_file
 
 
 @settings_class
-class TalkOptions:
+class LoggingOptions:
     """How much a run says on stderr; results on stdout, warnings and errors are the same in all of them."""
 
     quiet: Annotated[

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from shardctl.base.amounts import format_memory_size
 from shardctl.base.value import value_class
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.training.states import FROZEN
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 
 if TYPE_CHECKING:
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.planning.estimated_model import EstimatedModel
     from shardctl.planning.forecast import WorkloadEstimate
@@ -34,12 +34,12 @@ class AdapterPlan:
     """What is needed besides and not counted."""
 
 
-def hold_adapter(about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...]) -> tuple[RankHolding, ...] | None:
+def hold_adapter(about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...]) -> tuple[RankShards, ...] | None:
     """Return what the ranks hold of an adapter alone; None of a model."""
-    return list_holdings(about.base.adapter, mesh, stages) if about.base is not None else None
+    return list_rank_shards(about.base.adapter, mesh, stages) if about.base is not None else None
 
 
-def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankHolding, ...]) -> AdapterPlan | None:
+def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankShards, ...]) -> AdapterPlan | None:
     """Say what is counted of an adapter's base; None of a model. `own` are what ranks hold of the adapter."""
     if about.base is None:
         return None
@@ -54,13 +54,13 @@ def plan_adapter(about: EstimatedModel, seen: WorkloadEstimate, own: tuple[RankH
     )
 
 
-def _count_base_bytes(rank: RankEstimate, own: RankHolding) -> int:
+def _count_base_bytes(rank: RankEstimate, own: RankShards) -> int:
     """Count what a rank keeps of the base, of which ZeRO-3 leaves it a part, on its device or not."""
     frozen = [term.nbytes for term in rank.terms if term.name == FROZEN]
     return frozen[0] if frozen else rank.holding.nbytes - own.nbytes
 
 
-def _adapts_experts(own: tuple[RankHolding, ...]) -> bool:
+def _adapts_experts(own: tuple[RankShards, ...]) -> bool:
     """Return whether some rank has an expert's part of the adapter."""
     return any(part.kind.spec.of_expert for holding in own for part in holding.parts)
 

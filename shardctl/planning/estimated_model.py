@@ -14,7 +14,7 @@ from shardctl.checkpoint.quantization.dequantizing import dequantise_checkpoint,
 from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, list_coded_arrays
 from shardctl.estimate.model.heaviest import HeaviestRanks
 from shardctl.estimate.model.inventory import TensorInventory, build_inventory
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.model.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.estimate.model.layer_graph import ModelAnatomy
+    from shardctl.estimate.model.layer_graph import LayerGraph
     from shardctl.options import ReshardOptions
     from shardctl.planning.tuning import TuningChoice
     from shardctl.tensors.manifest import Manifest
@@ -50,7 +50,7 @@ class AdaptedBase:
 
 
 @value_class
-class BesideModel:
+class ExtraModel:
     """A model that ranks hold beside the one that is trained."""
 
     name: str
@@ -65,7 +65,7 @@ class EstimatedModel:
     inventory: TensorInventory
     parameters: int
     """Elements that can be trained, however they are stored."""
-    anatomy: ModelAnatomy | None
+    anatomy: LayerGraph | None
     unmodelled: str
     """Why there is no anatomy, if so."""
     dtype: str
@@ -74,7 +74,7 @@ class EstimatedModel:
     """Whether weights stand for codes that are stored, as training would have them."""
     base: AdaptedBase | None = None
     """Of an adapter: what it changes. `inventory` and `anatomy` are then those of both, `parameters` its own."""
-    beside: tuple[BesideModel, ...] = ()
+    beside: tuple[ExtraModel, ...] = ()
     """What ranks hold besides: of the policy that RLHF trains, a reference and a reward model."""
     quantised: QuantisedLayout | None = None
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
@@ -94,10 +94,10 @@ class EstimatedModel:
         return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantised_layout(name))
 
 
-def build_beside_model(name: str, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> BesideModel:
+def build_beside_model(name: str, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> ExtraModel:
     """Build a model that is held and not trained, its weights as they are stored."""
     inventory = build_estimated_model(checkpoint, reshard_options).inventory
-    return BesideModel(name, HeaviestRanks(inventory), WeightTotals(inventory))
+    return ExtraModel(name, HeaviestRanks(inventory), WeightTotals(inventory))
 
 
 def count_decoded_weights(
@@ -198,7 +198,7 @@ def _add_base(about: EstimatedModel, checkpoint: OpenedCheckpoint) -> EstimatedM
     base = build_inventory(tensors, {t.name: t.spec for t in model.own()}, model.layers, buffers=names)
     declared = ModelConfig(config).declared()
     try:
-        made_of, why = build_anatomy(model.text or config), ""
+        made_of, why = build_layer_graph(model.text or config), ""
     except UnsupportedError as error:
         made_of, why = None, error.message
     return replace(
@@ -264,13 +264,13 @@ def _choose_activation_dtype(
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
-def _find_anatomy(checkpoint: OpenedCheckpoint) -> tuple[ModelAnatomy | None, str]:
+def _find_anatomy(checkpoint: OpenedCheckpoint) -> tuple[LayerGraph | None, str]:
     if checkpoint.config is None:
         return None, "there is no config.json"
     model = checkpoint.model
     if model is None or not model.tabled:
         return None, "the architecture is not known"
     try:
-        return build_anatomy(model.text or checkpoint.config), ""
+        return build_layer_graph(model.text or checkpoint.config), ""
     except UnsupportedError as error:
         return None, error.message

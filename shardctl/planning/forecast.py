@@ -10,7 +10,7 @@ from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.base.value import value_class
 from shardctl.estimate.model.heaviest import HeaviestRanks
 from shardctl.estimate.model.operations import compute_used_share
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.search.cost import REFERENCE, MeshCost, price_mesh
 from shardctl.estimate.search.forecast import estimate_ranks
 from shardctl.estimate.search.mesh_comparison import WeightTotals
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.rank_estimate import MeshEstimate
     from shardctl.estimate.term import MemorySum, Tier
     from shardctl.hardware.devices import DeviceSpec
@@ -84,10 +84,10 @@ def estimate_workload(
 ) -> WorkloadEstimate:
     """Estimate what every rank of `mesh` needs; without a purpose, the weights alone.
 
-    Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
+    Raises PartitionError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
     SourceError for measurements that cannot be read.
     """
-    holdings = list_holdings(about.inventory, mesh, stages)
+    holdings = list_rank_shards(about.inventory, mesh, stages)
     if plan_options is None:
         return WorkloadEstimate(
             estimate_ranks(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype
@@ -163,7 +163,7 @@ def _add_offload(seen: WorkloadEstimate, about: EstimatedModel, work: TrainingWo
 
 def estimate_needs(
     about: EstimatedModel,
-    holdings: tuple[RankHolding, ...],
+    holdings: tuple[RankShards, ...],
     mesh: Mesh,
     stages: tuple[int, ...],
     work: ServingWorkload | TrainingWorkload | None,

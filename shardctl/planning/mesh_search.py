@@ -10,14 +10,14 @@ from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.base.value import value_class
 from shardctl.estimate.model.allowed_degrees import AllowedDegrees
 from shardctl.estimate.model.heaviest import HeaviestRanks
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.rank_estimate import MeshEstimate
 from shardctl.estimate.search.cost import MeshCost, price_mesh
 from shardctl.estimate.search.mesh_comparison import (
     SERVING,
     TRAINING,
+    LowerBoundChecks,
     MeshCandidate,
-    QuickChecks,
     SearchResult,
     SearchSpace,
     count_microbatches,
@@ -132,7 +132,7 @@ class MeshExplorer:
                 (found[stage],) = apply_calibration(seen, self.calibration).ranks
             yield MeshEstimate((found[stage],))
 
-    def _known(self, held: tuple[RankHolding, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
+    def _known(self, held: tuple[RankShards, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
         """Return what the ranks of `held` need.
 
         Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
@@ -194,7 +194,7 @@ class MeshExplorer:
             replicas = mesh.degree("dp") * mesh.degree("fsdp")
             key = (stages, replicas, mesh.degree("cp"), mesh.degree("tp"), mesh.ep, mesh.etp)
             if key not in known:
-                first = RankHolding(0, "", {}, 1, 0, range(stages[0]), ())
+                first = RankShards(0, "", {}, 1, 0, range(stages[0]), ())
                 at = self.work_on(mesh)
                 assert isinstance(at, TrainingWorkload)  # noqa: S101 - as `work` is
                 try:
@@ -205,11 +205,11 @@ class MeshExplorer:
 
         return passing
 
-    def build_checks(self) -> QuickChecks:
+    def build_checks(self) -> LowerBoundChecks:
         """Build what rules meshes out before all their ranks are estimated."""
         floor = self.floor(self.once(expert=False), self.once(expert=True))
         lasting = self.floor(self.once(expert=False, gradients=False), self.once(expert=True, gradients=False))
-        return QuickChecks(self.glances, floor, self.passing(lasting))
+        return LowerBoundChecks(self.glances, floor, self.passing(lasting))
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
         """Return what a mesh costs, for a model whose layers are described."""
@@ -234,12 +234,12 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         )
     space = explorer.space()
     budget = plan_options.device.usable_bytes if plan_options.device is not None else None
-    fewest, quick = None, QuickChecks()
+    fewest, quick = None, LowerBoundChecks()
     if budget is not None:
         fewest, quick = _find_fewest(explorer, budget)
     devices = plan_options.devices or (mesh.world if mesh else None) or (fewest.devices if fewest else 1)
 
-    def search(one: MeshExplorer, quick: QuickChecks | None, *, closest: bool = True) -> SearchResult:
+    def search(one: MeshExplorer, quick: LowerBoundChecks | None, *, closest: bool = True) -> SearchResult:
         pricer = one.price if one.work is not None else None
         # In serving the heaviest stage, which rejections name, may be any, and is found soon.
         checks = None if space.stored else quick
@@ -266,7 +266,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
     return replace(made, recomputed=few.candidate if few else None)
 
 
-def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[SmallestCluster | None, QuickChecks]:
+def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[SmallestCluster | None, LowerBoundChecks]:
     """Find the fewest devices on which some mesh fits; with the checks that ruled others out."""
     dense, expert = explorer.once(expert=False), explorer.once(expert=True)
     quick = explorer.build_checks()

@@ -11,7 +11,7 @@ from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.planning.forecast import apply_calibration, estimate_needs
 
 if TYPE_CHECKING:
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.planning.plan_result import PlanResult
 
 _CONTEXTS: Final = (0.125, 0.25, 0.5, 1, 2, 4)
@@ -65,8 +65,8 @@ def _estimate_peak(
     return apply_calibration(found, planned.forecast.calibration).binding.total().nbytes
 
 
-def _list_heaviest(planned: PlanResult) -> tuple[RankHolding, ...]:
-    stages: dict[int, RankHolding] = {}
+def _list_heaviest(planned: PlanResult) -> tuple[RankShards, ...]:
+    stages: dict[int, RankShards] = {}
     for rank in planned.forecast.estimate.distinct:
         known = stages.get(rank.holding.stage)
         if known is None or rank.holding.nbytes > known.nbytes:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.measured_conversion import MeasuredConversion
     from shardctl.estimate.model.inventory import TensorInventory
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
@@ -288,7 +288,7 @@ class _RankFiles:
         return self._known[prefix]
 
 
-def _build_rank_plan(holding: RankHolding, sizes: dict[str, int], tensors: int, nbytes: int) -> RankPlan:
+def _build_rank_plan(holding: RankShards, sizes: dict[str, int], tensors: int, nbytes: int) -> RankPlan:
     return RankPlan(
         rank=holding.rank,
         label=holding.label,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.amounts import format_memory_size
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.models import ModelConfig, describe_model, find_family
 from shardctl.planning.workload import decide_use
 from shardctl.tensors.mesh import Mesh
@@ -59,7 +59,7 @@ def cut_towers(
         try:
             for name, tensor in changed.items():
                 check_cuts(name, tensor.shape, tensor.spec, mesh)
-        except CutError as error:
+        except PartitionError as error:
             why = f"because vLLM {error.message}" + (
                 "; it needs --mm-encoder-tp-mode data" if family.name in _WITH_DATA_MODE else ""
             )

@@ -22,7 +22,7 @@ from shardctl.options.declaration import HelpPanel, find_flag, given_options
 from shardctl.planning.tuning import ALL_LINEAR, TuningChoice
 
 if TYPE_CHECKING:
-    from shardctl.estimate.model.layer_graph import ModelAnatomy
+    from shardctl.estimate.model.layer_graph import LayerGraph
     from shardctl.planning.estimated_model import EstimatedModel
     from shardctl.tensors.mesh import Mesh
 
@@ -99,7 +99,7 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         )
 
 
-def _check_decode_cp(anatomy: ModelAnatomy, mesh: Mesh, degree: int) -> None:
+def _check_decode_cp(anatomy: LayerGraph, mesh: Mesh, degree: int) -> None:
     """Refuse what vLLM refuses: more ranks than have one head's cache, and windows (`config/model.py`)."""
     tp = mesh.degree("tp")
     for one in {layer.attention for layer in anatomy.layers if layer.attention is not None}:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.estimate.term import Category
-    from shardctl.estimate.training.timeline import StepMoment
+    from shardctl.estimate.training.timeline import StepEvent
     from shardctl.report.documents import Document
 
 _BAR: Final = 40
@@ -46,7 +46,7 @@ def render_moments(rank: RankEstimate) -> list[RenderableType]:
     return [render_line(title), render_table(rows, right=frozenset({1}), indent=2)]
 
 
-def _render_moment_bar(moment: StepMoment, full: int) -> Text:
+def _render_moment_bar(moment: StepEvent, full: int) -> Text:
     """Render a bar, each category rounded where it ends."""
     bar, ends, place = Text(), 0, 0
     for category in CATEGORIES:
@@ -76,7 +76,7 @@ def build_moments_document(rank: RankEstimate) -> Document | None:
     }
 
 
-def list_areas(moments: Sequence[StepMoment]) -> list[tuple[Category, list[tuple[float, float]]]]:
+def list_areas(moments: Sequence[StepEvent]) -> list[tuple[Category, list[tuple[float, float]]]]:
     """List the stacked areas of a picture, each a category and the corners of its polygon, from 0 to 1000 both ways."""
     full = max((moment.nbytes for moment in moments), default=0) or 1
     step = _WIDE / max(1, len(moments) - 1)

@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, MachineError, MemoryBudgetError, UnsupportedError
+from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError
 from shardctl.base.value import state_class
 from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.running.device_choice import DeviceChoice
 from shardctl.running.machine_failure import release_frames
 from shardctl.running.state_dict import list_expert_names
@@ -268,8 +268,8 @@ def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]
         return {}
     specs = {name: model.tensors[name].spec for name in tensors}
     try:
-        holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.stages)
-    except CutError:  # cut by rules that are not known here
+        holdings = list_rank_shards(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.stages)
+    except PartitionError:  # cut by rules that are not known here
         return {}
     by_place = {build_holding_key(holding.coordinate): holding.nbytes for holding in holdings}
     return {rank: by_place[build_holding_key(mesh.coordinate(rank))] for rank in range(mesh.world)}

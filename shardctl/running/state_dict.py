@@ -62,7 +62,7 @@ def lens(path: str | Path, *, source_options: SourceOptions | None = None) -> Ma
     Nothing is read before an entry is indexed, so `from_pretrained(None, config=..., state_dict=shardctl.lens(path))`
     reads just what it needs. The files stay open until the last entry is gone.
     """
-    from shardctl.running.forward import build_lens as lazily
+    from shardctl.running.forward import build_lazy_state_dict as lazily
 
     stack = ExitStack()
     checkpoint = stack.enter_context(open_checkpoint(path, source_options))

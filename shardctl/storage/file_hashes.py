@@ -18,7 +18,7 @@ from shardctl.storage.hashed_file import (
     BY_START,
     HashedFile,
     PromisedHash,
-    StretchNote,
+    RangeNote,
     build_change_error,
     claim_hash,
     compare_hash,
@@ -175,7 +175,7 @@ class FileHashes:
             self._recheck(path, file)
 
     def _note(self, file: HashedFile, start: int, data: memoryview) -> None:
-        note = StretchNote(start, start + len(data), hashlib.sha256(data).digest())
+        note = RangeNote(start, start + len(data), hashlib.sha256(data).digest())
         with file.turn:
             if self._notes >= _MOST_NOTES:
                 file.forgotten = True

@@ -37,7 +37,7 @@ class PromisedHash:
 
 
 @dataclass(slots=True, eq=False)
-class StretchNote:
+class RangeNote:
     """A stretch that was given out and is to be seen again."""
 
     start: int
@@ -79,9 +79,9 @@ class HashedFile:
     compared: bool = False
     flights: list[tuple[int, int]] = field(default_factory=list)
     """Stretches that are being fetched, or wait to be hashed."""
-    ahead: list[StretchNote] = field(default_factory=list)
+    ahead: list[RangeNote] = field(default_factory=list)
     """Stretches that the hash will come to, in their order."""
-    behind: list[StretchNote] = field(default_factory=list)
+    behind: list[RangeNote] = field(default_factory=list)
     """Stretches of which it has passed at least the beginning."""
     marks: list[tuple[int, _Hash]] = field(default_factory=list)
     """The hash after so many bytes, in rising order."""
@@ -117,7 +117,7 @@ class HashedFile:
 
 
 @contextmanager
-def claim_hash(file: HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[StretchNote]]]:
+def claim_hash(file: HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[RangeNote]]]:
     """Give one thread where the hash is, or None if it is not at `start` yet, and the notes up to `stop`."""
     with file.turn:
         while file.busy:
@@ -152,7 +152,7 @@ def compare_hash(path: str, file: HashedFile) -> None:
     file.compared = True
 
 
-def list_spans(file: HashedFile, notes: list[StretchNote] | None = None) -> list[tuple[int, int]]:
+def list_spans(file: HashedFile, notes: list[RangeNote] | None = None) -> list[tuple[int, int]]:
     """List the stretches, from one known state of the hash to another, in which noted ones lie."""
     places = [*(position for position, _ in file.marks), file.position]
     spans: list[tuple[int, int]] = []

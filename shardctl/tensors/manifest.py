@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.base.settings import Setting
     from shardctl.tensors.box import Box
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 
 GAMMA_LESS_ONE: Final = "gamma-1"
@@ -241,7 +241,7 @@ class Manifest:
     """What is odd but not wrong; `--strict` makes each an error."""
     training: TrainingState | None = None
     """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
-    dialect: LibraryDialect | None = None
+    dialect: NamingScheme | None = None
     """Set if `tensors` are arrays of another library's making; once they are bound to a model, they are the model's."""
     settings: LibrarySettings | None = None
     """What the container keeps of the model in another library's words, also where there is a `config.json`."""

@@ -21,7 +21,7 @@ def format_rank_prefix(rank: int) -> str:
 
 
 @value_class
-class LibraryDialect:
+class NamingScheme:
     """How another library spells a model: its naming scheme, and the variant of it that one checkpoint is in.
 
     Of a source, it stands beside the arrays that its files hold; of a target, beside those that are to be written.

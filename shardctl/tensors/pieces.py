@@ -13,7 +13,7 @@ from dataclasses import field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.base.value import value_class
 from shardctl.tensors.mesh import REPLICATING, build_holding_key
 from shardctl.tensors.placement import compute_held_boxes
@@ -68,7 +68,7 @@ class PlacedCheckpoint:
         With `replicas`, everything it holds. Ranks of dp and cp replicate what is not an expert's; of an expert, the
         ranks that ep, etp and fsdp leave over are replicas.
 
-        Raises CutError, naming a tensor, if the mesh cannot cut it.
+        Raises PartitionError, naming a tensor, if the mesh cannot cut it.
         """
         alike: dict[int, list[TensorShard]] = {}
         for rank, groups in self.list_groups(replicas=replicas):
@@ -86,7 +86,7 @@ class PlacedCheckpoint:
         """
         groups = self._group()
         groups.check()
-        cutter = _KindCutter(self.mesh, groups.kinds)
+        cutter = _KindPartitioner(self.mesh, groups.kinds)
         alike: dict[tuple[object, ...], list[tuple[HeldTensors, tuple[Box, ...]]]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
@@ -122,7 +122,7 @@ class PlacedCheckpoint:
         return self._groups
 
 
-class _KindCutter:
+class _KindPartitioner:
     """Computes the boxes of each kind of tensor on a rank, once for all ranks that hold the same of it."""
 
     def __init__(self, mesh: Mesh, kinds: Sequence[tuple[tuple[int, ...], PartitionSpec]]) -> None:
@@ -230,13 +230,13 @@ def _count_stages_needed(costs: Sequence[int], last: int, limit: int) -> list[in
 def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
     """Return layers per stage, as even as can be: the first stages have the layers that are left over.
 
-    Raises CutError if there are more stages than layers.
+    Raises PartitionError if there are more stages than layers.
 
     >>> split_layers_evenly(4, 3)
     (2, 1, 1)
     """
     if count > layers:
-        raise CutError(
+        raise PartitionError(
             f"pp={count} needs at least {count} layers, but the model has {layers}", hint=f"use --pp {layers} or fewer"
         )
     return tuple(layers // count + (stage < layers % count) for stage in range(count))

@@ -1,7 +1,7 @@
 """Computes the boxes that one rank of a mesh holds, from the named cuts of a tensor's dims.
 
 >>> from shardctl.tensors.mesh import Mesh
->>> mesh, rows = Mesh.of(tp=2), PartitionSpec(((AxisCut("tp"),), ()))
+>>> mesh, rows = Mesh.of(tp=2), PartitionSpec(((AxisPartition("tp"),), ()))
 >>> compute_rank_boxes((8, 4), rows, mesh, mesh.coordinate(1))
 [Box(origin=(4, 0), shape=(4, 4))]
 """
@@ -12,7 +12,7 @@ from dataclasses import field
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.base.value import value_class
 from shardctl.tensors.box import Box
 from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP, MOST_RANKS
@@ -29,7 +29,7 @@ Where = Literal["first", "layer", "last"]
 
 
 @value_class
-class CutSection:
+class PartitionSection:
     """A stretch of a dim that is cut by itself, such as the q rows of a fused qkv."""
 
     size: int
@@ -45,12 +45,12 @@ class CutSection:
 
 
 @value_class
-class AxisCut:
+class AxisPartition:
     """One mesh axis cutting one dim."""
 
     axis: str
     """The mesh axis."""
-    sections: tuple[CutSection, ...] = ()
+    sections: tuple[PartitionSection, ...] = ()
     """The sections of the dim, each divided by its units; empty means any extent in ceil-sized parts, as `torch.chunk`
     does for FSDP: the last part may be short and trailing parts empty."""
 
@@ -69,7 +69,7 @@ class GroupMember:
 class PartitionSpec:
     """How one tensor is cut and on which stage it lives; a partition spec with units."""
 
-    cuts: tuple[tuple[AxisCut, ...], ...]
+    cuts: tuple[tuple[AxisPartition, ...], ...]
     """For each dim, the cuts in the order they are made: a later one divides what the earlier one left."""
     where: tuple[tuple[Where, int], ...] = (("layer", 0),)
     """The stages that hold the tensor: `("layer", n)` for layer n; a tied weight can be on two."""
@@ -111,10 +111,10 @@ def build_member_spec(rule: PartitionSpec, member: GroupMember) -> PartitionSpec
     return spec
 
 
-def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
+def compute_intervals(extent: int, cuts: Sequence[AxisPartition], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
     """Compute what the rank at coordinate `at` holds of a dim of `extent`, as ordered disjoint intervals.
 
-    Raises CutError if the extent cannot be divided exactly where it must be.
+    Raises PartitionError if the extent cannot be divided exactly where it must be.
     """
     held = [(0, extent)] if extent else []
     for cut in cuts:
@@ -142,7 +142,7 @@ def find_holder(member: GroupMember, mesh: Mesh) -> int:
 
 
 def compute_held_boxes(
-    shape: Sequence[int], cuts: Sequence[Sequence[AxisCut]], mesh: Mesh, at: Mapping[str, int]
+    shape: Sequence[int], cuts: Sequence[Sequence[AxisPartition]], mesh: Mesh, at: Mapping[str, int]
 ) -> list[Box]:
     """Compute the same for a tensor that the rank is known to hold something of."""
     if not all(shape) or not cuts:  # a tensor without elements is one all the same
@@ -156,39 +156,39 @@ def compute_held_boxes(
 def check_cuts(
     name: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, *, beside: Iterable[PartitionSpec] = ()
 ) -> None:
-    """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it.
+    """Raise PartitionError, naming the tensor and the degrees that work, if the mesh cannot cut it.
 
     `beside` says how other tensors are cut, for which those degrees must work as well.
     """
     if spec.cuts and len(spec.cuts) != len(shape):
-        raise CutError(f"{name} has {len(shape)} dims, but its rule is for {len(spec.cuts)}")
+        raise PartitionError(f"{name} has {len(shape)} dims, but its rule is for {len(spec.cuts)}")
     for extent, cuts in zip(shape, spec.cuts, strict=False):
         for cut in cuts:
             ruled = sum(section.size for section in cut.sections)
             if cut.sections and ruled != extent:
-                raise CutError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
+                raise PartitionError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
     for cut in _list_exact_cuts(spec):
         degree = mesh.degree(cut.axis)
         for section in cut.sections:
             if not can_divide(section, degree):
                 units = section.size // section.unit
                 whole = _suggest_whole_experts(cut.axis, spec, mesh)
-                raise CutError(
+                raise PartitionError(
                     f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
                     f"{units} {section.noun or 'rows or columns'}",
                     hint=f"use {whole}{_suggest_degrees(cut.axis, mesh, (spec, *beside))}",
                 )
 
 
-def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
+def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisPartition]:
     """List the cuts of a tensor, and which of the experts a rank has as one more."""
     if spec.member:
-        yield AxisCut(spec.member.axis, (CutSection(spec.member.count, noun="experts"),))
+        yield AxisPartition(spec.member.axis, (PartitionSection(spec.member.count, noun="experts"),))
     for cuts in spec.cuts:
         yield from cuts
 
 
-def can_divide(section: CutSection, degree: int) -> bool:
+def can_divide(section: PartitionSection, degree: int) -> bool:
     """Return whether `degree` ranks can share the section's units, evenly unless it is enough that all have some."""
     units = section.size // section.unit
     if not section.even:
@@ -224,10 +224,10 @@ def _suggest_whole_experts(axis: str, spec: PartitionSpec, mesh: Mesh) -> str:
     return f"--ep {degree}, which leaves each expert whole, or " if whole else ""
 
 
-def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: int) -> list[Interval]:
+def _cut_sections(held: Sequence[Interval], cut: AxisPartition, degree: int, index: int) -> list[Interval]:
     whole = sum(section.size for section in cut.sections)
     if sum(stop - start for start, stop in held) != whole:
-        raise CutError(f"an exact cut over {cut.axis} must come before any other cut of the same dim")
+        raise PartitionError(f"an exact cut over {cut.axis} must come before any other cut of the same dim")
     if not whole:
         return []
     origin = held[0][0]
@@ -244,7 +244,7 @@ def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: in
             share = 1
             first = index // (degree // units)
         else:
-            raise CutError(f"{units} {section.noun or 'elements'} do not divide over {cut.axis}={degree}")
+            raise PartitionError(f"{units} {section.noun or 'elements'} do not divide over {cut.axis}={degree}")
         start = origin + first * section.unit
         _append_interval(result, (start, start + share * section.unit))
         origin += section.size

@@ -87,7 +87,7 @@ class TensorGroups:
         return total
 
     def check(self) -> None:
-        """Raise CutError, naming a tensor, if the mesh cannot cut it."""
+        """Raise PartitionError, naming a tensor, if the mesh cannot cut it."""
         beside = [spec for _, spec in self.kinds]
         for name, (shape, spec) in zip(self._examples, self.kinds, strict=True):
             check_cuts(name, shape, spec, self._mesh, beside=beside)

@@ -13,7 +13,7 @@ from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.engine.part import require_one_source
 from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.engine.worker_group import WorkerCrew
+from shardctl.conversion.engine.worker_group import WorkerGroup
 from shardctl.conversion.pending_record import list_overflow_warnings, parse_record_draft
 from shardctl.conversion.worker_part import PATIENCE
 from shardctl.storage.addresses import check_destination
@@ -61,11 +61,11 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResu
     looked = StagingArea(destination, overwrite=True)  # whether it may be replaced is for the workers' plan to say
     if not looked.root.exists():
         return _read_finished_result(destination)
-    overwrite = bool((WorkerCrew(looked).plan or {}).get("overwrite", True))
+    overwrite = bool((WorkerGroup(looked).plan or {}).get("overwrite", True))
     with StagingArea(destination, overwrite=overwrite, patience=patience) as staging:
         if staging.published:
             return _read_finished_result(destination, staging.forget())
-        header = WorkerCrew(staging).plan
+        header = WorkerGroup(staging).plan
         if header is None:
             return _read_finished_result(destination)
         return _publish_parts(staging, header)
@@ -99,7 +99,7 @@ def _read_finished_result(destination: Path, warnings: tuple[str, ...] = ()) -> 
 
 
 def _publish_parts(staging: StagingArea, header: dict[str, Any]) -> FinishResult:
-    crew, count = WorkerCrew(staging), header["workers"]
+    crew, count = WorkerGroup(staging), header["workers"]
     header = {key: value for key, value in header.items() if key != "schema"}
     workers = [WorkerId(number, count) for number in range(count)]
     crew.require_rest(count)

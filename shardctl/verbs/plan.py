@@ -18,8 +18,8 @@ from shardctl.conversion.measured_conversion import measure_conversion, measure_
 from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import (
-    BesideModel,
     EstimatedModel,
+    ExtraModel,
     build_beside_model,
     build_estimated_model,
     count_decoded_weights,
@@ -100,7 +100,7 @@ def plan(
 
 def _build_beside_models(
     source_options: SourceOptions, reshard_options: ReshardOptions, plan_options: PlanOptions
-) -> tuple[BesideModel, ...]:
+) -> tuple[ExtraModel, ...]:
     """Build the models that ranks hold beside the one that is trained, each read by itself."""
     found = []
     for number, path in enumerate(plan_options.beside):

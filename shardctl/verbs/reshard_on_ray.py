@@ -25,7 +25,7 @@ from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest, cho
 from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.engine.worker_group import WorkerCrew
+from shardctl.conversion.engine.worker_group import WorkerGroup
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.worker_part import contribute, require_no_proof
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
@@ -127,7 +127,7 @@ def _count_begun_workers(destination: str | Path) -> int:
         from shardctl.conversion.bucket_worker_group import workers_begun
 
         return workers_begun(destination)
-    plan = WorkerCrew(StagingArea(Path(destination), overwrite=True)).plan
+    plan = WorkerGroup(StagingArea(Path(destination), overwrite=True)).plan
     return plan["workers"] if plan else 0
 
 

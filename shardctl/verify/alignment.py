@@ -26,7 +26,7 @@ from shardctl.verify.expert_owners import check_expert_owners
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.held_dims import (
     DimLabel,
-    DimStretch,
+    DimRange,
     HeldDim,
     format_intervals,
     list_shared_words,
@@ -55,7 +55,7 @@ _SHOWN: Final = 3
 _Holder = tuple[int, ...]
 """Ranks that gather from each other, by their common coordinate; one rank where the mesh is not known."""
 
-_NO_STRETCH: Final = DimStretch(("", 0), 0, 0, 0, 1, spread=False)
+_NO_STRETCH: Final = DimRange(("", 0), 0, 0, 0, 1, spread=False)
 _CutKey = tuple[object, ...]
 """The extent of a dim, its cuts, and what else decides which rank has what of it."""
 
@@ -105,7 +105,7 @@ class _AlignmentCheck:
         self._words = list_shared_words(model)
         self.scopes: dict[tuple[Where, int], _AlignmentScope] = {}
         self._holders: dict[tuple[str, bool], _Holder | None] = {}
-        self._known: dict[tuple[object, ...], tuple[DimStretch, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[DimRange, ...]] = {}
 
     def take(self, tensor: Tensor, known: ModelTensor) -> Iterator[CheckFinding]:
         """Note what each holder has of a tensor; says what is wrong with the tensor by itself."""
@@ -162,7 +162,7 @@ class _AlignmentCheck:
             self._holders[key] = holder
         return self._holders[key]
 
-    def _stretches(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[DimStretch, ...]:
+    def _stretches(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[DimRange, ...]:
         key = (shape, known.spec.cuts, known.row.dims)
         if key not in self._known:
             self._known[key] = tuple(list_stretches(known, self._words))

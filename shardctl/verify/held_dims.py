@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from shardctl.models import Model, ModelTensor
     from shardctl.tensors.box import Box
-    from shardctl.tensors.placement import CutSection, Interval
+    from shardctl.tensors.placement import Interval, PartitionSection
 
 DimLabel = tuple[str, int]
 """A logical dim: what its units are, or its name in the table, and how many units there are."""
@@ -28,7 +28,7 @@ _PAIRED: Final = "pairs of gate and up "
 
 
 @value_class
-class DimStretch:
+class DimRange:
     """Where in a tensor a logical dim lies: along one of its dims, alone or fused with others."""
 
     label: DimLabel
@@ -58,7 +58,7 @@ class HeldDim:
     """What one holder has of a logical dim in one tensor."""
 
     tensor: str
-    stretch: DimStretch
+    stretch: DimRange
     intervals: tuple[Interval, ...]
     """In elements from the start of the stretch."""
     boxes: tuple[Box, ...]
@@ -125,7 +125,7 @@ def list_shared_words(model: Model) -> Mapping[str, SharedWord]:
     return {word: found for word, found in words.items() if found is not None and word in blocked}
 
 
-def list_stretches(known: ModelTensor, shared: Mapping[str, SharedWord]) -> Iterator[DimStretch]:
+def list_stretches(known: ModelTensor, shared: Mapping[str, SharedWord]) -> Iterator[DimRange]:
     """List the logical dims of a tensor that an axis divides exactly: those that other tensors have too.
 
     What is cut by blocks of `shared` words is listed a second time, in elements of the word's dim.
@@ -142,16 +142,16 @@ def list_stretches(known: ModelTensor, shared: Mapping[str, SharedWord]) -> Iter
         for name, section in zip(names, cut.sections, strict=True):
             word = f"{name}/{scale}" if scale > 1 else name
             label = (section.noun.removeprefix(_PAIRED) or word, section.size // section.unit)
-            yield DimStretch(label, dim, start, section.size, section.unit, spread)
+            yield DimRange(label, dim, start, section.size, section.unit, spread)
             common = shared.get(name)
             size = section.size
             whole = common is not None and size == -(-common.size // scale)  # not for 3 bits, 32 of which are 3 words
             if common is not None and whole and (common.label != label or scale > 1):
-                yield DimStretch(common.label, dim, start, size, common.unit, spread, scale, common.size)
+                yield DimRange(common.label, dim, start, size, common.unit, spread, scale, common.size)
             start += section.size
 
 
-def _list_sections(tensor: ModelTensor) -> Iterator[tuple[str, int, CutSection]]:
+def _list_sections(tensor: ModelTensor) -> Iterator[tuple[str, int, PartitionSection]]:
     """List the words of a tensor's dims that an axis divides, the elements that share an entry, and the section."""
     words = tensor.row.dims.split()
     for word, cuts in zip(words, tensor.spec.cuts, strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, format_first_few
+from shardctl.base.errors import PartitionError, format_first_few
 from shardctl.tensors.box import Box, BoxIndex, subtract_indexed
 from shardctl.tensors.manifest import Region
 from shardctl.verify.finding import CheckFinding
@@ -31,7 +31,7 @@ def check_rank_parts(
     """
     try:
         written, held = _list_given_boxes(placed, replicas=False), _list_given_boxes(placed, replicas=True)
-    except CutError as error:
+    except PartitionError as error:
         yield CheckFinding("error", CHECK, f"the mesh {placed.mesh} cannot have made these files: {error.message}")
         return
     last = max((find_rank(path) or 0 for path in manifest.files), default=0)

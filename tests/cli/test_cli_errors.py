@@ -13,11 +13,11 @@ import shardctl.verbs.inspect
 import shardctl.verbs.reshard
 from shardctl.base.errors import (
     AccessError,
-    CutError,
     DestinationError,
     HostileError,
     Interrupted,
     MemoryBudgetError,
+    PartitionError,
     TransientError,
 )
 from shardctl.cli import streams
@@ -169,7 +169,7 @@ def test_a_source_that_is_not_there_is_exit_code_4(say, tmp_path):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (CutError("no"), 2),
+        (PartitionError("no"), 2),
         (MemoryBudgetError("no"), 2),
         (HostileError("no"), 4),
         (AccessError("no"), 5),

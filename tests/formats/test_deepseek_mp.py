@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from stored_bits import bits
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.libraries.deepseek.arrays import SCHEMA
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.models import describe_model
@@ -103,7 +103,9 @@ class TestWriting:
 
 class TestRefusals:
     def test_a_cut_through_blocks_that_share_a_scale(self, tmp_path):
-        with pytest.raises(CutError, match=r"o_proj\.weight \[64, 256\] over tp=4: .*256 columns, of which 128 share"):
+        with pytest.raises(
+            PartitionError, match=r"o_proj\.weight \[64, 256\] over tp=4: .*256 columns, of which 128 share"
+        ):
             reshard(FIXTURES / "fp8" / "source", tmp_path / "out", reshard_options(4))
 
     @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ class TestRefusals:
         ],
     )
     def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
-        with pytest.raises(CutError, match=message):
+        with pytest.raises(PartitionError, match=message):
             reshard(FIXTURES / "bf16" / "source", tmp_path / "out", ReshardOptions(to="deepseek", mesh=mesh))
 
     def test_heads_and_vocabulary_that_do_not_divide(self, tmp_path):
@@ -127,7 +129,7 @@ class TestRefusals:
             del tensors[name]
         save_file(tensors, source / "model.safetensors")
         (source / "config.json").write_text(json.dumps({**config, "vocab_size": 7, "num_nextn_predict_layers": 0}))
-        with pytest.raises(CutError, match=r"model\.embed_tokens\.weight \[7, 8\] over tp=2: it has 7 rows"):
+        with pytest.raises(PartitionError, match=r"model\.embed_tokens\.weight \[7, 8\] over tp=2: it has 7 rows"):
             reshard(source, tmp_path / "out", reshard_options(2))
 
     def test_a_bias_that_its_code_has_not(self, tmp_path):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from shardctl.api import Mesh, ReshardOptions, SourceOptions, reshard
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.libraries.registry import detect_format
 from shardctl.storage.local import LocalSource
@@ -123,7 +123,7 @@ def test_experts_that_are_divided_have_groups_of_their_own(tmp_path):
 
 
 def test_stages_and_what_megatron_fsdp_has_not_are_refused(tmp_path):
-    with pytest.raises(CutError, match="counts the layers of every stage from 0"):
+    with pytest.raises(PartitionError, match="counts the layers of every stage from 0"):
         write_again("dense", tmp_path / "out", mesh=Mesh.of(pp=2))
     for part in ("virtual=2", "padding=last-row", "layers=local,experts=grouped"):
         asked = ReshardOptions(to="fsdp_dtensor", megatron=part)

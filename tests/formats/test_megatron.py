@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.libraries.megatron.family_features import MISSING, TRAITS
 from shardctl.libraries.megatron.layers import check_model
@@ -335,7 +335,7 @@ class TestWriting:
 
     def test_a_rank_of_copies_of_the_last_row_is_refused(self, tmp_path):
         wanted = ReshardOptions(to="megatron", mesh=Mesh.of(tp=4), megatron="padding=last-row")
-        with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with only copies"):
+        with pytest.raises(PartitionError, match="padding 100 tokens to 512 rows would leave ranks with only copies"):
             reshard(source("llama-tp1"), tmp_path / "out", wanted)
 
     def test_a_sliding_window_travels_in_the_args(self, tmp_path):
@@ -512,7 +512,7 @@ class TestRefusals:
         assert _find_end_stages((3, 3, 3)) == (None, None)
         assert _find_end_stages((1, 3)) == (1, None)
         assert _find_end_stages((1, 3, 3, 2)) == (1, 2)
-        with pytest.raises(CutError, match="1,2,3,1 differ in the middle"):
+        with pytest.raises(PartitionError, match="1,2,3,1 differ in the middle"):
             _find_end_stages((1, 2, 3, 1))
 
     @pytest.mark.parametrize(
@@ -664,7 +664,7 @@ class TestHybrids:
         assert (args.hybrid_layer_pattern, args.hybrid_override_pattern) == ("M|E*|M-E", "ME*M-E")
         assert args.decoder_first_pipeline_num_layers is None
         assert digest(out).digest == digest(FIXTURES / "hf" / "nemotron-h").digest
-        with pytest.raises(CutError, match="--stages 1,1,3,1 differ in the middle"):
+        with pytest.raises(PartitionError, match="--stages 1,1,3,1 differ in the middle"):
             self.write(tmp_path / "older", Mesh.of(pp=4), "core=0.16", stages="1,1,3,1")
 
     @pytest.mark.parametrize("said", ["layers=local", "core=0.16,virtual=3"])
@@ -673,7 +673,7 @@ class TestHybrids:
             self.write(tmp_path, Mesh.of(pp=2), said)
 
     def test_groups_of_heads_stay_whole(self, tmp_path):
-        with pytest.raises(CutError, match=r"2 groups of 4 heads \(64 channels\) cannot be divided over tp=4"):
+        with pytest.raises(PartitionError, match=r"2 groups of 4 heads \(64 channels\) cannot be divided over tp=4"):
             self.write(tmp_path, Mesh.of(tp=4))
 
     def test_the_name_that_norms_have_where_they_are_modules(self, tmp_path):
@@ -747,7 +747,7 @@ class TestHybrids:
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
     """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
-    with pytest.raises(CutError, match="4 cannot be divided over tp=8"):
+    with pytest.raises(PartitionError, match="4 cannot be divided over tp=8"):
         reshard(FIXTURES / "hf" / "llama", tmp_path / "out", ReshardOptions(to="megatron", mesh=Mesh.of(tp=8)))
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from fixtures.meta import make_llama4
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.meta.llama4_params import build_llama4_params
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
@@ -137,9 +137,9 @@ class TestRefusals:
         return place
 
     def test_more_ranks_than_heads(self, whole, tmp_path):
-        with pytest.raises(CutError, match="heads"):
+        with pytest.raises(PartitionError, match="heads"):
             reshard(whole, tmp_path / "out", to_meta(4))
-        with pytest.raises(CutError, match="those of tp ranks, but the mesh is dp2 x tp2"):
+        with pytest.raises(PartitionError, match="those of tp ranks, but the mesh is dp2 x tp2"):
             reshard(whole, tmp_path / "out", ReshardOptions(to="meta", mesh=Mesh.of(dp=2, tp=2)))
 
     def test_the_cut_of_llama_2(self, whole, tmp_path):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import HostileError, PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.libraries.dcp.metadata import read_metadata
@@ -845,11 +845,11 @@ def drafted(name: str, **reshard_options) -> None:
 
 
 def test_what_megatron_has_no_place_for_is_refused_by_name():
-    with pytest.raises(CutError, match="cannot be divided into 3 equal parts"):
+    with pytest.raises(PartitionError, match="cannot be divided into 3 equal parts"):
         drafted("stacked", mesh=Mesh.of(tp=3))
-    with pytest.raises(CutError, match="4 experts cannot be divided over ep=3"):
+    with pytest.raises(PartitionError, match="4 experts cannot be divided over ep=3"):
         drafted("moe", mesh=Mesh.of(dp=3, ep=3))
-    with pytest.raises(CutError, match="pp=3 needs at least 3 layers"):
+    with pytest.raises(PartitionError, match="pp=3 needs at least 3 layers"):
         drafted("stacked", mesh=Mesh.of(pp=3))
     with pytest.raises(UnsupportedError, match=r"needs every tensor, but model\.norm\.weight"):
         drafted("stacked", exclude="model.norm")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardctl.base.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.libraries.trtllm.arrays import SCHEMA
 from shardctl.libraries.trtllm.config import interpret_config
@@ -262,7 +262,7 @@ class TestRefusals:
         ],
     )
     def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
-        with pytest.raises(CutError, match=message):
+        with pytest.raises(PartitionError, match=message):
             reshard(FIXTURES / "mixtral_tp2" / "source", tmp_path / "out", ReshardOptions(to="trtllm", mesh=mesh))
 
     def test_stages_of_other_sizes(self, tmp_path):

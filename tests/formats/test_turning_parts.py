@@ -14,7 +14,7 @@ from interrupting import InterruptingProgress
 from safetensors.torch import load_file, save_file
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, ShardctlError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, ShardctlError, UnsupportedError, UsageError
 from shardctl.cli.program import run
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -147,8 +147,16 @@ def test_blocks_of_mxfp4_are_decoded_on_the_way(tmp_path):
 @pytest.mark.parametrize(
     ("wish", "kind", "message"),
     [
-        (ReshardOptions(to="megatron", mesh=Mesh.of(tp=2, etp=2)), CutError, "divides no experts that have biases"),
-        (ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2, etp=2)), CutError, "divides no experts that have biases"),
+        (
+            ReshardOptions(to="megatron", mesh=Mesh.of(tp=2, etp=2)),
+            PartitionError,
+            "divides no experts that have biases",
+        ),
+        (
+            ReshardOptions(to="torch_dist", mesh=Mesh.of(tp=2, etp=2)),
+            PartitionError,
+            "divides no experts that have biases",
+        ),
         (ReshardOptions(to="megatron", megatron="layers=local,experts=grouped"), UsageError, "experts with biases"),
         (
             ReshardOptions(to="fsdp_dtensor", mesh=Mesh.of(dp=2, ep=2), megatron="experts=grouped"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.conversion.plan_file import read_plan_file, write_plan_file
@@ -308,11 +308,11 @@ class TestNewerModels:
             reshard(source("qwen3_5/"), tmp_path / "out", reshard_options("qwen3_5/0.25-tp4"))
 
     def test_stages_where_layers_borrow_keys_of_earlier_ones(self, tmp_path):
-        with pytest.raises(CutError, match="makes no stages of Gemma4ForCausalLM where layers borrow keys"):
+        with pytest.raises(PartitionError, match="makes no stages of Gemma4ForCausalLM where layers borrow keys"):
             reshard(source("gemma4_text/"), tmp_path / "out", reshard_options("gemma4_text/0.32-pp2"))
 
     def test_heads_of_linear_attention(self, tmp_path):
-        with pytest.raises(CutError, match="4 key heads of linear attention cannot be divided over tp=8"):
+        with pytest.raises(PartitionError, match="4 key heads of linear attention cannot be divided over tp=8"):
             reshard(source("qwen3_next/"), tmp_path / "out", reshard_options("qwen3_next/0.32-tp8"))
 
     def test_biases_that_vllm_drops(self, tmp_path):
@@ -329,7 +329,7 @@ class TestNewerModels:
             reshard(tmp_path / "hf", tmp_path / "out", reshard_options("qwen3_next/0.32-tp2"))
 
     def test_latent_attention_that_vllm_cannot_cut(self, tmp_path):
-        with pytest.raises(CutError, match="no class of its own for Mistral4ForCausalLM, and ends in an error"):
+        with pytest.raises(PartitionError, match="no class of its own for Mistral4ForCausalLM, and ends in an error"):
             reshard(source("mistral4/"), tmp_path / "out", reshard_options("mistral4/0.32-tp2"))
 
     @pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2"])
@@ -391,7 +391,7 @@ class TestRefusals:
         ],
     )
     def test_a_mesh_that_does_not_fit(self, owner, mesh, message, tmp_path):
-        with pytest.raises(CutError, match=message):
+        with pytest.raises(PartitionError, match=message):
             reshard(source(owner), tmp_path / "out", ReshardOptions(to="vllm", mesh=mesh))
 
     def test_heads_that_can_neither_be_divided_nor_repeated(self, tmp_path):
@@ -405,7 +405,9 @@ class TestRefusals:
         save_file(arrays, tmp_path / "hf" / "model.safetensors")
         heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
         (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **heads}))
-        with pytest.raises(CutError, match="3 key/value heads can neither be divided over tp=2 nor repeated evenly"):
+        with pytest.raises(
+            PartitionError, match="3 key/value heads can neither be divided over tp=2 nor repeated evenly"
+        ):
             reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     @pytest.mark.parametrize(
@@ -437,7 +439,7 @@ class TestRefusals:
         ],
     )
     def test_what_was_not_compared_with_sglang_is_not_written_for_it(self, owner, options, message, tmp_path):
-        with pytest.raises((CutError, UnsupportedError), match=message):
+        with pytest.raises((PartitionError, UnsupportedError), match=message):
             reshard(source(owner), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="sglang", **options))
 
     def test_of_256_experts_sglang_has_the_shared_one_behind_them(self, tmp_path):
@@ -450,12 +452,12 @@ class TestRefusals:
         assert digest(tmp_path / "out").digest == digest(given).digest
 
     def test_stages_of_a_version_that_has_no_names_for_them(self, tmp_path):
-        with pytest.raises(CutError, match=r"the files of vLLM 0\.25 have no names for stages"):
+        with pytest.raises(PartitionError, match=r"the files of vLLM 0\.25 have no names for stages"):
             reshard(source("llama/"), tmp_path / "out", reshard_options("llama/0.25-tp2-pp2"))
 
     def test_stages_that_vllm_would_not_make(self, tmp_path):
         deepseek = FIXTURES.parent / "deepseek_mp" / "predicting" / "source"
-        with pytest.raises(CutError, match="vLLM divides layers over stages by itself, as 31,30"):
+        with pytest.raises(PartitionError, match="vLLM divides layers over stages by itself, as 31,30"):
             reshard(deepseek, tmp_path / "out", reshard_options("deepseek_v3/0.32-pp2", stages="30,31"))
 
     def test_a_stage_that_is_missing_and_files_of_two_saves(self, place):
@@ -570,7 +572,7 @@ class TestRefusals:
         """The shapes then are those of another number of ranks."""
         at = place("llama/0.25-tp8")
         (at / "model-rank-7-part-0.safetensors").unlink()
-        with pytest.raises(CutError, match="tp=7"):
+        with pytest.raises(PartitionError, match="tp=7"):
             digest(at)
         for rank in (4, 5, 6):
             (at / f"model-rank-{rank}-part-0.safetensors").unlink()

@@ -12,8 +12,8 @@ import torch
 from gpu_models import LLAMA, MIXTRAL, QWEN
 
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.serving.rank_serving import list_serving_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training.rank_training import list_training_terms
@@ -103,8 +103,8 @@ def planned(config: dict[str, Any], case: Case, sequence: int) -> tuple[MemoryTe
     model, mesh, stages = describe_model(config), Mesh.of(), [case.layers]
     tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.own()]
     inventory = build_inventory(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
-    (holding,) = list_holdings(inventory, mesh, stages)
-    described = build_anatomy(config)
+    (holding,) = list_rank_shards(inventory, mesh, stages)
+    described = build_layer_graph(config)
     if case.use == "serve":
         work = ServingWorkload(context=sequence, batch=case.batch, batched_tokens=case.batch * sequence)
         return list_serving_terms(described, holding, mesh, work, dtype="BF16")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer, build_anatomy
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerGraph, ModelLayer, build_layer_graph
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.models.tables.layer_features import LayerStyle
@@ -27,19 +27,19 @@ S, V = 2048, 51200
 ONE = Mesh.of()
 
 
-def gpt(heads: int, hidden: int, layers: int, *, vocabulary: int = V) -> ModelAnatomy:
+def gpt(heads: int, hidden: int, layers: int, *, vocabulary: int = V) -> LayerGraph:
     attention = LayerAttention("full", heads, heads, hidden // heads, hidden // heads)
     layer = ModelLayer(
         hidden=hidden, attention=attention, state=None, mlp=4 * hidden, gated=False, experts=None, norms=2
     )
     style = LayerStyle("layer", dropout=True, attention_dropout=True)
-    return ModelAnatomy(hidden, vocabulary, (layer,) * layers, tied=True, generates=True, style=style, positions=S)
+    return LayerGraph(hidden, vocabulary, (layer,) * layers, tied=True, generates=True, style=style, positions=S)
 
 
-def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: object) -> ModelAnatomy:
+def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: object) -> LayerGraph:
     attention = LayerAttention("full", 8, 2, hidden // 8, hidden // 8)
     layer = ModelLayer(hidden=hidden, attention=attention, state=None, mlp=mlp, gated=True, experts=None, norms=2)
-    return ModelAnatomy(
+    return LayerGraph(
         hidden=hidden,
         vocabulary=64,
         layers=(replace(layer, **changes),) * layers,
@@ -50,10 +50,10 @@ def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: obje
     )
 
 
-def holding(mesh: Mesh, stage: int, stages: tuple[int, ...]) -> RankHolding:
+def holding(mesh: Mesh, stage: int, stages: tuple[int, ...]) -> RankShards:
     rank = next(r for r in range(mesh.world) if mesh.coordinate(r)["pp"] == stage)
     start = sum(stages[:stage])
-    return RankHolding(rank, mesh.label(rank), mesh.coordinate(rank), 1, stage, range(start, start + stages[stage]), ())
+    return RankShards(rank, mesh.label(rank), mesh.coordinate(rank), 1, stage, range(start, start + stages[stage]), ())
 
 
 def terms(model, mesh=ONE, work=None, *, stage=0, stages=None):
@@ -307,7 +307,7 @@ def estimate(config, work: TrainingWorkload) -> int:
 
     values = config.to_dict()
     values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    return sum(t.nbytes for t in terms(build_anatomy(values), work=work))
+    return sum(t.nbytes for t in terms(build_layer_graph(values), work=work))
 
 
 def configured(kind: str, **values: object):

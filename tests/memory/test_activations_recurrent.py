@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import LayerState, build_anatomy
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.layer_graph import LayerState, build_layer_graph
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.workload import TrainingWorkload
@@ -30,9 +30,9 @@ ONE = Mesh.of()
 
 
 def terms(name: str, work: TrainingWorkload, mesh: Mesh = ONE, made_of=None):
-    made_of = made_of or build_anatomy(CONFIGS[name])
+    made_of = made_of or build_layer_graph(CONFIGS[name])
     layers = len(made_of.layers)
-    holding = RankHolding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    holding = RankShards(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
     return estimate_activations(made_of, holding, mesh, work, stages=(layers,))
 
 
@@ -161,9 +161,9 @@ def test_layers_that_megatron_does_not_have_are_not_guessed(name):
 
 def megatron(one, **options: object):
     """The terms of a stage without the head."""
-    made_of, mesh = build_anatomy(one["config"]), Mesh.of(tp=one["tp"], pp=2)
+    made_of, mesh = build_layer_graph(one["config"]), Mesh.of(tp=one["tp"], pp=2)
     layers = len(made_of.layers)
-    holding = RankHolding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    holding = RankShards(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
     options = {"dropout": False, **options}  # as it was measured
     work = TrainingWorkload(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
     return estimate_activations(made_of, holding, mesh, work, stages=(layers, 1))
@@ -190,7 +190,7 @@ def test_megatrons_layers_of_mamba_2_with_cp_are_not_guessed():
 
 
 def test_states_that_are_computed_in_a_way_that_is_not_known_are_not_guessed():
-    made_of = build_anatomy(CONFIGS["jamba"])
+    made_of = build_layer_graph(CONFIGS["jamba"])
     state = LayerState(channels=512, grouped=0, groups=1, window=4, recurrent=8192, recurrent_fp32=True)
     layers = list(made_of.layers)
     layers[2] = replace(layers[2], state=state)

@@ -13,9 +13,9 @@ from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
 from shardctl.estimate.model.allowed_degrees import AllowedDegrees
 from shardctl.estimate.model.heaviest import HeaviestRanks
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.model.narrower_types import narrow_inventory
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.search.advice import EstimateRequest, advise_changes, find_fewest_by_type
 from shardctl.estimate.search.forecast import estimate_ranks
@@ -26,7 +26,7 @@ from shardctl.hardware.devices import GIB, get_device
 from shardctl.tensors.mesh import Mesh
 
 H100 = get_device("h100").usable_bytes
-NOBODY = RankHolding(0, "only", {}, 1, 0, range(0), ())
+NOBODY = RankShards(0, "only", {}, 1, 0, range(0), ())
 
 
 def needs(nbytes):
@@ -36,7 +36,7 @@ def needs(nbytes):
 def real(config):
     """The estimator itself."""
     inventory = stock(config)
-    parts = build_anatomy(config)
+    parts = build_layer_graph(config)
 
     def attempt(ask):
         other = narrow_inventory(inventory, ask.dtype) if ask.dtype else inventory

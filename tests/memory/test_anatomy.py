@@ -17,7 +17,7 @@ import transformers
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerScan, LayerState, build_anatomy
+from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerScan, LayerState, build_layer_graph
 from shardctl.models import describe_model, load_families
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -41,7 +41,7 @@ CASES = [(name, cls) for name in FIXTURES for cls in FAMILY[fixture(name)["model
 @pytest.mark.parametrize(("name", "architecture"), CASES)
 def test_every_class_has_the_pipeline_layers_of_its_model(name, architecture):
     config = fixture(name, architectures=[architecture])
-    assert len(build_anatomy(config).layers) == describe_model(config).layers
+    assert len(build_layer_graph(config).layers) == describe_model(config).layers
 
 
 def matrices(layer):
@@ -71,7 +71,7 @@ scores words against relative positions, and what makes a scale of a delay (Voxt
 def test_layers_have_the_elements_that_their_tensors_have(name):
     """The tensors' shapes are those of transformers' state dicts (tests/models/test_families.py)."""
     config = fixture(name)
-    layers = build_anatomy(config).layers
+    layers = build_layer_graph(config).layers
     found = [0] * len(layers)
     for tensor in describe_model(config).own():
         (where, number), *_ = tensor.spec.where
@@ -126,24 +126,24 @@ def test_windows_are_those_of_the_caches_that_transformers_would_make(name, chan
     theirs = kind.from_dict(json.loads(json.dumps(config))).get_text_config(decoder=True)
     _, options = get_layer_types_and_kwargs(theirs)
     expected = [option.get("sliding_window") or None for option in options]
-    assert [layer.attention.window for layer in build_anatomy(config).layers] == expected
+    assert [layer.attention.window for layer in build_layer_graph(config).layers] == expected
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_models_that_generate_are_those_that_transformers_lets_generate(name):
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0])
-    assert build_anatomy(config).generates == kind.can_generate()
+    assert build_layer_graph(config).generates == kind.can_generate()
 
 
 def test_what_encoders_and_decoders_are():
-    t5 = build_anatomy(fixture("t5"))
+    t5 = build_layer_graph(fixture("t5"))
     assert [layer.encoder for layer in t5.layers] == [True, True, False, False, False]
     assert [layer.attention.cross for layer in t5.layers] == [False, False, True, True, True]
-    assert len(build_anatomy(fixture("t5", architectures=["T5EncoderModel"])).layers) == 2
-    assert all(layer.encoder for name in ("bert", "vit", "clip") for layer in build_anatomy(fixture(name)).layers)
-    assert build_anatomy(fixture("whisper")).source_positions == 32
-    assert build_anatomy(fixture("whisper")).positions == 16
+    assert len(build_layer_graph(fixture("t5", architectures=["T5EncoderModel"])).layers) == 2
+    assert all(layer.encoder for name in ("bert", "vit", "clip") for layer in build_layer_graph(fixture(name)).layers)
+    assert build_layer_graph(fixture("whisper")).source_positions == 32
+    assert build_layer_graph(fixture("whisper")).positions == 16
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -152,21 +152,21 @@ def test_query_heads_are_those_of_the_config(name):
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0]).config_class.from_dict(config)
     texts = kind.get_text_config()
-    counts = {one.attention.heads for one in build_anatomy(config).layers if one.attention is not None}
+    counts = {one.attention.heads for one in build_layer_graph(config).layers if one.attention is not None}
     assert counts <= {texts.num_attention_heads} if counts else not hasattr(texts, "num_attention_heads")
 
 
 def test_several_blocks_in_a_layer_are_not_counted_as_one():
-    assert len(build_anatomy(fixture("albert")).layers) == 2
+    assert len(build_layer_graph(fixture("albert")).layers) == 2
     with pytest.raises(UnsupportedError, match="several blocks in a layer"):
-        build_anatomy(fixture("albert", inner_group_num=2))
+        build_layer_graph(fixture("albert", inner_group_num=2))
 
 
 def test_the_text_model_decides_about_windows():
     """LLaVA 1.6 around Mistral; its own default is Llama, which has none."""
     changes = {"model_type": "mistral", "sliding_window": 4096}
-    assert [one.attention.window for one in build_anatomy(fixture("llava_next", **changes)).layers] == [4096] * 2
-    assert [one.attention.window for one in build_anatomy(fixture("llava_next", sliding_window=4096)).layers] == [
+    assert [one.attention.window for one in build_layer_graph(fixture("llava_next", **changes)).layers] == [4096] * 2
+    assert [one.attention.window for one in build_layer_graph(fixture("llava_next", sliding_window=4096)).layers] == [
         None
     ] * 2
 
@@ -174,8 +174,8 @@ def test_the_text_model_decides_about_windows():
 def test_codes_in_blocks_are_the_same_layers():
     """gpt-oss as the Hub has it: its experts' matrices are four-bit codes, in tensors of other shapes."""
     config = fixture("gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    assert build_anatomy(config) == build_anatomy(fixture("gpt_oss"))
-    assert all(layer.gated for layer in build_anatomy(config).layers)
+    assert build_layer_graph(config) == build_layer_graph(fixture("gpt_oss"))
+    assert all(layer.gated for layer in build_layer_graph(config).layers)
 
 
 @pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith("t5")])
@@ -186,28 +186,28 @@ def test_heads_are_tied_that_transformers_ties(name):
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config))
     theirs = model.get_output_embeddings() is not None and bool(model.all_tied_weights_keys)
-    assert build_anatomy(config).tied == theirs
+    assert build_layer_graph(config).tied == theirs
 
 
 def test_hybrids_by_layer():
     """Of DeepSeek-V3 one dense layer, of Qwen3-Next two kinds of attention, of Jamba Mamba and attention in turn."""
     latent = LayerAttention("latent", 4, 4, 12, 8, latent=16, query_rank=12, key_rank=12)
-    assert [(one.attention, one.mlp, one.experts) for one in build_anatomy(fixture("deepseek_v3")).layers] == [
+    assert [(one.attention, one.mlp, one.experts) for one in build_layer_graph(fixture("deepseek_v3")).layers] == [
         (latent, 48, None),
         (latent, 0, LayerExperts(4, 2, 16, shared=32)),
     ]
     full, rule = LayerAttention("full", 4, 2, 8, 8), LayerScan("delta", 48, heads=8, key_heads=4)
     delta = LayerState(channels=80, grouped=0, groups=1, window=4, recurrent=8 * 4 * 6, recurrent_fp32=True, scan=rule)
-    assert [(one.attention, one.state) for one in build_anatomy(fixture("qwen3_next")).layers] == [
+    assert [(one.attention, one.state) for one in build_layer_graph(fixture("qwen3_next")).layers] == [
         (None, delta), (replace(full, gated=True), None), (None, delta),
     ]  # fmt: skip
     scan = LayerScan("normed selective", 64, rank=4)
     mamba = LayerState(channels=64, grouped=0, groups=1, window=4, recurrent=64 * 8, recurrent_fp32=True, scan=scan)
-    assert [(one.attention, one.state) for one in build_anatomy(fixture("jamba-moe")).layers] == [
+    assert [(one.attention, one.state) for one in build_layer_graph(fixture("jamba-moe")).layers] == [
         (None, mamba), (full, None), (None, mamba), (full, None),
     ]  # fmt: skip
     chunks = LayerScan("chunked", 64, heads=4, chunk=256)
-    assert build_anatomy(fixture("mamba2")).layers[0].state == LayerState(
+    assert build_layer_graph(fixture("mamba2")).layers[0].state == LayerState(
         64, 64, 4, 4, 64 * 8, recurrent_fp32=True, scan=chunks
     )
 
@@ -220,14 +220,14 @@ def test_a_silent_config_sends_each_token_to_as_many_experts_as_its_class_assume
     assumed = getattr(transformers, config["architectures"][0]).config_class().num_experts_per_tok
     if assumed is None:  # dots.llm1
         with pytest.raises(UnsupportedError, match="does not say how many experts a token goes to"):
-            build_anatomy(config)
+            build_layer_graph(config)
         return
-    assert {one.experts.chosen for one in build_anatomy(config).layers if one.experts} == {assumed}
+    assert {one.experts.chosen for one in build_layer_graph(config).layers if one.experts} == {assumed}
 
 
 def test_what_no_family_knows_is_refused_with_a_hint():
     with pytest.raises(UnsupportedError, match="the layers of XYZForCausalLM are not known") as raised:
-        build_anatomy({"architectures": ["XYZForCausalLM"]})
+        build_layer_graph({"architectures": ["XYZForCausalLM"]})
     assert "weights are counted exactly" in raised.value.hint
 
 
@@ -244,22 +244,22 @@ def test_what_no_family_knows_is_refused_with_a_hint():
 )
 def test_a_config_that_is_not_sound_is_refused(name, changes, error):
     with pytest.raises(SourceError, match=error):
-        build_anatomy(fixture(name, **changes))
+        build_layer_graph(fixture(name, **changes))
 
 
 def test_without_a_number_of_experts_for_each_token_only_the_weights_are_known():
     """DeepSeek-V2's class assumes null, which its modules can be built of, but not run."""
     config = fixture("deepseek_v2", num_experts_per_tok=None)
     with pytest.raises(UnsupportedError, match="how many experts a token goes to"):
-        build_anatomy(config)
+        build_layer_graph(config)
     assert describe_model(config).parameters == describe_model(fixture("deepseek_v2")).parameters
 
 
 def test_it_takes_milliseconds_and_nothing_heavy():
     config = fixture("deepseek_v3", num_hidden_layers=61, n_routed_experts=256)
-    build_anatomy(config)
+    build_layer_graph(config)
     start = time.process_time()
-    assert len(build_anatomy(config).layers) == 61
+    assert len(build_layer_graph(config).layers) == 61
     assert time.process_time() - start < 0.1
     script = (
         "import sys, shardctl.estimate.model.layer_graph, shardctl.estimate.serving.rank_serving;"

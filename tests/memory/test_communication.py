@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from known_models import even, stock
 
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.training.communication import compute_sent_bytes, list_traffic
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -46,13 +46,13 @@ N, H, L = 4096, 4096, 32
 
 def holdings(config, mesh):
     inventory = stock(config)
-    return list_holdings(inventory, mesh, even(inventory.layers, mesh))
+    return list_rank_shards(inventory, mesh, even(inventory.layers, mesh))
 
 
 def sends(config, text, work=TRAIN, *, stage=0, tokens=None):
     mesh = Mesh.parse(text)
     one = next(h for h in holdings(config, mesh) if h.stage == stage)
-    return list_traffic(build_anatomy(config), one, mesh, work, tokens=tokens)
+    return list_traffic(build_layer_graph(config), one, mesh, work, tokens=tokens)
 
 
 def volume(found, *axes):

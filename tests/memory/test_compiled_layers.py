@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.training.activations import RankActivations
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -46,8 +46,8 @@ def ours(model_type="llama", *, tp=1, **options):
         "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     mesh = Mesh.of(tp=tp)
-    holding, *_ = list_holdings(stock(config), mesh, [1])
-    return RankActivations(build_anatomy(config), holding, mesh, TrainingWorkload(TOKENS, BATCH, **options), [1])
+    holding, *_ = list_rank_shards(stock(config), mesh, [1])
+    return RankActivations(build_layer_graph(config), holding, mesh, TrainingWorkload(TOKENS, BATCH, **options), [1])
 
 
 def layer_bytes(model_type="llama", **options):

@@ -11,7 +11,7 @@ import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_8B, LLAMA_3_405B, MIXTRAL_8X7B, deepseek_v3, llama_405b, stock
 
 from shardctl.estimate.model.heaviest import HeaviestRanks
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.model.operations import (
     compute_touched_share,
     count_attention_operations,
@@ -33,13 +33,13 @@ def cost(config, inventory, text, work, on=H100, *, cache=0, pace=None):
     mesh = Mesh.parse(text)
     holdings = HeaviestRanks(inventory).hold(mesh, WeightTotals(inventory).stages(mesh))
     terms = [(MemoryTerm("cache", "kv cache", cache),) for _ in holdings]
-    return price_mesh(build_anatomy(config), build_estimate(holdings, terms), mesh, work, on, pace=pace)
+    return price_mesh(build_layer_graph(config), build_estimate(holdings, terms), mesh, work, on, pace=pace)
 
 
 def operations(config, inventory, tokens, text="tp=1"):
     mesh = Mesh.parse(text)
     holdings = HeaviestRanks(inventory).hold(mesh, WeightTotals(inventory).stages(mesh))
-    return sum(count_matrix_operations(build_anatomy(config), one, mesh, tokens) for one in holdings)
+    return sum(count_matrix_operations(build_layer_graph(config), one, mesh, tokens) for one in holdings)
 
 
 # Narayanan et al. 2021, appendix: 72 B s L h^2 (1 + s / 6h + V / 12 L h) forward and backward without recomputation.
@@ -47,14 +47,14 @@ def test_gpt_3_takes_the_operations_of_the_published_formula():
     s, layers, h, vocabulary = 2048, 96, 12288, 50257
     formula = 72 * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     whole = 3 * operations(GPT_3, stock(GPT_3), s)
-    whole += 3 * count_attention_operations(build_anatomy(GPT_3).layers, Mesh.of(), s, s)
+    whole += 3 * count_attention_operations(build_layer_graph(GPT_3).layers, Mesh.of(), s, s)
     assert whole == pytest.approx(formula, rel=1e-4)
 
 
 def test_llama_405b_took_the_operations_that_meta_states():
     # Grattafiori et al. 2024, sec. 1: 3.8e25 for 15.6e12 tokens; most had sequences of 8192.
     per_token = 3 * operations(LLAMA_3_405B, llama_405b(), 1)
-    per_token += 3 * count_attention_operations(build_anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 8192, masked=True)
+    per_token += 3 * count_attention_operations(build_layer_graph(LLAMA_3_405B).layers, Mesh.of(), 1, 8192, masked=True)
     assert 15.6e12 * per_token == pytest.approx(3.8e25, rel=0.06)
 
 
@@ -62,7 +62,7 @@ def test_llama_405b_took_the_operations_that_meta_states():
     ("name", "layer", "part"), [("bert", 0, 1), ("t5", 0, 1), ("t5", -1, 3 / 4), ("llama", 0, 1 / 2)]
 )
 def test_a_mask_hides_half_of_what_a_decoder_has_of_its_own(name, layer, part):
-    layers = build_anatomy(json.loads((CONFIGS / f"{name}.json").read_text())).layers
+    layers = build_layer_graph(json.loads((CONFIGS / f"{name}.json").read_text())).layers
     masked, whole = (
         count_attention_operations([layers[layer]], Mesh.of(), 8, 64, masked=masked) for masked in (True, False)
     )
@@ -95,11 +95,11 @@ def test_a_tied_head_works_on_the_last_stage_only():
 
 
 def test_few_tokens_touch_few_experts():
-    parts = build_anatomy(MIXTRAL_8X7B)
+    parts = build_layer_graph(MIXTRAL_8X7B)
     assert compute_touched_share(parts, Mesh.of(), 1) == pytest.approx(2 / 8)
     assert compute_touched_share(parts, Mesh.of(), 2) == pytest.approx(1 - (6 / 8) ** 2)
     assert compute_touched_share(parts, Mesh.of(dp=8, ep=8), 1) == pytest.approx(1 - (6 / 8) ** 8)
-    assert compute_touched_share(build_anatomy(LLAMA_3_8B), Mesh.of(), 1) == 1
+    assert compute_touched_share(build_layer_graph(LLAMA_3_8B), Mesh.of(), 1) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from known_models import LLAMA_3_8B, even, stock
 
 from shardctl.base.errors import UsageError
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.serving.paged_groups import CachedLayer, list_grouped_terms
 from shardctl.estimate.serving.rank_serving import find_longest_context, list_serving_terms
@@ -69,8 +69,8 @@ def test_a_config_pages_as_its_layers_do():
         "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
         "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": 6,
     }  # fmt: skip
-    anatomy, mesh = build_anatomy(config), Mesh.of()
-    (rank, *_) = list_holdings(stock(config), mesh, (62,))
+    anatomy, mesh = build_layer_graph(config), Mesh.of()
+    (rank, *_) = list_rank_shards(stock(config), mesh, (62,))
     row = SIZES["gemma3-27b"][1]
     work = ServingWorkload(row["context"], budget=EngineBudget("vllm", 0.9, USABLE))
     paged = list_cache_terms(anatomy, rank, mesh, work, dtype="BF16")
@@ -80,8 +80,8 @@ def test_a_config_pages_as_its_layers_do():
 
 
 def needs(mesh, work):
-    anatomy = build_anatomy(LLAMA_3_8B)
-    rank = list_holdings(stock(LLAMA_3_8B), mesh, even(32, mesh))[0]
+    anatomy = build_layer_graph(LLAMA_3_8B)
+    rank = list_rank_shards(stock(LLAMA_3_8B), mesh, even(32, mesh))[0]
     return list_serving_terms(anatomy, rank, mesh, work, dtype="BF16")
 
 
@@ -89,8 +89,8 @@ def needs(mesh, work):
 def test_vllm_counts_the_context_and_communicators_outside(tp):
     """The identity of its log: the cache has the part of the device less weights, peak and graphs."""
     budget = EngineBudget("vllm", 0.9, USABLE)
-    anatomy, mesh = build_anatomy(LLAMA_3_8B), Mesh.of(tp=tp)
-    holdings = list_holdings(stock(LLAMA_3_8B), mesh, even(32, mesh))
+    anatomy, mesh = build_layer_graph(LLAMA_3_8B), Mesh.of(tp=tp)
+    holdings = list_rank_shards(stock(LLAMA_3_8B), mesh, even(32, mesh))
     work = ServingWorkload(8192, rows=256, budget=budget)
     longest = find_longest_context(anatomy, holdings, mesh, work, dtype="BF16", budget=USABLE)
     terms = needs(mesh, ServingWorkload(longest, rows=256, budget=budget))

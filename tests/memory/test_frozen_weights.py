@@ -20,7 +20,7 @@ from saved_bytes import build_model, layer_paths
 from test_saved_bytes import NOT_COUNTED, NOT_KNOWN, ROUTING, TOKENS, describe, estimate, measure
 
 from shardctl.api import PlanOptions, plan
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.training import activations
 from shardctl.estimate.training.activations import RankActivations
 from shardctl.estimate.training.trained_weights import count_trained_weights, find_weight_role
@@ -37,7 +37,7 @@ KNOWN = [
     if name not in NOT_COUNTED
     and name not in NOT_KNOWN
     and name != "llama4"  # transformers 5.24 reads `image_outputs` of an output without it; llama4_text is here
-    and any(n.weights for n in build_anatomy(describe(name)).layers)
+    and any(n.weights for n in build_layer_graph(describe(name)).layers)
 ]
 FURTHER = {"apertus": 0.1, "deberta-v2": 0.02, "deberta-v2-shared": 0.04, "gemma4": 0.05, "gemma4_text-moe": 0.05}
 """Fixtures that keep something further, which is counted as if all were trained: how much of it is too much at most."""
@@ -64,7 +64,7 @@ def test_layers_keep_what_autograd_saves_for_some_weights(name, monkeypatch):
     torch.set_num_threads(1)
     config = describe(name)
     kind = "sdpa" if build_model(config, "sdpa") is not None else "eager"
-    model, anatomy, paths = build_model(config, kind), build_anatomy(config), layer_paths(config)
+    model, anatomy, paths = build_model(config, kind), build_layer_graph(config), layer_paths(config)
     model.enable_input_require_grads()
     compared = 0
     for role in sorted({place.role for layer in anatomy.layers for place in layer.weights}):

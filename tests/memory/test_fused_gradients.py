@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_405B, stock
 
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.search.forecast import estimate_ranks
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -20,9 +20,9 @@ DUMMIES = "gradients that nobody reads"
 def terms(config, mesh="tp=1", stages=None, stage=0, **options):
     inventory, parsed = stock(config), Mesh.parse(mesh)
     stages = stages or (inventory.layers,)
-    holdings = list_holdings(inventory, parsed, stages)
+    holdings = list_rank_shards(inventory, parsed, stages)
     found = estimate_ranks(
-        holdings, build_anatomy(config), parsed, stages, replace(WORK, **options), dtype="BF16"
+        holdings, build_layer_graph(config), parsed, stages, replace(WORK, **options), dtype="BF16"
     ).distinct
     (rank,) = [one for one in found if one.holding.stage == stage]
     return {term.name: term for term in rank.terms}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.estimate.model.heaviest import HeaviestRanks
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.tensors.mesh import Mesh
 
 CONFIGS = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.json"))
@@ -28,9 +28,9 @@ def test_they_hold_what_hold_says_and_no_rank_holds_more(path):
         half = inventory.layers // 2
         stages = (half, inventory.layers - half) if pp == 2 else (inventory.layers,)
         try:
-            every = {one.rank: one for one in list_holdings(inventory, mesh, stages)}
-        except CutError:
-            with pytest.raises(CutError):
+            every = {one.rank: one for one in list_rank_shards(inventory, mesh, stages)}
+        except PartitionError:
+            with pytest.raises(PartitionError):
                 heaviest.hold(mesh, stages)
             continue
         found = heaviest.hold(mesh, stages)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import EncoderDecoderCache
 
 from shardctl.base.errors import UsageError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.workload import ServingWorkload
@@ -51,11 +51,11 @@ def cases():
     for path in sorted(CONFIGS.glob("*.json")):
         if path.stem == "llama4":
             continue  # transformers 5.24 reads `image_outputs` of an output without it; llama4_text is here
-        shape = build_anatomy(fixture(path.stem))
+        shape = build_layer_graph(fixture(path.stem))
         if not shape.generates or any(layer.streams > 1 for layer in shape.layers):
             continue  # DeepSeek-V4's caches are of four kinds, and have a test of their own
         yield pytest.param(fixture(path.stem), id=path.stem)
-        layers = build_anatomy(shortened(path.stem)).layers
+        layers = build_layer_graph(shortened(path.stem)).layers
         if any(layer.attention is not None and layer.attention.window == WINDOW for layer in layers):
             yield pytest.param(shortened(path.stem), id=f"{path.stem} with a short window")
 
@@ -128,7 +128,7 @@ def as_transformers(terms):
 @pytest.mark.parametrize("config", list(cases()))
 def test_bytes_are_those_of_the_cache_of_transformers(config):
     """Two sequences of eleven tokens; of MLA, transformers 5 caches the latents."""
-    shape = build_anatomy(config)
+    shape = build_layer_graph(config)
     dtype = SAFETENSORS[config.get("dtype", "float32")]
     terms = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(TOKENS, BATCH, page=1), dtype=dtype)
     expected = cached(build(config), config)
@@ -205,15 +205,15 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_bytes_per_token(name):
     config, expected = PUBLISHED[name]
-    assert bytes_per_token(build_anatomy(config), dtype="BF16") == expected
-    assert bytes_per_token(build_anatomy(config), dtype="F8_E4M3") == expected // 2
-    assert bytes_per_token(build_anatomy(config), dtype="F32") == expected * 2
+    assert bytes_per_token(build_layer_graph(config), dtype="BF16") == expected
+    assert bytes_per_token(build_layer_graph(config), dtype="F8_E4M3") == expected // 2
+    assert bytes_per_token(build_layer_graph(config), dtype="F32") == expected * 2
 
 
 def test_a_published_cache_of_the_llama_3_1_series():
     """128k tokens in fp16: 15.62 and 39.06 GB (huggingface.co/blog/llama31, "Inference Memory Requirements")."""
     for name, gib in (("Llama-3.1-8B", 15.62), ("Llama-3.1-70B", 39.06)):
-        assert bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="F16") * 128_000 / 2**30 == pytest.approx(
+        assert bytes_per_token(build_layer_graph(PUBLISHED[name][0]), dtype="F16") * 128_000 / 2**30 == pytest.approx(
             gib, abs=0.01
         )
 
@@ -231,11 +231,11 @@ def test_a_published_cache_of_the_llama_3_1_series():
     ],
 )
 def test_tp_divides_heads_replicates_scarce_ones_and_leaves_latents_whole(name, tp, expected):
-    assert bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
+    assert bytes_per_token(build_layer_graph(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
 
 
 def test_a_stage_holds_its_own_layers_only():
-    shape = build_anatomy(PUBLISHED["Llama-3.1-405B"][0])
+    shape = build_layer_graph(PUBLISHED["Llama-3.1-405B"][0])
     stages = [range(8), range(8, 126)]
     each = [bytes_per_token(shape, dtype="BF16", layers=stage) for stage in stages]
     assert each == [8 * 4096, 118 * 4096]
@@ -253,7 +253,7 @@ def test_a_stage_holds_its_own_layers_only():
 
 
 def test_pages_round_up_and_cp_divides_them():
-    shape = build_anatomy(PUBLISHED["Llama-3.1-8B"][0])
+    shape = build_layer_graph(PUBLISHED["Llama-3.1-8B"][0])
 
     def needed(context, page, **mesh):
         work = ServingWorkload(context, 1, page=page)
@@ -270,7 +270,7 @@ def test_pages_round_up_and_cp_divides_them():
 
 
 def test_the_type_of_the_cache_can_be_chosen():
-    shape = build_anatomy(PUBLISHED["Llama-3.1-8B"][0])
+    shape = build_layer_graph(PUBLISHED["Llama-3.1-8B"][0])
     (bf16,) = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(4096), dtype="BF16")
     (fp8,) = list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(4096, kv_dtype="F8_E4M3"), dtype="BF16")
     assert bf16.nbytes == 2 * fp8.nbytes == 131_072 * 4096
@@ -296,7 +296,7 @@ PER_LAYER = 2 * 16 * 128 * 2
 
 def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
     """vLLM, v1/kv_cache_interface.py, SlidingWindowSpec: the past, the new tokens, and a page to begin within."""
-    shape = build_anatomy(GEMMA3_27B)
+    shape = build_layer_graph(GEMMA3_27B)
     assert sum(layer.attention.window is not None for layer in shape.layers) == 52
 
     def window(context, batch, new):
@@ -313,7 +313,7 @@ def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
 
 def test_states_do_not_grow_with_the_context():
     for name in ("mamba", "mamba2", "falcon_mamba"):
-        shape = build_anatomy(fixture(name))
+        shape = build_layer_graph(fixture(name))
         assert bytes_per_token(shape, dtype="F32") == 0
         short, long = (
             sum_terms(list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(n, 3), dtype="F32"))
@@ -325,7 +325,7 @@ def test_states_do_not_grow_with_the_context():
 
 def test_a_state_in_the_type_of_the_model_is_the_least():
     """vLLM keeps recurrent states in the model's type by default and one token less of the convolution's window."""
-    shape = build_anatomy(fixture("qwen3_next"))
+    shape = build_layer_graph(fixture("qwen3_next"))
     (state,) = [
         t
         for t in list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(8), dtype="BF16")
@@ -337,7 +337,7 @@ def test_a_state_in_the_type_of_the_model_is_the_least():
 
 def test_tp_divides_states_but_not_beyond_the_groups_of_b_and_c():
     """64 channels, 4 groups of 8 for each of B and C (vLLM, mamba_utils.py, extra_groups_for_head_shards)."""
-    shape = build_anatomy(fixture("mamba2"))
+    shape = build_layer_graph(fixture("mamba2"))
     whole = 2 * ((64 + 64) * 4 + 64 * 8) * 4
     assert [state_bytes(shape, dtype="F32", tp=tp) for tp in (1, 2, 4)] == [whole, whole // 2, whole // 4]
     assert state_bytes(shape, dtype="F32", tp=8) == 2 * ((8 + 16) * 4 + 64) * 4
@@ -346,19 +346,19 @@ def test_tp_divides_states_but_not_beyond_the_groups_of_b_and_c():
 def test_an_encoder_decoder_has_two_caches():
     """T5: the decoder's own grows with the answer, that of the encoder's keys and values with the prompt."""
     config = fixture("t5")
-    shape, model = build_anatomy(config), build(config)
+    shape, model = build_layer_graph(config), build(config)
     prompt, answer = torch.randint(3, 90, (1, 9)), torch.randint(3, 90, (1, 4))
     with torch.no_grad():
         made = model(input_ids=prompt, decoder_input_ids=answer, use_cache=True).past_key_values
     own, cross = made.self_attention_cache, made.cross_attention_cache
     assert nbytes(own) == 4 * bytes_per_token(shape, dtype="F32")
     assert nbytes(cross) == 9 * bytes_per_source_token(shape, dtype="F32")
-    assert bytes_per_source_token(build_anatomy(fixture("llama")), dtype="F32") == 0
+    assert bytes_per_source_token(build_layer_graph(fixture("llama")), dtype="F32") == 0
 
 
 def test_the_encoder_of_whisper_always_has_as_many_moments():
     """Whisper large-v3: 1500 moments, 32 layers of 20 heads of 64 (Radford et al. 2022, Table 1)."""
-    shape = build_anatomy({
+    shape = build_layer_graph({
         "architectures": ["WhisperForConditionalGeneration"],
         "vocab_size": 51866, "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32,
         "encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120,
@@ -371,14 +371,14 @@ def test_the_encoder_of_whisper_always_has_as_many_moments():
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "vit", "clip", "siglip"])
 def test_encoders_cache_nothing(name):
-    shape = build_anatomy(fixture(name))
+    shape = build_layer_graph(fixture(name))
     assert bytes_per_token(shape, dtype="F32") == 0
     assert list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(512, 8), dtype="F32") == ()
 
 
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
-    shape = build_anatomy({**fixture("llama"), "architectures": [architecture]})
+    shape = build_layer_graph({**fixture("llama"), "architectures": [architecture]})
     assert list_cache_terms(shape, hold_layers(shape), ONE, ServingWorkload(512, 8), dtype="BF16") == ()
 
 
@@ -387,7 +387,7 @@ def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
     st.integers(1, 1 << 20), st.integers(1, 512), st.integers(1, 64), st.integers(1, 1 << 14), st.integers(1, 8),
 )  # fmt: skip
 def test_more_tokens_sequences_or_wider_pages_never_need_less(name, context, batch, page, new, cp):
-    shape = build_anatomy(fixture(name))
+    shape = build_layer_graph(fixture(name))
 
     def needed(**changes):
         work = ServingWorkload(**{"context": context, "batch": batch, "page": page, "batched_tokens": new, **changes})

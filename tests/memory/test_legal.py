@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from known_models import GPT_3, LLAMA_3_8B, QWEN2_7B, deepseek_v3, llama_405b, stock
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.estimate.model.allowed_degrees import AllowedDegrees
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.tensors.mesh import Mesh
 
@@ -75,7 +75,7 @@ def test_what_is_allowed_can_be_held_and_what_is_not_cannot(config, axis):
     for degree in range(1, 13):
         mesh = Mesh.of(dp=degree, ep=degree) if axis == "ep" else Mesh.of(**{axis: degree})
         if law.refuse(mesh) is None:
-            assert list_holdings(inventory, mesh, (inventory.layers,))
+            assert list_rank_shards(inventory, mesh, (inventory.layers,))
         else:
-            with pytest.raises(CutError):
-                list_holdings(inventory, mesh, (inventory.layers,))
+            with pytest.raises(PartitionError):
+                list_rank_shards(inventory, mesh, (inventory.layers,))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, stock
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.estimate.model.narrower_types import TYPES, is_linear, narrow_inventory
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -76,12 +76,12 @@ def test_and_every_rank_has_them(model, text, name, settings):
     mesh = Mesh.parse(text)
     stages = (1, 1) if mesh.degree("pp") == 2 else (2,)
     try:
-        expected = [one.nbytes for one in list_holdings(real, mesh, stages)]
-    except CutError:
-        with pytest.raises(CutError):
-            list_holdings(modelled, mesh, stages)
+        expected = [one.nbytes for one in list_rank_shards(real, mesh, stages)]
+    except PartitionError:
+        with pytest.raises(PartitionError):
+            list_rank_shards(modelled, mesh, stages)
         return
-    assert [one.nbytes for one in list_holdings(modelled, mesh, stages)] == expected
+    assert [one.nbytes for one in list_rank_shards(modelled, mesh, stages)] == expected
 
 
 def test_a_model_in_four_bits_is_about_a_quarter():
@@ -122,7 +122,7 @@ def test_stacks_of_experts_are_quantised_each_for_itself():
     stack = next(k for k in inventory.kinds if k.example.endswith("experts.down_proj"))
     found = [k for k in narrow_inventory(inventory, "fp8").kinds if k.example.startswith(stack.example + ".")]
     assert [k.shape for k in found] == [stack.shape, (stack.shape[0], 1, 1)]
-    assert list_holdings(narrow_inventory(inventory, "fp8"), Mesh.parse("dp=2,ep=2"), (inventory.layers,))
+    assert list_rank_shards(narrow_inventory(inventory, "fp8"), Mesh.parse("dp=2,ep=2"), (inventory.layers,))
 
 
 def test_nothing_of_it_is_trained():

@@ -11,21 +11,21 @@ from known_models import MIXTRAL_8X7B, stock
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.model.operations import compute_used_share
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.training.offload import compute_bandwidth, compute_intensity, list_link_needs, sum_heaviest_node
 from shardctl.estimate.training.scheme import choose_scheme
 from shardctl.estimate.training.states import list_state_terms
-from shardctl.estimate.training.step_phase import StepPlace
+from shardctl.estimate.training.step_phase import StepPosition
 from shardctl.estimate.training.transients import build_passing_hold
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.placement import AxisCut, PartitionSpec
+from shardctl.tensors.placement import AxisPartition, PartitionSpec
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GIB, TIB = 1 << 30, 1 << 40
@@ -49,7 +49,7 @@ def gpt(layers, hidden, heads):
     config = json.loads((CONFIGS / "gpt2.json").read_text()) | {
         "n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 51200, "n_positions": 1024,
     }  # fmt: skip
-    return build_anatomy(config), stock(config)
+    return build_layer_graph(config), stock(config)
 
 
 @pytest.mark.parametrize(("size", "layers", "hidden", "heads", "kept", "checkpoints", "working"), FIGURE_2A)
@@ -62,7 +62,7 @@ def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints,
     described, inventory = gpt(layers, hidden * 1024, heads)
     mesh, stages = Mesh.of(dp=16), [layers]
     work = TrainingWorkload(1024, micro_batch=2, recompute="full", **EVERYTHING)
-    (holding,) = list_holdings(inventory, mesh, stages)
+    (holding,) = list_rank_shards(inventory, mesh, stages)
     found = list_state_terms(holding, mesh, work)
     matrices = sum(p.count * p.elements for p in holding.parts if p.kind.matrix and p.kind.layers)
     assert matrices == 12 * layers * (hidden * 1024) ** 2
@@ -71,7 +71,7 @@ def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints,
     share = matrices / inventory.elements
     assert 16 * sum_terms(found, "nvme").nbytes * share == pytest.approx(kept * TIB * 18 / 20, rel=1e-3)
     hold = build_passing_hold(holding, mesh, work, choose_scheme(mesh, work))
-    gathered = next(t for t in hold.list_terms(StepPlace("layer")) if t.name.startswith("gathered weights"))
+    gathered = next(t for t in hold.list_terms(StepPosition("layer")) if t.name.startswith("gathered weights"))
     assert round(gathered.low / GIB, 2) == working  # the paper has nothing that stays for a while
     kept_inputs = sum_terms(estimate_activations(described, holding, mesh, work, stages=stages), category="activations")
     of_layers = 2 * 2 * 1024 * hidden * 1024 * layers
@@ -125,10 +125,10 @@ def test_needs_are_of_what_is_moved():
 
 def test_experts_are_moved_for_the_few_tokens_that_choose_them():
     """Of Mixtral-8x7B's 46.7B parameters each token uses 12.9B (Jiang et al. 2024, sec. 2)."""
-    described, inventory = build_anatomy(MIXTRAL_8X7B), stock(MIXTRAL_8X7B)
+    described, inventory = build_layer_graph(MIXTRAL_8X7B), stock(MIXTRAL_8X7B)
     shares = []
     for mesh in (Mesh.of(dp=8), Mesh.of(dp=8, ep=8)):
-        holding = list_holdings(inventory, mesh, [32])[0]
+        holding = list_rank_shards(inventory, mesh, [32])[0]
         shares.append(compute_used_share(described, holding, mesh))
     assert shares[0] == pytest.approx(12.88 / 46.7, rel=1e-3)
     assert shares[1] > 1  # an eighth of the experts with the tokens of eight ranks, each of which goes to two
@@ -136,12 +136,12 @@ def test_experts_are_moved_for_the_few_tokens_that_choose_them():
     dense, sparse = (list_link_needs(Mesh.of(dp=8), work, peak=V100, used=share) for share in (1.0, shares[0]))
     assert [b.bandwidth / a.bandwidth for a, b in zip(dense, sparse, strict=True)] == [pytest.approx(1 / shares[0])] * 2
     plain, weights = gpt(2, 256, 4)
-    assert compute_used_share(plain, list_holdings(weights, Mesh.of(), [2])[0], Mesh.of()) == 1
+    assert compute_used_share(plain, list_rank_shards(weights, Mesh.of(), [2])[0], Mesh.of()) == 1
 
 
 def one_tensor(elements):
     tensor = Tensor("w", BY_NAME["BF16"], (elements,), ())
-    return build_inventory([tensor], {"w": PartitionSpec(((AxisCut("fsdp"),),))}, 1)
+    return build_inventory([tensor], {"w": PartitionSpec(((AxisPartition("fsdp"),),))}, 1)
 
 
 @pytest.mark.parametrize(("profile", "zero", "offload", "device", "host", "nvme"), [
@@ -156,7 +156,7 @@ def test_where_the_bytes_of_a_parameter_are(profile, zero, offload, device, host
     """DeepSpeed, memory.rst: fp32 parameters, gradients and moments on the host; of torch's policy all is there."""
     count = 8000
     mesh = Mesh.of(dp=1)
-    (holding,) = list_holdings(one_tensor(count), mesh, [1])
+    (holding,) = list_rank_shards(one_tensor(count), mesh, [1])
     found = list_state_terms(holding, mesh, TrainingWorkload(128, profile=profile, zero=zero, offload=offload))
     lasting = [
         t for t in found if t.category in {"weights", "gradients", "optimizer"}
@@ -168,7 +168,7 @@ def test_where_the_bytes_of_a_parameter_are(profile, zero, offload, device, host
 def test_buffers_of_nvme():
     """DeepSpeed, offload_config.py: four buffers of a sub-group; five of 1e8 parameters, and 1e9 that stay."""
     mesh = Mesh.of(dp=2)
-    (holding,) = list_holdings(one_tensor(6_000_000_000), mesh, [1])
+    (holding,) = list_rank_shards(one_tensor(6_000_000_000), mesh, [1])
     found = {t.name: t for t in list_state_terms(holding, mesh, TrainingWorkload(128, **EVERYTHING))}
     assert found["buffers for optimizer states on NVMe"].nbytes == 4 * 4 * 10**9
     assert found["buffers for parameters on NVMe"].nbytes == 2 * (5 * 10**8 + 10**9)
@@ -180,7 +180,7 @@ def test_a_node_is_the_sum_of_its_ranks():
     _, inventory = gpt(3, 64, 4)
     mesh = Mesh.of(pp=2, dp=2)
     work = TrainingWorkload(128, profile="deepspeed", zero=1, offload="cpu")
-    holdings = list_holdings(inventory, mesh, [1, 2])
+    holdings = list_rank_shards(inventory, mesh, [1, 2])
     estimate = build_estimate(holdings, [list_state_terms(h, mesh, work) for h in holdings])
     sizes = {rank.holding.stage: rank.total("host").nbytes for rank in estimate.ranks}
     assert sum_heaviest_node(estimate, mesh, per_node=2).nbytes == 2 * max(sizes.values())

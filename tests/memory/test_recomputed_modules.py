@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.base.errors import UnsupportedError, UsageError
-from shardctl.estimate.model.layer_graph import ModelAnatomy, build_anatomy
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.layer_graph import LayerGraph, build_layer_graph
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.training.activations import RankActivations
 from shardctl.estimate.training.recomputed_modules import count_module_operations
 from shardctl.estimate.workload import TrainingWorkload
@@ -21,12 +21,12 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 ONE = Mesh.of()
 
 
-def activations(model: ModelAnatomy, *modules: str, tokens: int = 64, mesh: Mesh = ONE, **options: object):
+def activations(model: LayerGraph, *modules: str, tokens: int = 64, mesh: Mesh = ONE, **options: object):
     if modules:
         options |= {"recompute": "selective", "recompute_modules": modules}
     work = TrainingWorkload(tokens, **{"profile": "megatron", "dropout": False, **options})
     layers = len(model.layers)
-    holding = RankHolding(0, mesh.label(0), mesh.coordinate(0), 1, 0, range(layers), ())
+    holding = RankShards(0, mesh.label(0), mesh.coordinate(0), 1, 0, range(layers), ())
     return RankActivations(model, holding, mesh, work, (layers,))
 
 
@@ -35,8 +35,8 @@ def kept(*args: object, **options: object) -> float:
     return sum(kind.nbytes * len(kind.numbers) for kind in activations(*args, **options).kinds)
 
 
-def build(name: str) -> ModelAnatomy:
-    return build_anatomy(json.loads((CONFIGS / f"{name}.json").read_text()))
+def build(name: str) -> LayerGraph:
+    return build_layer_graph(json.loads((CONFIGS / f"{name}.json").read_text()))
 
 
 NEMOTRON_3_NANO = {
@@ -69,7 +69,7 @@ def test_nemotron_3_nano_keeps_as_much_less_as_nvidia_measured():
     # github.com/NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-activation-recompute (2026-08-12), 16 H100, 8,192
     # tokens, ep8, rank 0, in GB: moe_act 66.297 - 62.103 after the first iteration; layernorm beside moe 64.653 -
     # 63.639 after the second. Only experts have a norm that is a module.
-    nemotron = build_anatomy(NEMOTRON_3_NANO)
+    nemotron = build_layer_graph(NEMOTRON_3_NANO)
     options = {"tokens": 8192, "mesh": Mesh.of(dp=8, ep=8)}
     less = kept(nemotron, **options) - kept(nemotron, "moe_act", **options)
     assert less / 1e9 == pytest.approx(66.297 - 62.103, rel=0.002)

@@ -22,8 +22,8 @@ from model_oracle import BUILT, FIXTURES, fixture
 from saved_bytes import SavedTensor, ask, build_model, gpu_autocast, layer_paths, list_saved
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import ModelAnatomy, build_anatomy
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.layer_graph import LayerGraph, build_layer_graph
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.model.sizes import Size
 from shardctl.estimate.training.activations import RankActivations
 from shardctl.estimate.training.saved_activations import Flag
@@ -80,7 +80,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def estimate(
-    anatomy: ModelAnatomy,
+    anatomy: LayerGraph,
     kind: AttentionKernel,
     batch: int,
     precision: Precision = "bf16",
@@ -97,7 +97,7 @@ def estimate(
         recompute=recompute,
     )
     whole = Mesh.of()
-    holding = RankHolding(0, "", whole.coordinate(0), 1, 0, range(len(anatomy.layers)), ())
+    holding = RankShards(0, "", whole.coordinate(0), 1, 0, range(len(anatomy.layers)), ())
     found = RankActivations(anatomy, holding, whole, work, (len(anatomy.layers),))
     return [
         sum(
@@ -144,7 +144,7 @@ RUNNABLE = [n for n in FIXTURES if n not in {*NOT_COUNTED, *NOT_KNOWN, "llama4"}
 def test_layers_keep_what_autograd_saves(name, kind):
     torch.manual_seed(0)
     model, config = build_or_skip(name, kind)
-    anatomy, paths = build_anatomy(config), layer_paths(config)
+    anatomy, paths = build_layer_graph(config), layer_paths(config)
     mixes = [layer.state is None or layer.state.scan.kind in SCANS for layer in anatomy.layers]
     few, more = (estimate(anatomy, kind, batch) for batch in (2, 4))
     some, many = (measure(model, paths, batch) for batch in (2, 4))
@@ -172,7 +172,7 @@ def test_layers_of_other_sizes_keep_what_autograd_saves(name, changed, kind, mon
     config = describe(name)
     for key, value in changed.items():
         config[key] = config[key] | value if isinstance(value, dict) else value
-    model, anatomy, paths = build_model(config, kind), build_anatomy(config), layer_paths(config)
+    model, anatomy, paths = build_model(config, kind), build_layer_graph(config), layer_paths(config)
     if model is None:
         pytest.skip(f"transformers has no {kind} attention for {name}")
     few, more = (estimate(anatomy, kind, batch) for batch in (2, 4))
@@ -229,7 +229,7 @@ OTHERWISE_CAST: Final[Mapping[str, float]] = {
 def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
     torch.manual_seed(0)
     config = describe(name)
-    model, anatomy, paths = build_model(config, kind, torch.float32), build_anatomy(config), layer_paths(config)
+    model, anatomy, paths = build_model(config, kind, torch.float32), build_layer_graph(config), layer_paths(config)
     if model is None:
         pytest.skip(f"transformers has no {kind} attention for {name}")
     if name == "dbrx":
@@ -246,7 +246,7 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v4", "glm5_next", "hy_v4", "qwen4_exp", "gemma3n_text"])
 def test_layers_that_are_computed_again_keep_their_input(name):
     config = describe(name)
-    model, anatomy = build_model(config, "eager"), build_anatomy(config)
+    model, anatomy = build_model(config, "eager"), build_layer_graph(config)
     given = []
     for path in layer_paths(config):
         model.get_submodule(path).register_forward_pre_hook(lambda _, args: given.append(args[0].nbytes))
@@ -256,13 +256,13 @@ def test_layers_that_are_computed_again_keep_their_input(name):
 
 @pytest.mark.parametrize("name", NOT_KNOWN)
 def test_what_is_not_known_is_said(name):
-    anatomy = build_anatomy(describe(name))
+    anatomy = build_layer_graph(describe(name))
     with pytest.raises(UnsupportedError, match=NOT_KNOWN[name]):
         estimate(anatomy, "eager", 2)
 
 
 def test_what_kimi_k3_keeps_is_not_known():
-    anatomy = build_anatomy(fixture("kimi_linear") | {"routed_expert_hidden_size": 16})
+    anatomy = build_layer_graph(fixture("kimi_linear") | {"routed_expert_hidden_size": 16})
     with pytest.raises(UnsupportedError, match="parts of Kimi-K3 that transformers has no class for"):
         estimate(anatomy, "eager", 2)
 
@@ -271,7 +271,7 @@ def test_what_kimi_k3_keeps_is_not_known():
 def test_families_that_transformers_attends_eagerly_for_say_so(family):
     cls = getattr(transformers, next(iter(family.classes)))
     eager = not (cls._supports_sdpa or cls._supports_flash_attn)
-    anatomy = build_anatomy(fixture(next(name for name in FIXTURES if fixture(name)["model_type"] == family.name)))
+    anatomy = build_layer_graph(fixture(next(name for name in FIXTURES if fixture(name)["model_type"] == family.name)))
     assert anatomy.style.unfused == (eager and any(layer.attention for layer in anatomy.layers))
 
 

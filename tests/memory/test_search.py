@@ -26,13 +26,13 @@ from known_models import (
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.allowed_degrees import AllowedDegrees
 from shardctl.estimate.model.heaviest import HeaviestRanks
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.search.cost import price_mesh
 from shardctl.estimate.search.mesh_comparison import (
     SERVING,
     TRAINING,
-    QuickChecks,
+    LowerBoundChecks,
     SearchSpace,
     WeightTotals,
     find_fewest_devices,
@@ -70,7 +70,7 @@ def few_layers():
 
 
 def pricer(config, work):
-    parts = build_anatomy(config)
+    parts = build_layer_graph(config)
     return lambda mesh, _stages, estimate: price_mesh(parts, estimate, mesh, work, H100)
 
 
@@ -296,7 +296,7 @@ def test_a_search_over_experts_stays_bounded():
 def test_where_nothing_fits_the_mesh_that_is_named_is_the_closest():
     """What rules most meshes out is the least that they need, which is alike for many; the best has them compared."""
     config = json.loads((Path(__file__).parents[2] / "fixtures" / "configs_public" / "llama-3.1-405b.json").read_text())
-    inventory, anatomy = stock(config), build_anatomy(config)
+    inventory, anatomy = stock(config), build_layer_graph(config)
     work = TrainingWorkload(8192, recompute="full")
     heaviest = HeaviestRanks(inventory)
 
@@ -306,7 +306,9 @@ def test_where_nothing_fits_the_mesh_that_is_named_is_the_closest():
 
     space = SearchSpace(("pp", "tp", "fsdp"), 8)
     law = AllowedDegrees(inventory, 8192)
-    found = search_meshes(8, law, estimate, space=space, budget=1 << 30, quick=QuickChecks(floor=lambda _: 700 << 30))
+    found = search_meshes(
+        8, law, estimate, space=space, budget=1 << 30, quick=LowerBoundChecks(floor=lambda _: 700 << 30)
+    )
     assert not found.ranked
     peaks = {}
     for mesh in list_meshes(8, law, space):

@@ -15,7 +15,7 @@ from shardctl.hardware.devices import get_device
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.planning.estimated_model import build_estimated_model
 from shardctl.planning.forecast import estimate_needs
-from shardctl.planning.mesh_search import MeshExplorer, QuickChecks
+from shardctl.planning.mesh_search import LowerBoundChecks, MeshExplorer
 from shardctl.tensors.mesh import Mesh
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -62,7 +62,7 @@ def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
     every = explorer(MODELS[-1], WORKS[0])
     asked = (8, every.law(), every.estimate)
     slow = search_meshes(*asked, space=every.space(), budget=budget << 30)
-    quick = QuickChecks(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
+    quick = LowerBoundChecks(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
     found = search_meshes(*asked, space=every.space(), budget=budget << 30, quick=quick)
     assert [one.mesh for one in found.ranked] == [one.mesh for one in slow.ranked]
     assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)

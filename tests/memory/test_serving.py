@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from known_models import even, stock
 
 from shardctl.base.errors import UsageError
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.runtime import MIB, list_communicators, list_runtime_terms
 from shardctl.estimate.serving.rank_serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
@@ -35,7 +35,7 @@ def fixture(name):
 def held(config, mesh):
     """The anatomy of a config, and what each distinct rank holds of its weights."""
     inventory = stock(config)
-    return build_anatomy(config), list_holdings(inventory, mesh, even(inventory.layers, mesh))
+    return build_layer_graph(config), list_rank_shards(inventory, mesh, even(inventory.layers, mesh))
 
 
 def dense(name, vocab, hidden, ffn, layers, heads, kv, **more):

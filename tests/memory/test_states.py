@@ -18,15 +18,15 @@ from known_models import even, stock
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.training.scheme import choose_scheme
 from shardctl.estimate.training.states import list_state_terms
-from shardctl.estimate.training.step_phase import StepPlace
+from shardctl.estimate.training.step_phase import StepPosition
 from shardctl.estimate.training.transients import STEP, build_passing_hold
 from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.placement import AxisCut, PartitionSpec
+from shardctl.tensors.placement import AxisPartition, PartitionSpec
 
 GB = 10**9
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -37,7 +37,7 @@ PASSING = ("gathered", "casts", "largest layer", "small tensors", "buckets", "gr
 
 def one_tensor(elements, dtype="BF16"):
     tensor = Tensor("w", BY_NAME[dtype], (elements,), ())
-    return build_inventory([tensor], {"w": PartitionSpec(((AxisCut("fsdp"),),))}, 1)
+    return build_inventory([tensor], {"w": PartitionSpec(((AxisPartition("fsdp"),),))}, 1)
 
 
 def of_config(name, **changes):
@@ -46,16 +46,16 @@ def of_config(name, **changes):
 
 def terms(inventory, mesh, rank=0, **options):
     mesh = Mesh.parse(mesh)
-    found = {h.rank: h for h in list_holdings(inventory, mesh, even(inventory.layers, mesh))}
+    found = {h.rank: h for h in list_rank_shards(inventory, mesh, even(inventory.layers, mesh))}
     return list_state_terms(found[rank], mesh, TrainingWorkload(128, **options))
 
 
 def passing(inventory, mesh, phase, layer=0, **options):
     """What the runtime holds besides at a place of a step, by name."""
     mesh, work = Mesh.parse(mesh), TrainingWorkload(128, **options)
-    holding = list_holdings(inventory, mesh, even(inventory.layers, mesh))[0]
+    holding = list_rank_shards(inventory, mesh, even(inventory.layers, mesh))[0]
     hold = build_passing_hold(holding, mesh, work, choose_scheme(mesh, work))
-    place = StepPlace(phase, layer, later=bool(work.microbatches))
+    place = StepPosition(phase, layer, later=bool(work.microbatches))
     found = {t.name: t for t in hold.list_terms(place)}
     assert sum(t.nbytes for t in found.values()) == hold.count_bytes(place)
     return found
@@ -152,7 +152,7 @@ def test_megatron_shares_experts_among_the_ranks_that_have_them():
     """Megatron-LM, theoretical_memory_usage.py: d is dp * cp, for experts world / (etp * ep * pp)."""
     inventory = of_config("mixtral")
     mesh = Mesh.parse("dp=2,cp=2,tp=2,ep=2,etp=1")
-    (holding,) = (h for h in list_holdings(inventory, mesh, [inventory.layers]) if h.rank == 0)
+    (holding,) = (h for h in list_rank_shards(inventory, mesh, [inventory.layers]) if h.rank == 0)
     dense, experts = holding.elements(expert=False), holding.elements(expert=True)
     found = list_state_terms(holding, mesh, TrainingWorkload(128, profile="megatron", zero=1))
     moment = next(t for t in found if t.name == "first moment")
@@ -235,7 +235,7 @@ def test_deepspeed_zero_3_as_its_documentation_counts():
     16 of them are the paper's, of which 2 for gradients become 4 when a step copies them.
     """
     inventory = of_config("llama")
-    largest = max(h.gathered for h in list_holdings(inventory, Mesh.of(dp=4), [inventory.layers])[0].parts)
+    largest = max(h.gathered for h in list_rank_shards(inventory, Mesh.of(dp=4), [inventory.layers])[0].parts)
     found = terms(inventory, "dp=4", profile="deepspeed", zero=3)
     shared = next(t for t in found if t.name == "first moment").nbytes // 4
     assert lasting(found) == 16 * shared
@@ -376,7 +376,7 @@ def test_fsdp2_without_resharding_and_without_reducing():
 def test_units_that_are_gathered():
     """FSDP2: two units and the root backward, the root alone in the loss; one device gathers nothing ahead."""
     inventory = of_config("llama")
-    (holding,) = list_holdings(inventory, Mesh.of(), [inventory.layers])
+    (holding,) = list_rank_shards(inventory, Mesh.of(), [inventory.layers])
     sizes = {unit: sum(p.gathered_bytes for p in parts) for unit, parts in holding.units().items()}
     layers = [size for unit, size in sizes.items() if unit is not None]
     found = passing(inventory, "fsdp=2", "layer", 1)["gathered units"]
@@ -438,7 +438,7 @@ def test_fsdp2_units_as_torch_tracks_them(tmp_path):
 def test_megatrons_precision_aware_optimizer(dtypes, gradients, ours):
     work = TrainingWorkload(8, profile="megatron", zero=1, moment_dtypes=dtypes, gradient_dtype=gradients)
     count = 8 * 1000
-    (holding,) = list_holdings(one_tensor(count), Mesh.of(), [1])
+    (holding,) = list_rank_shards(one_tensor(count), Mesh.of(), [1])
     terms = list_state_terms(holding, Mesh.of(), work)
     assert lasting(terms) == ours * count
     (copies,) = (term for term in terms if "F32 copies" in term.name)

@@ -12,8 +12,8 @@ from known_models import stock
 
 from shardctl.api import PlanOptions, ReshardOptions, plan
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.training.selective import list_recomputation_remarks
@@ -92,7 +92,7 @@ def moments(layers, more):
         "num_attention_heads": MODEL["heads"], "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     mesh, stages = Mesh.of(fsdp=case["ranks"]), [layers["layers"]]
-    holding, *_ = list_holdings(stock(config), mesh, stages)
+    holding, *_ = list_rank_shards(stock(config), mesh, stages)
     recompute, every = {"op": ("selective", 1), "2": ("full", 2)}.get(case["recompute"], (case["recompute"], 1))
     work = TrainingWorkload(
         case["tokens"],
@@ -102,7 +102,7 @@ def moments(layers, more):
         recompute_every=every,
         zero=case.get("zero", 0),
     )
-    line = build_timeline(build_anatomy(config), holding, mesh, work, stages=stages)
+    line = build_timeline(build_layer_graph(config), holding, mesh, work, stages=stages)
     return line, {moment.name: moment.nbytes for moment in line.list_moments()}
 
 
@@ -128,11 +128,15 @@ def test_every_moment_is_torchs(torchs, name):
 def test_what_torchtitans_list_saves_of_other_layers_is_not_guessed():
     for name, why in (("mixtral", "experts"), ("qwen2", "biases"), ("phi3", "4 matrices"), ("gpt2", "no gate")):
         config = json.loads((CONFIGS / f"{name}.json").read_text())
-        layers = len(build_anatomy(config).layers)
-        holding, *_ = list_holdings(stock(config), Mesh.of(), [layers])
+        layers = len(build_layer_graph(config).layers)
+        holding, *_ = list_rank_shards(stock(config), Mesh.of(), [layers])
         with pytest.raises(UnsupportedError, match=why):
             build_timeline(
-                build_anatomy(config), holding, Mesh.of(), TrainingWorkload(64, recompute="selective"), stages=[layers]
+                build_layer_graph(config),
+                holding,
+                Mesh.of(),
+                TrainingWorkload(64, recompute="selective"),
+                stages=[layers],
             )
 
 

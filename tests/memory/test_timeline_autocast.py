@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, masking_utils
 
 from shardctl.cli.program import run
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
 from shardctl.tensors.mesh import Mesh
@@ -62,9 +62,9 @@ def follow(layers, tokens, *, recompute, foreach):
 def test_autocasts_moments_are_torchs(layers, tokens, recompute, kernel):
     """By default AdamW is fused, as in transformers' Trainer."""
     config = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
-    (holding,) = list_holdings(stock(config), Mesh.of(), [layers])
+    (holding,) = list_rank_shards(stock(config), Mesh.of(), [layers])
     work = TrainingWorkload(tokens, profile="hf", recompute=recompute, microbatches=1, optimizer_kernel=kernel)
-    line = build_timeline(build_anatomy(config), holding, Mesh.of(), work, stages=[layers])
+    line = build_timeline(build_layer_graph(config), holding, Mesh.of(), work, stages=[layers])
     *passes, step = line.list_moments()
     most = follow(layers, tokens, recompute=recompute, foreach=kernel == "foreach")
     assert step.nbytes == pytest.approx(most["step"], rel=0.001)

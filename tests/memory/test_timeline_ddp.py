@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training.rank_training import build_timeline
 from shardctl.estimate.workload import TrainingWorkload
@@ -53,9 +53,9 @@ def test_ddps_moments_are_torchs(torchs, number):
     case, most = CASES[number], torchs[number]
     config = MODEL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     stages = [MODEL["num_hidden_layers"]]
-    holding, *_ = list_holdings(stock(config), Mesh.of(dp=RANKS), stages)
+    holding, *_ = list_rank_shards(stock(config), Mesh.of(dp=RANKS), stages)
     work = TrainingWorkload(TOKENS, profile="hf", recompute=case["recompute"], microbatches=case["microbatches"])
-    line = build_timeline(build_anatomy(config), holding, Mesh.of(dp=RANKS), work, stages=stages)
+    line = build_timeline(build_layer_graph(config), holding, Mesh.of(dp=RANKS), work, stages=stages)
     *passes, step = line.list_moments()
     if case["view"]:  # gradients are parts of the buckets, which is the low end of the buckets' interval
         buckets = next(term for term in line.list_worst_terms() if term.name.startswith("buckets"))

@@ -9,8 +9,8 @@ import pytest
 from deepspeed_moments import BUCKET, MODEL, SMALL, TOKENS
 from known_models import stock
 
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.term import sum_terms
 from shardctl.estimate.training import transients
 from shardctl.estimate.training.rank_training import build_timeline
@@ -44,9 +44,9 @@ def test_deepspeeds_moments(stage, trained, monkeypatch):
         "tie_word_embeddings": False, "num_hidden_layers": MODEL["layers"], "dtype": "bfloat16",
     }  # fmt: skip
     mesh, stages = Mesh.of(dp=2), [MODEL["layers"]]
-    holding, *_ = list_holdings(freeze_others(stock(config), trained), mesh, stages)
+    holding, *_ = list_rank_shards(freeze_others(stock(config), trained), mesh, stages)
     work = TrainingWorkload(TOKENS, profile="deepspeed", zero=stage, microbatches=1)
-    line = build_timeline(build_anatomy(config), holding, mesh, work, stages=stages)
+    line = build_timeline(build_layer_graph(config), holding, mesh, work, stages=stages)
     *passes, _ = line.list_moments()
     terms = line.list_worst_terms()
     printed = FROZEN if trained else PRINTED[stage]

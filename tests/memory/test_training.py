@@ -9,8 +9,8 @@ import pytest
 from known_models import stock
 
 from shardctl.base.errors import UsageError
-from shardctl.estimate.model.layer_graph import build_anatomy
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.layer_graph import build_layer_graph
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.term import CATEGORIES
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.training.rank_training import build_timeline, list_training_terms
@@ -24,14 +24,14 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 def ranks(name, mesh, work, stages):
     config = json.loads((CONFIGS / f"{name}.json").read_text())
-    described = build_anatomy(config)
+    described = build_layer_graph(config)
     return [
         (
             h,
             list_training_terms(described, h, mesh, work, stages=stages),
             estimate_activations(described, h, mesh, work, stages=stages),
         )
-        for h in list_holdings(stock(config), mesh, stages)
+        for h in list_rank_shards(stock(config), mesh, stages)
     ]
 
 
@@ -43,7 +43,7 @@ def test_terms_of_every_profile(profile, zero, recompute):
     piped = zero < 2 or profile in {"megatron", "fsdp2"}
     mesh = Mesh.of(dp=2, tp=2, pp=2 if piped else 1)
     stages = [1, 1] if piped else [2]
-    described = build_anatomy(json.loads((CONFIGS / "llama.json").read_text()))
+    described = build_layer_graph(json.loads((CONFIGS / "llama.json").read_text()))
     for holding, terms, _ in ranks("llama", mesh, work, stages):
         names = [t.name for t in terms]
         assert len(names) == len(set(names))

@@ -7,13 +7,13 @@ from cache_bytes import bytes_per_token
 from model_oracle import fixture, stored
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
 
 def test_only_layers_with_keys_of_their_own_cache_them():
-    anatomy = build_anatomy(fixture("gemma4_text"))
+    anatomy = build_layer_graph(fixture("gemma4_text"))
     assert [(one.attention.borrowed, one.attention.head_dim, one.attention.window) for one in anatomy.layers] == [
         (False, 8, 16),
         (False, 16, None),

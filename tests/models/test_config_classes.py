@@ -12,7 +12,7 @@ from model_oracle import BUILT, FIXTURES, fixture, on_meta, state
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.options import SourceOptions
 
@@ -69,7 +69,7 @@ def check_reading(config):
         return False
     assert found.state() == theirs
     try:
-        build_anatomy(config)
+        build_layer_graph(config)
     except UnsupportedError as error:
         assert "how many experts a token goes to" in error.message  # noqa: PT017
     return True
@@ -142,7 +142,9 @@ def test_the_default_config_says_the_same_whole_and_sparse(family):
 def test_a_window_is_on_the_layers_where_the_class_has_it(name):
     config = {key: value for key, value in fixture(name).items() if key != "layer_types"}
     text = config_class(name).from_dict(config).get_text_config()
-    windowed = [one.attention is not None and one.attention.window is not None for one in build_anatomy(config).layers]
+    windowed = [
+        one.attention is not None and one.attention.window is not None for one in build_layer_graph(config).layers
+    ]
     kinds = {"sliding_attention", "chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
     assert windowed == [kind in kinds for kind in text.layer_types]
 

@@ -8,11 +8,17 @@ import pytest
 import torch
 from model_oracle import FIXTURES, fixture, on_meta
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.models import describe_model
 from shardctl.tensors.box import Box, subtract_all
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.placement import AxisCut, CutSection, check_cuts, compute_intervals, compute_rank_boxes
+from shardctl.tensors.placement import (
+    AxisPartition,
+    PartitionSection,
+    check_cuts,
+    compute_intervals,
+    compute_rank_boxes,
+)
 
 UNPLANNED = {
     "albert",
@@ -245,7 +251,7 @@ def test_a_llama_rank_holds_the_key_value_heads_that_its_query_heads_attend_to(d
 
 def test_too_few_key_value_heads_are_refused_with_the_degrees_that_work():
     tensor = describe_model(fixture("llama")).tensors["model.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 key/value heads") as caught:
+    with pytest.raises(PartitionError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 key/value heads") as caught:
         check_cuts(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=4))
     assert caught.value.hint == "use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks"
 
@@ -259,7 +265,7 @@ def test_a_degree_that_the_heads_do_not_allow_is_refused(name):
         for t in model.own()
         if any(re.match(nouns, section.noun) for cuts in t.spec.cuts for cut in cuts for section in cut.sections)
     )
-    with pytest.raises(CutError, match=rf"over tp=3: \d+ ({nouns})"):
+    with pytest.raises(PartitionError, match=rf"over tp=3: \d+ ({nouns})"):
         check_cuts(refused.name, refused.shape, refused.spec, Mesh.of(tp=3))
 
 
@@ -281,12 +287,12 @@ def test_fsdp_cuts_what_tp_left():
 
 
 def test_an_exact_cut_after_another_is_refused_rather_than_wrong():
-    after = (AxisCut("fsdp"), AxisCut("tp", (CutSection(8),)))
+    after = (AxisPartition("fsdp"), AxisPartition("tp", (PartitionSection(8),)))
     mesh = Mesh.of(fsdp=2, tp=2)
     for at in ranks(mesh):
-        with pytest.raises(CutError, match="must come before any other cut"):
+        with pytest.raises(PartitionError, match="must come before any other cut"):
             compute_intervals(8, after, mesh, at)
-    assert compute_intervals(0, (AxisCut("tp", (CutSection(0),)),), mesh, mesh.coordinate(1)) == []
+    assert compute_intervals(0, (AxisPartition("tp", (PartitionSection(0),)),), mesh, mesh.coordinate(1)) == []
 
 
 def stages(model):

@@ -11,10 +11,10 @@ from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state, stored
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import TokenCache, build_anatomy
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
+from shardctl.estimate.model.layer_graph import TokenCache, build_layer_graph
 from shardctl.estimate.model.operations import count_attention_operations
-from shardctl.estimate.model.rank_shards import RankHolding
+from shardctl.estimate.model.rank_shards import RankShards
 from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.training.activations import estimate_activations
 from shardctl.estimate.training.layer_flags import list_model_remarks
@@ -122,7 +122,7 @@ def test_heads_are_cut_by_groups_and_the_rest_of_attention_is_whole():
         whole = "[" + ", ".join(f"0:{n}" for n in model.tensors[base + name].shape) + "]"
         assert boxes == [cut.get(name, whole)]
     sinks = model.tensors[f"{base}sinks"]
-    with pytest.raises(CutError, match="4 groups of attention heads"):
+    with pytest.raises(PartitionError, match="4 groups of attention heads"):
         check_cuts(sinks.name, sinks.shape, sinks.spec, Mesh.of(tp=8))
 
 
@@ -172,8 +172,8 @@ def test_what_is_cached_is_what_transformers_caches():
         theirs["indexer"] += kept["indexer"].nbytes if "indexer" in kept else 0
         for part in (getattr(layer, "buffer_kv", {}), getattr(layer, "buffer_gate", {})):
             theirs["wait"] += sum(tensor.nbytes for tensor in part.values() if tensor is not None)
-    shape = build_anatomy(config)
-    whole = RankHolding(0, "only", {}, 1, 0, range(len(shape.layers)), ())
+    shape = build_layer_graph(config)
+    whole = RankShards(0, "only", {}, 1, 0, range(len(shape.layers)), ())
     terms = list_cache_terms(shape, whole, Mesh.of(), ServingWorkload(tokens, batch, page=1), dtype="F32")
     ours = dict.fromkeys(theirs, 0)
     for term in terms:
@@ -185,7 +185,7 @@ def test_what_is_cached_is_what_transformers_caches():
 def test_what_is_cached_has_the_sizes_of_vllm():
     """`DeepseekV4Attention.get_kv_cache_spec`: 512 elements; `DeepseekV4Indexer`: 132 bytes; `CompressorStateCache`:
     fp32, `2 * coff * head_dim` of `coff * compress_ratio` tokens, where `coff` is 2 for four tokens and else 1."""
-    layers = build_anatomy(FLASH).layers
+    layers = build_layer_graph(FLASH).layers
     assert [layer.attention.compressed for layer in layers[:5]] == [0, 0, 4, 128, 4]
     assert layers[0].attention.besides == ()
     assert layers[2].attention.besides == (
@@ -198,11 +198,11 @@ def test_what_is_cached_has_the_sizes_of_vllm():
         TokenCache("keys and values of 128 tokens, compressed", 512, 0, 128),
         TokenCache("128 tokens that wait for the compressor", 1024, 4096, 128, 128),
     )
-    assert bytes_per_token(build_anatomy(FLASH), dtype="BF16") == 43 * 1024 + 21 * 320 + 20 * 8
+    assert bytes_per_token(build_layer_graph(FLASH), dtype="BF16") == 43 * 1024 + 21 * 320 + 20 * 8
 
 
 def test_attention_sees_the_window_and_compressed_tokens():
-    plain, sparse, dense = (build_anatomy(FLASH).layers[n] for n in (0, 2, 3))
+    plain, sparse, dense = (build_layer_graph(FLASH).layers[n] for n in (0, 2, 3))
     for layer, seen, scored in ((plain, 128, 0), (dense, 128 + 1000, 0), (sparse, 128 + 512, 32_000)):
         assert count_attention_operations([layer], Mesh.of(tp=8), 1, 128_000) == 2 * (
             seen * 64 * 1024 / 8 + scored * 64 * 128
@@ -210,15 +210,15 @@ def test_attention_sees_the_window_and_compressed_tokens():
 
 
 def test_what_is_not_counted_behind_the_last_layer_is_said():
-    shape = build_anatomy(fixture("deepseek_v4"))
+    shape = build_layer_graph(fixture("deepseek_v4"))
     assert any("behind the last layer" in one for one in list_model_remarks(TrainingWorkload(8), shape))
-    assert [*list_model_remarks(TrainingWorkload(8), build_anatomy(fixture("llama")))] == []
+    assert [*list_model_remarks(TrainingWorkload(8), build_layer_graph(fixture("llama")))] == []
 
 
 def test_what_training_keeps_in_megatron_is_said_to_be_unknown():
-    shape = build_anatomy(fixture("deepseek_v4"))
+    shape = build_layer_graph(fixture("deepseek_v4"))
     for number, why in enumerate(("mixes several states", "an indexer chooses", "compressed tokens")):
-        holding = RankHolding(0, "only", {}, 1, 0, range(number, number + 1), ())
+        holding = RankShards(0, "only", {}, 1, 0, range(number, number + 1), ())
         with pytest.raises(UnsupportedError, match=f"layer {number} is not known: it .*{why}"):
             estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="megatron"), stages=(4,))
 

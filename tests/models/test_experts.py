@@ -7,7 +7,7 @@ import time
 import pytest
 from model_oracle import FIXTURES, fixture, on_meta, stored
 
-from shardctl.base.errors import CutError, SourceError
+from shardctl.base.errors import PartitionError, SourceError
 from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
@@ -136,7 +136,7 @@ def test_a_pair_of_gate_and_up_columns_stays_together():
     assert [str(b) for b in compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))] == [
         "[2:4, 0:32, 0:128]"
     ]
-    with pytest.raises(CutError, match="over etp=128: 64 pairs of gate and up columns"):
+    with pytest.raises(PartitionError, match="over etp=128: 64 pairs of gate and up columns"):
         check_cuts(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=128))
 
 
@@ -182,7 +182,7 @@ def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
         f"{base}.down_proj_bias": ("BF16", ["[0:4, 0:32]"]),
     }
     blocks = model.tensors[f"{base}.down_proj_blocks"]
-    with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
+    with pytest.raises(PartitionError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
         check_cuts(blocks.name, blocks.shape, blocks.spec, Mesh.of(tp=4))
     assert caught.value.hint == "use --ep 4, which leaves each expert whole, or --etp 1 or 2"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_oracle import fixture
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.models import describe_model
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.placement import check_cuts, compute_rank_boxes
@@ -40,7 +40,7 @@ def test_interleaved_heads_are_cut_between_heads(name, tensor, heads, parts):
         assert set(held[:, 0].tolist()) == {2 * at["tp"], 2 * at["tp"] + 1}
         (columns,) = compute_rank_boxes(dense.shape, dense.spec, mesh, at)
         assert (columns.origin[1], columns.stop[1]) == (16 * at["tp"], 16 * at["tp"] + 16)
-    with pytest.raises(CutError, match="over tp=8: 4 "):
+    with pytest.raises(PartitionError, match="over tp=8: 4 "):
         check_cuts(weight.name, weight.shape, weight.spec, Mesh.of(tp=8))
 
 
@@ -50,7 +50,7 @@ MULTI_QUERY = {"new_decoder_architecture": False, "multi_query": True, "num_kv_h
 def test_the_one_key_value_head_of_multi_query_attention_is_on_every_rank_or_refused():
     name = "transformer.h.0.self_attention.query_key_value.weight"
     refused = describe_model(fixture("falcon", **MULTI_QUERY)).tensors[name]
-    with pytest.raises(CutError, match="over tp=2: 1 key/value heads") as caught:
+    with pytest.raises(PartitionError, match="over tp=2: 1 key/value heads") as caught:
         check_cuts(refused.name, refused.shape, refused.spec, Mesh.of(tp=2))
     assert caught.value.hint == "use --tp 1, or --kv-heads replicate to keep each head on several ranks"
     shared = describe_model(fixture("falcon", **MULTI_QUERY), kv_heads="replicate").tensors[name]
@@ -86,7 +86,7 @@ def test_a_mamba_rank_holds_its_channels_of_every_part_of_the_mixer():
 def test_one_group_of_a_mamba_2_is_shared_by_the_ranks_or_refused():
     name = "backbone.layers.0.mixer.in_proj.weight"
     refused = describe_model(fixture("mamba2", n_groups=1)).tensors[name]
-    with pytest.raises(CutError, match=r"over tp=2: 1 key/query groups \(B and C\)") as caught:
+    with pytest.raises(PartitionError, match=r"over tp=2: 1 key/query groups \(B and C\)") as caught:
         check_cuts(refused.name, refused.shape, refused.spec, Mesh.of(tp=2))
     assert caught.value.hint == "use --tp 1, or --kv-heads replicate to keep each head on several ranks"
     shared = describe_model(fixture("mamba2", n_groups=1), kv_heads="replicate").tensors[name]

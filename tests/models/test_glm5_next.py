@@ -8,7 +8,7 @@ import pytest
 from model_oracle import fixture, stored
 
 from shardctl.base.errors import SourceError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
@@ -25,7 +25,7 @@ def test_it_has_its_published_size():
 
 
 def test_one_layer_in_four_caches_a_latent_and_keys_of_pools():
-    layers = build_anatomy(FLASH).layers
+    layers = build_layer_graph(FLASH).layers
     latent = [layer.attention for layer in layers if layer.attention is not None]
     assert (len(layers), len(latent)) == (45, 11)
     assert {(one.latent, one.chosen, *((c.tokens, c.packed) for c in one.besides)) for one in latent} == {

@@ -16,7 +16,7 @@ import transformers
 from model_oracle import BUILT, CONFIGS, state
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model, load_families
 from shardctl.models.names.binding import find_canonical_name
 from shardctl.models.tables.decoder import HEADS
@@ -66,7 +66,7 @@ def test_every_element_is_held(name, degrees):
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_are_known(name):
     config = hub_config(name)
-    assert len(build_anatomy(config).layers) == describe_model(config).layers
+    assert len(build_layer_graph(config).layers) == describe_model(config).layers
 
 
 def renamed_by_transformers(kind, name):
@@ -143,7 +143,7 @@ def test_ernies_flat_config_is_the_nested_one(word):
     flat |= {"moe_num_experts": [4, 4], "vision_config": {**nested["vision_config"], "mlp_ratio": 3}}
     del flat["text_config"], flat["vision_config"]["intermediate_size"]
     assert describe_model(flat).state() == describe_model(nested).state()
-    assert build_anatomy(flat).layers == build_anatomy(nested).layers
+    assert build_layer_graph(flat).layers == build_layer_graph(nested).layers
 
 
 def test_mimo_is_qwen2_and_predicts_as_vllms_modules_do():
@@ -175,7 +175,7 @@ def test_gemma4s_assistants_have_the_tensors_of_transformers_class(name, monkeyp
     model = describe_model(hub_config(name))
     assert model.state() == state(real)
     assert {tie: t.name for t in model.own() for tie in t.ties} == real.all_tied_weights_keys
-    assert all(layer.attention.borrowed for layer in build_anatomy(hub_config(name)).layers)
+    assert all(layer.attention.borrowed for layer in build_layer_graph(hub_config(name)).layers)
 
 
 def test_deepseek_1_is_the_text_model_of_transformers_deepseek_ocr_2():
@@ -187,4 +187,4 @@ def test_deepseek_1_is_the_text_model_of_transformers_deepseek_ocr_2():
         theirs = state(kind(kind.config_class.from_dict({**config, **kinds})))
     names = {f"model.{name}": shape for name, shape in theirs.items()}
     assert describe_model(config).state() == names | {"lm_head.weight": (96, 32)}
-    assert [layer.attention.kind for layer in build_anatomy(config).layers] == ["full", "full"]
+    assert [layer.attention.kind for layer in build_layer_graph(config).layers] == ["full", "full"]

@@ -6,7 +6,7 @@ import pytest
 from model_oracle import fixture, stored
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
@@ -30,9 +30,9 @@ A13B = {
 def test_hunyuan_a13b_has_its_published_size():
     """80 B, of which 13 B work on each token (the page of Hunyuan-A13B-Instruct on the Hub)."""
     assert round(describe_model(A13B).parameters / 1e9) == 80
-    assert {layer.experts.chosen for layer in build_anatomy(A13B).layers} == {8}
+    assert {layer.experts.chosen for layer in build_layer_graph(A13B).layers} == {8}
     with pytest.raises(UnsupportedError, match="other numbers of experts"):
-        build_anatomy({**A13B, "moe_topk": [8] * 31 + [4]})
+        build_layer_graph({**A13B, "moe_topk": [8] * 31 + [4]})
 
 
 @pytest.mark.parametrize(

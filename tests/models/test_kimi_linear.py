@@ -8,7 +8,7 @@ import pytest
 from model_oracle import CONFIGS, fixture, stored
 
 from shardctl.base.errors import SourceError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 from shardctl.tensors.mesh import Mesh
@@ -62,7 +62,7 @@ def test_it_has_its_published_size():
 
 def test_linear_attention_keeps_a_state_and_latent_attention_a_latent():
     """`kda_state_shape` of vLLM's `mamba_utils.py`: three convolutions, and heads of 128 x 128."""
-    first, fourth = build_anatomy(LINEAR).layers[0], build_anatomy(LINEAR).layers[3]
+    first, fourth = build_layer_graph(LINEAR).layers[0], build_layer_graph(LINEAR).layers[3]
     assert first.attention is None
     assert (first.state.channels, first.state.window, first.state.recurrent) == (3 * 32 * 128, 4, 32 * 128 * 128)
     assert fourth.state is None
@@ -112,7 +112,7 @@ def test_k3_has_the_size_and_the_parts_that_engines_build():
     }
     assert {name: model.tensors[name].shape for name in shapes} == shapes
     assert "language_model.model.layers.0.self_attn.g_a_proj.weight" not in model.tensors
-    layers = build_anatomy(K3).layers
+    layers = build_layer_graph(K3).layers
     assert sum(layer.state is not None for layer in layers) == 69
     assert layers[1].experts.width == 3584
     assert layers[1].gated

@@ -16,11 +16,11 @@ from model_oracle import BUILT, CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import ModelConfig, describe_model, families, load_families
 from shardctl.models.names.extra_names import IGNORED_PATTERNS
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 PUBLIC = sorted(path.stem for path in CONFIGS.with_name("configs_public").glob("*.json"))
 KEPT = {
@@ -120,7 +120,7 @@ def silent(config, *keys):
 
 
 def check_norms_and_activations(config):
-    found = build_anatomy(config)
+    found = build_layer_graph(config)
     built = modules_of_layers(config)
     assert len(built) == len(found.layers)
     for layer, modules in zip(found.layers, built, strict=True):
@@ -159,7 +159,7 @@ def test_norms_and_activations_of_published_models_are_those_that_transformers_b
 @pytest.mark.parametrize("name", [name for name in FIXTURES if "num_experts_per_tok" in fixture(name)])
 def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
     config = fixture(name)
-    for layer, modules in zip(build_anatomy(config).layers, modules_of_layers(config), strict=True):
+    for layer, modules in zip(build_layer_graph(config).layers, modules_of_layers(config), strict=True):
         routers = [m for m in modules.values() if type(m).__name__.endswith("Router")]
         assert bool(routers) == (layer.experts is not None)
         for router in routers:
@@ -231,12 +231,12 @@ def replace_families(monkeypatch, *families):
 
 def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch):
     llama = next(family for family in load_families() if family.name == "llama")
-    for traits in (None, LayerTraits(activation=("hidden_act", "silu"))):
+    for traits in (None, LayerFeatures(activation=("hidden_act", "silu"))):
         mute = replace(llama, traits=traits)
         others = tuple(family for family in load_families() if family is not llama)
         replace_families(monkeypatch, *others, mute)
         with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
-            build_anatomy(fixture("llama"))
+            build_layer_graph(fixture("llama"))
         assert describe_model(fixture("llama")).parameters
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, stored
 
-from shardctl.base.errors import CutError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.base.errors import PartitionError
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 from shardctl.tensors.mesh import Mesh
@@ -24,7 +24,7 @@ def test_it_has_its_published_size():
 
 
 def test_each_layer_caches_two_latents():
-    layers = build_anatomy({"model_type": "longcat_flash"}).layers
+    layers = build_layer_graph({"model_type": "longcat_flash"}).layers
     assert len(layers) == 28
     assert {(layer.halves, layer.attention.latent, layer.norms, layer.experts.count) for layer in layers} == {
         (2, 576, 4, 768)
@@ -45,7 +45,7 @@ def test_idle_experts_are_divided_by_themselves():
     assert {(t.spec.member.index, t.spec.member.count) for t in model.own() if t.spare} == {(n, 4) for n in range(4)}
     few = describe_model(fixture("longcat_flash", zero_expert_num=2))
     idle = few.tensors[f"{EXPERTS}.8.up_proj.weight"]
-    with pytest.raises(CutError, match="over ep=4: 2 experts"):
+    with pytest.raises(PartitionError, match="over ep=4: 2 experts"):
         check_cuts(idle.name, idle.shape, idle.spec, Mesh.of(dp=4, ep=4))
 
 

@@ -6,7 +6,7 @@ import pytest
 from model_oracle import fixture, on_meta, state, stored
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
@@ -19,7 +19,7 @@ def test_it_has_its_published_size():
 
 
 def test_layers_with_a_window_cache_twice_the_heads_of_those_tokens():
-    first, second = build_anatomy(FLASH).layers[:2]
+    first, second = build_layer_graph(FLASH).layers[:2]
     assert (first.attention.kv_heads, first.attention.window) == (4, None)
     assert (second.attention.kv_heads, second.attention.window) == (8, 129)
     assert {(one.attention.head_dim, one.attention.value_dim) for one in (first, second)} == {(192, 128)}

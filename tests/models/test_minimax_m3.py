@@ -6,7 +6,7 @@ import pytest
 from model_oracle import fixture, stored
 
 from shardctl.base.errors import SourceError
-from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_anatomy
+from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 from shardctl.tensors.mesh import Mesh
@@ -26,7 +26,7 @@ M3 = {
 
 def test_indexers_choose_blocks_and_cache_a_key_in_the_type_of_the_cache():
     """`resolve_indexer_kv_dtype("bf16")` in vLLM's `models/minimax_m3/nvidia/model.py`."""
-    layers = build_anatomy(M3).layers
+    layers = build_layer_graph(M3).layers
     assert {layer.attention.chosen for layer in layers[:3]} == {None}
     assert {layer.attention.chosen for layer in layers[3:]} == {16 * 128}
     assert {layer.attention.indexer for layer in layers[3:]} == {LayerIndexer(4, 128)}

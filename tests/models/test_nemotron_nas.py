@@ -10,7 +10,7 @@ import transformers
 from model_oracle import CONFIGS, state
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 
 CONFIG = json.loads((CONFIGS.with_name("configs_hub") / "nemotron-nas.json").read_text())
@@ -52,7 +52,7 @@ def test_each_layer_is_a_llamas_less_what_it_lacks():
 
 
 def test_layers_without_attention_cache_nothing():
-    layers = build_anatomy(CONFIG).layers
+    layers = build_layer_graph(CONFIG).layers
     assert [layer.mlp for layer in layers] == [256, 512, 0, 768]
     assert [layer.attention.kv_heads if layer.attention else None for layer in layers] == [4, None, 4, 4]
     assert [layer.norms for layer in layers] == [2, 1, 1, 2]

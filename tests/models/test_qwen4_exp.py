@@ -11,7 +11,7 @@ from cache_bytes import state_bytes
 from model_oracle import fixture, stored
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
@@ -42,7 +42,7 @@ def test_it_has_its_published_size():
 
 
 def test_one_layer_in_four_attends_to_chosen_tokens_and_caches_keys_of_blocks():
-    layers = build_anatomy(FLASH_NEXT).layers
+    layers = build_layer_graph(FLASH_NEXT).layers
     found = [layer.attention for layer in layers if layer.attention is not None]
     assert (len(layers), len(found), {layer.streams for layer in layers}) == (48, 12, {4})
     assert {(one.kv_heads, one.chosen, *((c.tokens, c.elements) for c in one.besides)) for one in found} == {
@@ -109,7 +109,7 @@ def test_the_states_are_those_of_transformers_cache():
         for state in states.values()
         if state is not None
     ]
-    shape = build_anatomy(config)
+    shape = build_layer_graph(config)
     assert [layer.past for layer in shape.layers] == [64 * 3, 0, 0]
     assert state_bytes(shape, dtype="F32") == sum(state.nbytes for state in kept if state.is_floating_point())
     assert [state.shape for state in kept if not state.is_floating_point()] == [(1, 2)]

@@ -12,7 +12,7 @@ from shardctl.models import build_rule_table, choose_model, describe_model, load
 from shardctl.models.names.naming import bind_manifest
 from shardctl.models.tables.name_pattern import LayerPattern, PatternList
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.placement import AxisCut, CutSection, compute_rank_boxes
+from shardctl.tensors.placement import AxisPartition, PartitionSection, compute_rank_boxes
 
 FOREIGN = {
     "net.embed.weight": (10, 4),
@@ -48,9 +48,9 @@ def test_an_unknown_architecture_is_cut_and_placed_by_its_rules(load):
     model = choose_model({"architectures": ["NetModel"]}, stored(FOREIGN.items()), load(RULES))
     up = model.tensors["net.blocks.10.up.weight"]
     assert model.layers == 3
-    assert up.spec.cuts == ((AxisCut("tp", (CutSection(8),)), AxisCut("fsdp")), ())
+    assert up.spec.cuts == ((AxisPartition("tp", (PartitionSection(8),)), AxisPartition("fsdp")), ())
     assert up.spec.where == (("layer", 2),)
-    assert model.tensors["net.embed.weight"].spec.cuts == ((), (AxisCut("tp", (CutSection(4),)),))
+    assert model.tensors["net.embed.weight"].spec.cuts == ((), (AxisPartition("tp", (PartitionSection(4),)),))
     assert model.tensors["net.embed.weight"].spec.where == (("first", 0),)
     assert model.tensors["net.norm.weight"].spec.where == (("last", 0),)
     assert model.tensors["net.blocks.0.scale"].spec.cuts == ()
@@ -75,7 +75,7 @@ def test_the_first_rule_that_matches_wins_and_a_useless_one_is_a_warning(load):
     rules = load('[rules]\n"**.weight" = ["tp"]\n"net.norm.weight" = []\n"**" = []\n')
     checkpoint = stored(FOREIGN.items())
     model = choose_model(None, checkpoint, rules)
-    assert model.tensors["net.norm.weight"].spec.cuts == ((AxisCut("tp", (CutSection(4),)),),)
+    assert model.tensors["net.norm.weight"].spec.cuts == ((AxisPartition("tp", (PartitionSection(4),)),),)
     (warning,) = bind_manifest(model, checkpoint).warnings
     assert "'net.norm.weight'" in warning
     assert "matches no tensor" in warning
@@ -89,7 +89,7 @@ def test_a_file_overrides_a_known_family_and_leaves_the_rest(load):
     changed = {n for n in model.tensors if model.tensors[n] != plain.tensors[n]}
     assert changed == {f"model.layers.{n}.mlp.up_proj.weight" for n in range(2)}
     up = model.tensors["model.layers.1.mlp.up_proj.weight"]
-    assert up.spec.cuts == ((), (AxisCut("tp", (CutSection(32),)),))
+    assert up.spec.cuts == ((), (AxisPartition("tp", (PartitionSection(32),)),))
     assert up.spec.where == (("layer", 1),)
     assert bind_manifest(model, checkpoint).tensors == bind_manifest(plain, checkpoint).tensors
 

@@ -7,7 +7,7 @@ from cache_bytes import bytes_per_token
 from model_oracle import fixture, on_meta, state
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_anatomy
+from shardctl.estimate.model.layer_graph import LayerIndexer, TokenCache, build_layer_graph
 from shardctl.estimate.model.operations import count_attention_operations
 from shardctl.models import describe_model
 from shardctl.models.tables.config import ModelConfig
@@ -102,14 +102,14 @@ def test_kinds_of_mlps_that_are_none_are_refused(kinds):
 
 def test_an_indexer_caches_a_key_for_all_heads_which_vllm_keeps_in_fp8_with_a_scale():
     """`Indexer` of vLLM's `deepseek_v2.py`: `head_dim + head_dim // quant_block_size * 4` bytes, 132."""
-    layers = build_anatomy(V32).layers
+    layers = build_layer_graph(V32).layers
     assert {layer.attention.indexer for layer in layers} == {LayerIndexer(64, 128)}
     assert {layer.attention.besides for layer in layers} == {(TokenCache("keys of the indexer", 128, 132),)}
-    assert bytes_per_token(build_anatomy(V32), dtype="BF16") == 61 * (512 + 64 + 128) * 2
+    assert bytes_per_token(build_layer_graph(V32), dtype="BF16") == 61 * (512 + 64 + 128) * 2
 
 
 def test_layers_that_take_over_a_choice_cache_no_keys_of_their_own():
-    first, _, third = build_anatomy(fixture("glm_moe_dsa")).layers
+    first, _, third = build_layer_graph(fixture("glm_moe_dsa")).layers
     assert first.attention.chosen == third.attention.chosen == 4
     assert first.attention.besides
     assert not third.attention.besides
@@ -117,7 +117,7 @@ def test_layers_that_take_over_a_choice_cache_no_keys_of_their_own():
 
 
 def test_attention_looks_at_chosen_tokens_and_the_indexer_at_all():
-    (layer, *_), mesh = build_anatomy(V32).layers, Mesh.of(tp=8)
+    (layer, *_), mesh = build_layer_graph(V32).layers, Mesh.of(tp=8)
     for context, seen in ((1000, 1000), (100_000, 2048)):
         assert count_attention_operations([layer], mesh, 1, context) == 2 * (
             seen * 128 * (192 + 128) / 8 + context * 64 * 128
@@ -130,12 +130,12 @@ def test_what_configs_call_layers_of_sparse_attention_is_known():
 
 
 def test_what_megatron_keeps_of_sparse_attention_is_said_to_be_unknown():
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.training.activations import estimate_activations
     from shardctl.estimate.workload import TrainingWorkload
 
-    shape = build_anatomy(fixture("deepseek_v32"))
-    holding = RankHolding(0, "only", {}, 1, 0, range(len(shape.layers)), ())
+    shape = build_layer_graph(fixture("deepseek_v32"))
+    holding = RankShards(0, "only", {}, 1, 0, range(len(shape.layers)), ())
     with pytest.raises(UnsupportedError, match="layer 0 is not known: it attends to tokens that an indexer chooses"):
         estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="megatron"), stages=(2,))
     assert estimate_activations(shape, holding, Mesh.of(), TrainingWorkload(8, profile="hf"), stages=(2,))

@@ -10,7 +10,7 @@ import transformers
 from model_oracle import CONFIGS, state, stored
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
@@ -28,7 +28,7 @@ def test_it_has_the_state_dict_of_transformers_text_model():
 
 
 def test_layers_with_a_window_have_heads_of_their_own():
-    layers = build_anatomy(CONFIG).layers
+    layers = build_layer_graph(CONFIG).layers
     assert [(one.attention.kind, one.attention.heads, one.attention.window) for one in layers] == [
         ("full", 4, None),
         ("sliding", 6, 8),

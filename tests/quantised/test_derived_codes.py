@@ -7,7 +7,7 @@ import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 from test_quantised import MIXTRAL, local, manifest
 
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.models import describe_model, load_rules
 from shardctl.models.derived import derive_model, format_rule_file
 from shardctl.models.rules.untabled import build_untabled_model
@@ -90,7 +90,7 @@ def test_a_cut_through_a_block_is_refused_as_with_a_table():
     config, stored, _ = make("fp8-blocks", {**LLAMA, "num_hidden_layers": 1})
     model = derive(config, stored)
     output = model.tensors["model.layers.0.self_attn.o_proj.weight"]
-    with pytest.raises(CutError, match="blocks of"):
+    with pytest.raises(PartitionError, match="blocks of"):
         check_cuts(output.name, output.shape, output.spec, Mesh.of(tp=8))
 
 

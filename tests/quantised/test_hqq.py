@@ -12,7 +12,7 @@ from codes import LLAMA
 from reading import assert_same, read
 from safetensors.torch import load_file, save_file
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
@@ -60,7 +60,7 @@ def test_as_they_are_only_whole_layers_are_placed(tmp_path, case):
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(dp=2)))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "back"), read(source))
-    with pytest.raises(CutError, match="which only pp or ep can place"):
+    with pytest.raises(PartitionError, match="which only pp or ep can place"):
         reshard(source, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)))
 
 

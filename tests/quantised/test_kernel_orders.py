@@ -10,7 +10,7 @@ import torch
 from reading import assert_same, read
 from safetensors.torch import load_file
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
@@ -49,7 +49,9 @@ def test_they_are_cut_where_that_is_possible_and_come_back(tmp_path, case):
     for number, mesh in enumerate((Mesh.of(tp=2), Mesh.of(fsdp=2))):
         there = tmp_path / f"there{number}"
         if number == 0 and "gptq-marlin" not in case:  # the groups of the others are one or three
-            with pytest.raises(CutError, match="row of scales with a padded end" if "gemv" in case else "cannot split"):
+            with pytest.raises(
+                PartitionError, match="row of scales with a padded end" if "gemv" in case else "cannot split"
+            ):
                 reshard(source, there, ReshardOptions(mesh=mesh))
             continue
         reshard(source, there, ReshardOptions(mesh=mesh))

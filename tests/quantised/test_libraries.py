@@ -11,7 +11,7 @@ from compressing import WEIGHTS
 from reading import assert_same, of, read
 from safetensors.torch import load_file
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -122,7 +122,7 @@ class TestBitsandbytes:
 
     @pytest.mark.parametrize("axis", ["tp", "fsdp"])
     def test_any_other_cut_is_refused_and_the_reason_said(self, source, tmp_path, axis):
-        with pytest.raises(CutError, match=f"over {axis}=2: 1 .* which only pp or ep can place") as caught:
+        with pytest.raises(PartitionError, match=f"over {axis}=2: 1 .* which only pp or ep can place") as caught:
             reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(**{axis: 2})))
         assert caught.value.hint == f"use --{axis} 1"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.cli.program import run
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
@@ -68,7 +68,7 @@ def test_the_degrees_that_work_are_listed_unasked_and_are_those_that_can_be_plan
         if degree in found.allowed:
             plan(quantised(name), ReshardOptions(mesh=Mesh.of(tp=degree)))
         else:
-            with pytest.raises(CutError):
+            with pytest.raises(PartitionError):
                 plan(quantised(name), ReshardOptions(mesh=Mesh.of(tp=degree)))
     assert not set(found.allowed) & set(found.blocked)
 

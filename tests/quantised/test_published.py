@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.tensors.mesh import Mesh
@@ -100,6 +100,6 @@ def test_experts_of_deepseek_v4_have_four_bits_beside_fp8(name, group):
 def test_a_degree_that_its_blocks_do_not_allow_is_refused_with_those_that_they_do():
     """The shared experts' 2048 outputs and inputs are 16 blocks of 128 in DeepSeek-V3; 18432 are 144."""
     config = CONFIGS.parent / "configs_public" / "deepseek-v3.json"
-    with pytest.raises((UsageError, CutError), match="blocks of 128") as caught:
+    with pytest.raises((UsageError, PartitionError), match="blocks of 128") as caught:
         plan(config, ReshardOptions(mesh=Mesh.of(tp=32)), plan_options=PlanOptions(use="serve"))
     assert "16" in f"{caught.value} {caught.value.hint}"

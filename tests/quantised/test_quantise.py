@@ -14,7 +14,7 @@ from codes import LLAMA, plain_state, write
 from reading import assert_same, read
 from safetensors.torch import load_file, save_file
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.base.workers import NullWatcher
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.quantization.quantizing import choose_recipe, quantise_checkpoint
@@ -395,7 +395,7 @@ class TestRefusals:
 
     def test_cuts_through_blocks(self, tmp_path):
         source = write(tmp_path / "source", WIDE, odd_state(WIDE, torch.bfloat16))
-        with pytest.raises(CutError, match="blocks of 128"):
+        with pytest.raises(PartitionError, match="blocks of 128"):
             reshard(source, tmp_path / "out", ReshardOptions(quantize="fp8-block", mesh=Mesh.of(tp=2)))
         assert not list(tmp_path.glob("*out*"))
 

@@ -8,7 +8,7 @@ import torch
 from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state, quark
 
 from shardctl.base.dtype import BY_TORCH
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.models import build_rule_table, choose_model, describe_model, find_quantisation_config, load_rules
 from shardctl.models.names.naming import bind_manifest
 from shardctl.tensors.box import Box
@@ -185,7 +185,7 @@ class TestCutsBetweenBlocks:
         ],
     )
     def test_others_are_refused_with_the_degrees_that_work(self, settings, changes, tp, message, hint):
-        with pytest.raises(CutError, match=message) as caught:
+        with pytest.raises(PartitionError, match=message) as caught:
             checked(of(settings, **changes), {"tp": tp})
         assert hint in caught.value.hint
 
@@ -217,8 +217,8 @@ class TestCutsBetweenBlocks:
                 codes, scales = (model.tensors[f"{module}.{n}"] for n in ("weight", "weight_scale_inv"))
                 try:
                     check_cuts(codes.name, codes.shape, codes.spec, mesh)
-                except CutError:
-                    with pytest.raises(CutError):
+                except PartitionError:
+                    with pytest.raises(PartitionError):
                         check_cuts(scales.name, scales.shape, scales.spec, mesh)
                     continue
                 for rank in range(degree):
@@ -242,7 +242,7 @@ class TestCutsBetweenBlocks:
             16,
         ]
         tensor = describe_model(narrow, kv_heads="replicate").tensors[name]  # two heads are
-        with pytest.raises(CutError, match="1 blocks of 32"):
+        with pytest.raises(PartitionError, match="1 blocks of 32"):
             check_cuts(name, tensor.shape, tensor.spec, mesh)
 
 
@@ -574,7 +574,7 @@ def test_deepseek_v3_is_cut_where_its_blocks_end():
     (exact, _), _ = model.tensors[f"{attention}.q_b_proj.weight_scale_inv"].spec.cuts
     assert (exact.sections[0].size, exact.sections[0].unit) == (192, 3)
     assert shapes(model, "model.layers.3.mlp.gate")["weight"] == ("BF16", (8, 7168))  # as is usual beside codes
-    with pytest.raises(CutError, match="144 blocks of 128"):
+    with pytest.raises(PartitionError, match="144 blocks of 128"):
         checked(DEEPSEEK, {"tp": 64})
 
 

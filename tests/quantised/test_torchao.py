@@ -12,7 +12,7 @@ from reading import assert_same, read
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
@@ -54,7 +54,7 @@ def test_the_numbers_are_those_of_torchao(tmp_path, case, dtype):
 def test_scales_in_blocks_are_cut_by_blocks_of_outputs_or_not_at_all(tmp_path, case):
     source, owners = FIXTURES / case, load_file(FIXTURES / f"{case}.safetensors")
     assert inspect(source).warnings == ()
-    with pytest.raises(CutError, match="cannot split"):
+    with pytest.raises(PartitionError, match="cannot split"):
         reshard(source, tmp_path / "tp2", ReshardOptions(mesh=Mesh.of(tp=2)))
     reshard(source, tmp_path / "fsdp2", ReshardOptions(mesh=Mesh.of(fsdp=2)))
     reshard(tmp_path / "fsdp2", tmp_path / "back", ReshardOptions(to="hf"))
@@ -94,7 +94,7 @@ def test_the_config_alone_describes_the_arrays(case):
 
 def test_a_cut_through_a_group_is_refused(tmp_path):
     """The groups of 16 inputs of `int4-activations` are four in `down_proj`, and two in `o_proj`."""
-    with pytest.raises(CutError, match=r"o_proj.*2 blocks of 16"):
+    with pytest.raises(PartitionError, match=r"o_proj.*2 blocks of 16"):
         reshard(FIXTURES / "int4-activations", tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=4)))
 
 

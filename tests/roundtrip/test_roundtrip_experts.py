@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, stored
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
@@ -204,7 +204,7 @@ def test_experts_1_and_10_are_two_experts(tmp_path):
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused_with_what_can(tiny, tmp_path, mesh, message, hint):
-    with pytest.raises(CutError, match=message) as caught:
+    with pytest.raises(PartitionError, match=message) as caught:
         reshard(tiny("mixtral").path, tmp_path / "out", ReshardOptions(mesh=mesh))
     assert caught.value.hint.startswith(hint)
 
@@ -288,7 +288,7 @@ def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
+    with pytest.raises(PartitionError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
         reshard(source, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=4)))
     assert caught.value.hint == "use --ep 4, which leaves each expert whole, or --etp 1 or 2"
 

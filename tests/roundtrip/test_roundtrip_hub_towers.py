@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, assert_same, loaded, stored
 
-from shardctl.estimate.model.layer_graph import build_anatomy
+from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.serving.kv_cache import count_elements_per_token
 from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
@@ -99,7 +99,7 @@ def test_layers_that_predict_are_kept_apart(made, tmp_path):
 
 
 def test_layers_cache_latents_of_their_own_or_those_of_an_earlier_one():
-    attentions = [layer.attention for layer in build_anatomy(CONFIGS_OF["mistral_large4"]).layers]
+    attentions = [layer.attention for layer in build_layer_graph(CONFIGS_OF["mistral_large4"]).layers]
     assert [(one.borrowed, count_elements_per_token(one, 1), bool(one.indexer)) for one in attentions] == [
         (False, 16, True),
         (True, 12, False),

@@ -10,7 +10,7 @@ from damage import header
 from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, stored
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.cli.program import run
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
@@ -57,7 +57,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_in_ceil_sized_parts(gpt2, tmp_
     ids=str,
 )
 def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do(tiny, tmp_path, name, mesh, hint):
-    with pytest.raises(CutError) as refused:
+    with pytest.raises(PartitionError) as refused:
         reshard(tiny(name, divisible=False).path, tmp_path / "ranks", ReshardOptions(mesh=mesh))
     assert hint in (refused.value.hint or "")
     assert not (tmp_path / "ranks").exists()

@@ -11,7 +11,7 @@ from tiny_models import FIXTURES, config_of
 
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.estimate.model.inventory import build_inventory
-from shardctl.estimate.model.rank_shards import list_holdings
+from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
 from shardctl.tensors.mesh import Mesh
@@ -65,7 +65,7 @@ def test_weights_of_each_rank_are_what_its_files_hold(tiny, tmp_path, name, text
     specs = {tensor: model.tensors[tensor].spec for tensor in tensors}
     inventory = build_inventory(tensors.values(), specs, model.layers)
     written = payloads(tmp_path / "ranks", model)
-    holdings = list_holdings(inventory, mesh, record.stages)
+    holdings = list_rank_shards(inventory, mesh, record.stages)
     for holding in holdings:
         experts = sum(part.nbytes for part in holding.parts if part.kind.spec.of_expert)
         assert experts == written[holding.rank, True]

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import Tiny, assert_same, config_of, loaded, save, stored
 
-from shardctl.base.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.models import find_family
@@ -90,7 +90,7 @@ def test_what_is_cut_is_what_the_plan_of_the_loaded_class_cuts(foreign):
 
 
 def test_heads_stay_whole_although_the_plan_does_not_know_them(foreign, tmp_path):
-    with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 heads") as caught:
+    with pytest.raises(PartitionError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 heads") as caught:
         reshard(
             foreign("granite_swa").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), source_options=BORROWED
         )

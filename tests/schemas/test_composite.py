@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays, stack_arrays
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, Region, compute_dense_strides
@@ -161,10 +161,10 @@ def test_parts_that_take_turns_are_set_apart_and_stacked_again():
 def test_parts_that_would_not_be_equal_are_refused_by_name():
     whole = CompositeArray.whole("model.norm.weight", (6, 2))
     with pytest.raises(
-        CutError, match=re.escape("model.norm.weight: 6 rows or columns cannot be divided into 4 equal parts")
+        PartitionError, match=re.escape("model.norm.weight: 6 rows or columns cannot be divided into 4 equal parts")
     ):
         whole.share(0, 1, 4)
-    with pytest.raises(CutError, match="no part 4:9"):
+    with pytest.raises(PartitionError, match="no part 4:9"):
         whole.part(0, 4, 9)
-    with pytest.raises(CutError, match="cannot be padded to 4"):
+    with pytest.raises(PartitionError, match="cannot be padded to 4"):
         whole.padded(4)

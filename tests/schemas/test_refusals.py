@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.libraries.catalogue import load_layouts
@@ -58,7 +58,10 @@ def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(lay
 
 def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):
     saved(tmp_path, "llama", vocab_size=3, num_attention_heads=4)
-    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CutError, match=r"lm_head\.weight .* only padding"):
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(PartitionError, match=r"lm_head\.weight .* only padding"),
+    ):
         plan_conversion(checkpoint, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.models import describe_model
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
@@ -98,7 +98,7 @@ def test_what_shardctl_cuts_is_aligned(name):
         mesh = Mesh.of(**degrees)
         try:
             model, manifest = cut(config_of(name), mesh)
-        except (CutError, UsageError):  # this model is too small
+        except (PartitionError, UsageError):  # this model is too small
             continue
         tried += 1
         assert both(model, manifest, mesh) == [[], []], degrees

@@ -10,7 +10,7 @@ from forward_models import FIXTURES, run, saved_and_cut, values
 
 import shardctl.models.describe
 import shardctl.models.submodels.multimodal
-from shardctl.tensors.placement import AxisCut, CutSection
+from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 SHARE = 0.95
 """Of the weights, with which ranks are to compute as they hold them."""
@@ -54,8 +54,10 @@ def cut_otherwise(monkeypatch, ending, cuts):
             tensors = dict(model.tensors)
             for name, tensor in tensors.items():
                 if name.endswith(ending):
-                    sections = tuple(CutSection(size) for size in cuts(tensor.shape[0]))
-                    first = tuple(AxisCut(cut.axis, sections) if cut.sections else cut for cut in tensor.spec.cuts[0])
+                    sections = tuple(PartitionSection(size) for size in cuts(tensor.shape[0]))
+                    first = tuple(
+                        AxisPartition(cut.axis, sections) if cut.sections else cut for cut in tensor.spec.cuts[0]
+                    )
                     spec = replace(tensor.spec, cuts=(first, *tensor.spec.cuts[1:]))
                     tensors[name] = replace(tensor, spec=spec)
             return replace(model, tensors=tensors)

@@ -20,7 +20,7 @@ from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import CoverageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.models.tables.fusion import FusionPlaces, TensorFusion
-from shardctl.running.forward import build_lens
+from shardctl.running.forward import build_lazy_state_dict
 from shardctl.running.forward.lazy_state_dict import FusedTensor, StoredTensor
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, ConstantFill, Manifest, Region, Tensor
@@ -44,7 +44,7 @@ def seen(path, *, named=True):
     """The lens of a checkpoint, and what counts its reads."""
     with open_checkpoint(path, REPLICATE) as checkpoint:
         source = Counting(checkpoint.source)
-        yield build_lens(checkpoint.manifest, source, checkpoint.model if named else None), source
+        yield build_lazy_state_dict(checkpoint.manifest, source, checkpoint.model if named else None), source
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_without_a_model_the_names_are_those_that_are_stored(folder):
     source = folder / "mixtral-named"
     save(source, config_of("mixtral"))
     with open_checkpoint(source) as checkpoint:
-        found = build_lens(checkpoint.stored, checkpoint.source)
+        found = build_lazy_state_dict(checkpoint.stored, checkpoint.source)
         names = set(json.loads(json.dumps(list(found))))
         assert names == set(checkpoint.stored.tensors)
         assert any("experts.0.w1.weight" in name for name in names)
@@ -183,4 +183,4 @@ def test_interleaved_parts_of_an_array_are_put_in_their_places():
 
 
 def test_an_empty_manifest_is_an_empty_state_dict():
-    assert dict(build_lens(Manifest("x", {}, {}), None)) == {}
+    assert dict(build_lazy_state_dict(Manifest("x", {}, {}), None)) == {}

@@ -22,7 +22,7 @@ from shardctl.cli.program import run
 from shardctl.options import VerifyOptions
 from shardctl.running import loaded
 from shardctl.running.forward import by_processes, executor
-from shardctl.running.forward.streamed_modules import LeafModule
+from shardctl.running.forward.streamed_modules import StreamedLinear
 from shardctl.running.machine_failure import find_machine_error
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.find_newest import find_newest
@@ -291,7 +291,7 @@ class TestForward:
             raise said
 
         if where == "linear":
-            monkeypatch.setattr(LeafModule, "linear", fail)
+            monkeypatch.setattr(StreamedLinear, "linear", fail)
         else:
             monkeypatch.setattr(executor.ModelExecutor, "_put", fail)
         code, out, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--virtual")
@@ -367,7 +367,7 @@ def test_a_conversion_is_not_refused_for_it(say, source, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(LeafModule, "linear", fail)
+    monkeypatch.setattr(StreamedLinear, "linear", fail)
     code, _, err = say("reshard", source, tmp_path / "out", "--tp", 2, "--prove")
     assert code == 7
     assert "too little free memory" in err

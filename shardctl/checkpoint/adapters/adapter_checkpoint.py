@@ -24,7 +24,7 @@ from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.family import Row
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_json
 from shardctl.tensors.mesh import EXPERT_FSDP
-from shardctl.tensors.placement import AxisCut, PartitionSpec
+from shardctl.tensors.placement import AxisPartition, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -207,7 +207,7 @@ def _place_parts(base: Model, module: AdaptedModule, weight: ModelTensor) -> Ite
             hint="the adapter may be of another model than the one that --config names",
         )
     along = [[cut for cut in weight.spec.cuts[dim] if cut.axis not in _SPREADING] for dim in (outputs, inputs)]
-    spread = [AxisCut(cut.axis) for cut in weight.spec.cuts[0] if cut.axis in _SPREADING]
+    spread = [AxisPartition(cut.axis) for cut in weight.spec.cuts[0] if cut.axis in _SPREADING]
     yield _build_tensor(module.down, weight, (tuple(spread), tuple(along[1])))
     yield _build_tensor(module.up, weight, ((*along[0], *spread), ()))
     for vector in (module.bias, module.magnitude):
@@ -221,12 +221,12 @@ def _place_whole(module: AdaptedModule, expert: ModelTensor) -> Iterator[ModelTe
     """Yield the matrices of all experts of a layer, where the layer is."""
     for tensor in (module.down, module.up, module.bias, module.magnitude):
         if tensor is not None:
-            spread = tuple(AxisCut("fsdp") for cut in expert.spec.cuts[0] if cut.axis in _SPREADING)
+            spread = tuple(AxisPartition("fsdp") for cut in expert.spec.cuts[0] if cut.axis in _SPREADING)
             yield _build_tensor(tensor, expert, (spread, *((),) * (len(tensor.shape) - 1)), whole=True)
 
 
 def _build_tensor(
-    tensor: Tensor, weight: ModelTensor, cuts: tuple[tuple[AxisCut, ...], ...], *, whole: bool = False
+    tensor: Tensor, weight: ModelTensor, cuts: tuple[tuple[AxisPartition, ...], ...], *, whole: bool = False
 ) -> ModelTensor:
     spec = PartitionSpec(cuts, weight.spec.where, None if whole else weight.spec.member)
     row = Row(models.list_name_patterns([tensor.name])[0], "")

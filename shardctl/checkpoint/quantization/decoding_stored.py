@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models.dequantization.tile import LocatedArray
     from shardctl.models.dequantization.weight import QuantisedWeight
-    from shardctl.models.quantization.stored_weight import CodedArray, CodedWeight, StoredQuantization
+    from shardctl.models.quantization.stored_weight import QuantizedArray, QuantizedWeight, StoredQuantization
 
 
 def decode_stored_weights(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
@@ -124,7 +124,7 @@ def _list_plain_parts(found: StoredQuantization, tensor: Tensor) -> Iterator[Ten
 
 
 def _decode_weight(
-    name: str, weight: CodedWeight, stored: Mapping[str, Tensor], dtype: DType
+    name: str, weight: QuantizedWeight, stored: Mapping[str, Tensor], dtype: DType
 ) -> Iterator[tuple[QuantisedWeight, Tensor]]:
     """Yield what decodes a weight, and the weight as a tensor; of a stack, each matrix."""
     from shardctl.models.dequantization.tile import LocatedArray
@@ -155,7 +155,7 @@ def _decode_weight(
         yield part, Tensor(each, dtype, weight.shape, (chunk,), encoded_bytes=nbytes // len(names))
 
 
-def _reinterpret(tensor: Tensor, array: CodedArray) -> Tensor:
+def _reinterpret(tensor: Tensor, array: QuantizedArray) -> Tensor:
     """Return an array with the shape and the type that its format reads its bytes with.
 
     Raises UnsupportedError if it is stored in pieces, of which another shape cannot be told.

@@ -22,7 +22,7 @@ from shardctl.models.rounding.recipes import RoundingRecipe
 from shardctl.models.rounding.rounded_weight import (
     REMEMBERED,
     ROUNDING_BYTES,
-    RoundedCodes,
+    RoundedIntegers,
     RoundedScales,
     RoundedWeight,
     ScaleMemory,
@@ -97,16 +97,16 @@ def _change_expert_type(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _build_arrays(
     values: Tensor, encoding: WeightEncoding, rule: ScaleRule, memory: ScaleMemory
-) -> Iterator[tuple[Tensor, RoundedCodes | RoundedScales]]:
+) -> Iterator[tuple[Tensor, RoundedIntegers | RoundedScales]]:
     """Yield the codes and the scales of a weight, each as a tensor and what computes it."""
     rows, columns = values.shape
     matrix = StoredMatrix(encoding.module, (rows, columns), ChunkIndex(cover_tensor(values)), values.dtype)
     weight = RoundedWeight(matrix, rule, memory, None)
     scale = next(array for array in encoding.arrays if array.usual in ("scale", "weight_scale"))
     stem = values.spelling[0].removesuffix("weight") if values.spelling else ""
-    for array in (RoundedCodes(weight), RoundedScales(weight, scale.suffix)):
+    for array in (RoundedIntegers(weight), RoundedScales(weight, scale.suffix)):
         where = Region(_PLACE.format(array.name), 0, compute_dense_strides(array.dtype, array.shape))
         chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
         spelling = (f"{stem}{array.name.removeprefix(f'{encoding.module}.')}",) if stem else ()
-        read = values.encoded_bytes if isinstance(array, RoundedCodes) else 0
+        read = values.encoded_bytes if isinstance(array, RoundedIntegers) else 0
         yield Tensor(array.name, array.dtype, array.shape, (chunk,), spelling=spelling, encoded_bytes=read), array

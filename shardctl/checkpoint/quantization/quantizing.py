@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.computed_source import ComputedArray
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models.rounding.recipes import RoundingRecipe
-    from shardctl.models.rounding.rounded_weight import RoundedCodes, RoundedScales, RoundedWeight, WholeScale
+    from shardctl.models.rounding.rounded_weight import RoundedIntegers, RoundedScales, RoundedWeight, WholeScale
     from shardctl.models.rounding.scales import ScaleRule
     from shardctl.models.rounding.stored_matrix import SharedPeak, StoredMatrix
 
@@ -230,16 +230,16 @@ def _build_peaks(matrices: Mapping[str, StoredMatrix], rules: Mapping[DType, Sca
     return found
 
 
-def _list_arrays(weight: RoundedWeight) -> Iterator[RoundedCodes | RoundedScales | WholeScale]:
-    from shardctl.models.rounding.rounded_weight import RoundedCodes, RoundedScales, WholeScale
+def _list_arrays(weight: RoundedWeight) -> Iterator[RoundedIntegers | RoundedScales | WholeScale]:
+    from shardctl.models.rounding.rounded_weight import RoundedIntegers, RoundedScales, WholeScale
 
-    yield RoundedCodes(weight)
+    yield RoundedIntegers(weight)
     yield RoundedScales(weight)
     if weight.rule.recipe.scale == "fp8":
         yield WholeScale(weight)
 
 
-def _build_tensor(tensor: Tensor, array: RoundedCodes | RoundedScales | WholeScale) -> Tensor:
+def _build_tensor(tensor: Tensor, array: RoundedIntegers | RoundedScales | WholeScale) -> Tensor:
     """The array as a tensor in a file of its own, which is named as the source names the weight."""
     codes = tensor.name == array.name or array.name.endswith("_packed")
     read = (tensor.nbytes if tensor.encoded_bytes is None else tensor.encoded_bytes) if codes else 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "shardctl.workers/1"
 
 
-class WorkerCrew:
+class WorkerGroup:
     """The workers of one destination. Everything is done while the staging area's own lock is held, but the work."""
 
     def __init__(self, staging: StagingArea) -> None:

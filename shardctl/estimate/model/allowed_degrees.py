@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.base.value import value_class
 from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
-from shardctl.tensors.placement import CutSection, can_divide, check_cuts
+from shardctl.tensors.placement import PartitionSection, can_divide, check_cuts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ class AllowedDegrees:
         return frozenset(axis for kind in self.kinds for axis in kind.spec.axes)
 
     @cached_property
-    def _sections(self) -> Mapping[str, frozenset[CutSection]]:
+    def _sections(self) -> Mapping[str, frozenset[PartitionSection]]:
         """By axis what must be divided exactly."""
         return list_sections(kind.spec for kind in self.kinds)
 
@@ -113,18 +113,18 @@ class AllowedDegrees:
         for kind in self.kinds:
             try:
                 check_cuts(kind.example, kind.shape, kind.spec, mesh)
-            except CutError as error:
+            except PartitionError as error:
                 return error.message
         raise AssertionError(f"placement cuts what {axis}={degree} cannot divide")
 
 
-def list_sections(specs: Iterable[PartitionSpec]) -> Mapping[str, frozenset[CutSection]]:
+def list_sections(specs: Iterable[PartitionSpec]) -> Mapping[str, frozenset[PartitionSection]]:
     """List by axis what must be divided exactly."""
-    found: dict[str, set[CutSection]] = {}
+    found: dict[str, set[PartitionSection]] = {}
     alike = {(id(s.cuts), s.member and (s.member.axis, s.member.count)): s for s in specs}  # those share their cuts
     for spec in alike.values():
         if spec.member:
-            found.setdefault(spec.member.axis, set()).add(CutSection(spec.member.count))
+            found.setdefault(spec.member.axis, set()).add(PartitionSection(spec.member.count))
         for cut in (cut for dim in spec.cuts for cut in dim):
             found.setdefault(cut.axis, set()).update(cut.sections)
     return {axis: frozenset(sections) for axis, sections in found.items()}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardctl.base.value import state_class
-from shardctl.estimate.model.rank_shards import HeldPart, RankHolding, compute_sizes_at, count_members, group_by_cut
+from shardctl.estimate.model.rank_shards import HeldPart, RankShards, compute_sizes_at, count_members, group_by_cut
 from shardctl.tensors.placement import check_cuts
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class HeaviestRanks:
         wheres = (kind.spec.where for kind in self.inventory.kinds)
         self.layer_of = [one[0][1] if len(one) == 1 and one[0][0] == "layer" else None for one in wheres]
 
-    def hold(self, mesh: Mesh, stages: Sequence[int], *, most: int | None = None) -> tuple[RankHolding, ...]:
+    def hold(self, mesh: Mesh, stages: Sequence[int], *, most: int | None = None) -> tuple[RankShards, ...]:
         """Return one holding for each stage, or for the first `most` of them, which stands for all ranks of it.
 
-        Raises CutError, naming a tensor, if the mesh cannot cut it.
+        Raises PartitionError, naming a tensor, if the mesh cannot cut it.
         """
         first = mesh.coordinate(0)
         starts = [sum(stages[:n]) for n in range(len(stages) + 1)]
@@ -57,7 +57,7 @@ class HeaviestRanks:
         below = _compute_stage_stride(mesh)
         ranks = mesh.world // mesh.degree("pp")
         return tuple(
-            RankHolding(
+            RankShards(
                 stage * below,
                 mesh.label(stage * below),
                 {**first, "pp": stage},

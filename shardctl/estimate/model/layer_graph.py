@@ -20,8 +20,8 @@ from shardctl.models.tables.windows import list_windows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, Row
-    from shardctl.models.tables.layer_features import LayerStyle, LayerTraits, NormKind
+    from shardctl.models.tables.family import Family, FusedArray, ModelDims, Row
+    from shardctl.models.tables.layer_features import LayerFeatures, LayerStyle, NormKind
 
 _CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
 """What tables call a decoder's attention to the encoder."""
@@ -236,7 +236,7 @@ class ModelLayer:
 
 
 @value_class
-class ModelAnatomy:
+class LayerGraph:
     """A transformer, or a model with layers of its kind."""
 
     hidden: int
@@ -258,7 +258,7 @@ class ModelAnatomy:
     """The same of the encoder, where the config says so and it differs (Whisper)."""
 
 
-def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
+def build_layer_graph(config: Mapping[str, object]) -> LayerGraph:
     """Build what the model that a decoded `config.json` describes is made of; of one that sees, its text model.
 
     It is read from the table and the facts of its family, with what tensors do not show from the config.
@@ -280,12 +280,12 @@ def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
     if traits is None:
         raise UnsupportedError(f"what the layers of {family.name} compute is not known", hint=_WEIGHTS_ONLY)
     facts = family.facts(whole)
-    reader = _AnatomyReader(family, traits, facts, parts, texts)
+    reader = _LayerGraphReader(family, traits, facts, parts, texts)
     layers = reader.layers()
     positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
     learned = next((facts.size(name) for name in ("positions", "patches") if name in facts.dims), None)
     source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
-    return ModelAnatomy(
+    return LayerGraph(
         hidden=layers[-1].hidden if layers else 0,
         vocabulary=next((facts.size(name) for name in ("vocab", "text_vocab") if name in facts.dims), 0),
         layers=layers,
@@ -300,19 +300,19 @@ def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
     )
 
 
-def _is_unmodelled(traits: LayerTraits, facts: FamilyFacts) -> bool:
+def _is_unmodelled(traits: LayerFeatures, facts: ModelDims) -> bool:
     """Return whether the model has what estimates of training do not know of."""
     return not traits.unmodelled_when or any(bool(facts.flags[word]) for word in traits.unmodelled_when)
 
 
 @state_class
-class _AnatomyReader:
+class _LayerGraphReader:
     """Reads one class of a family."""
 
     family: Family
-    traits: LayerTraits
+    traits: LayerFeatures
     """Of the text model, where there are two."""
-    facts: FamilyFacts
+    facts: ModelDims
     parts: frozenset[str]
     """The conditions of the table that hold for the class."""
     config: ModelConfig

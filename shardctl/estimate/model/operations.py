@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer
-    from shardctl.estimate.model.rank_shards import HeldPart, RankHolding
+    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerGraph, ModelLayer
+    from shardctl.estimate.model.rank_shards import HeldPart, RankShards
     from shardctl.tensors.mesh import Mesh
 
 _CODES: Final = {"I32": 8, "U8": 2}
 """Weights in one stored element of a matrix, where it is packed: four bits each, as GPTQ, AWQ and MXFP4 have it."""
 
 
-def count_matrix_operations(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, tokens: float) -> float:
+def count_matrix_operations(anatomy: LayerGraph, holding: RankShards, mesh: Mesh, tokens: float) -> float:
     """Count operations of a forward pass of `tokens` tokens per data-parallel rank through the matrices of a rank.
 
     An embedding is looked up, which costs none, unless the last stage has it as its head. Of routed experts those
@@ -61,7 +61,7 @@ def count_attention_operations(
     )
 
 
-def compute_used_share(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh) -> float:
+def compute_used_share(anatomy: LayerGraph, holding: RankShards, mesh: Mesh) -> float:
     """Compute the operations of a rank for each of its weights and tokens, over those of a model without experts.
 
     Each token goes to few of the experts, and those of a rank get some tokens of other ranks.
@@ -70,7 +70,7 @@ def compute_used_share(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh) 
     return (dense + expert * _compute_routed_tokens(anatomy, mesh)) / (dense + expert) if expert else 1.0
 
 
-def compute_touched_share(anatomy: ModelAnatomy, mesh: Mesh, tokens: float) -> float:
+def compute_touched_share(anatomy: LayerGraph, mesh: Mesh, tokens: float) -> float:
     """Compute the part of a rank's experts that `tokens` tokens per data-parallel rank are expected to go to.
 
     Each token chooses evenly: `1 - (1 - chosen / count) ** tokens` of all that one set of experts serves.
@@ -125,11 +125,11 @@ def _compute_attention_width(attention: LayerAttention) -> int:
     return attention.heads * (attention.head_dim + attention.value_dim)
 
 
-def _find_experts(anatomy: ModelAnatomy) -> LayerExperts | None:
+def _find_experts(anatomy: LayerGraph) -> LayerExperts | None:
     return next((layer.experts for layer in anatomy.layers if layer.experts), None)
 
 
-def _compute_routed_tokens(anatomy: ModelAnatomy, mesh: Mesh) -> float:
+def _compute_routed_tokens(anatomy: LayerGraph, mesh: Mesh) -> float:
     """Compute how many tokens each expert gets for each of a data-parallel rank, if all are chosen equally often.
 
     The ranks that share one set of experts have `ep * etp / tp` times the tokens of one.

@@ -45,7 +45,7 @@ class HeldPart:
 
 
 @value_class
-class RankHolding:
+class RankShards:
     """What ranks that hold the same weights hold."""
 
     rank: int
@@ -107,11 +107,11 @@ class RankHolding:
                 yield part
 
 
-def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int]) -> tuple[RankHolding, ...]:
+def list_rank_shards(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int]) -> tuple[RankShards, ...]:
     """List what the distinct ranks of `mesh` hold; `stages` are the layers of each pipeline stage.
 
     Ranks of a stage that hold as much of everything share one tuple of parts.
-    Raises CutError, naming a tensor, if the mesh cannot cut it.
+    Raises PartitionError, naming a tensor, if the mesh cannot cut it.
     """
     groups, group_of = group_by_cut(inventory)
     specs = [kind.spec for kind in groups]
@@ -139,7 +139,7 @@ def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int])
             held = tuple(_list_parts(by_stage[stage], mesh, at, group_of, sizes))
             amounts = (stage, *((part.kind.example, part.count, part.gathered, part.elements) for part in held))
             held = found_of[decisive] = same.setdefault(amounts, held)
-        found.append(RankHolding(rank, mesh.place(at), at, alike[key], stage, spans[stage], held))
+        found.append(RankShards(rank, mesh.place(at), at, alike[key], stage, spans[stage], held))
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from shardctl.estimate.model.layer_graph import ModelAnatomy
+    from shardctl.estimate.model.layer_graph import LayerGraph
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
     from shardctl.estimate.training.communication import RankTraffic
     from shardctl.estimate.workload import ServingWorkload
@@ -104,7 +104,7 @@ class MeshCost:
 
 
 def price_mesh(
-    anatomy: ModelAnatomy,
+    anatomy: LayerGraph,
     estimate: MeshEstimate,
     mesh: Mesh,
     work: ServingWorkload | TrainingWorkload,
@@ -142,7 +142,7 @@ def price_mesh(
 class _StagePacer:
     """Times the parts of a pass on one device."""
 
-    anatomy: ModelAnatomy
+    anatomy: LayerGraph
     mesh: Mesh
     device: DeviceSpec
     pace: DevicePace

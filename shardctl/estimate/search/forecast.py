@@ -14,15 +14,15 @@ from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.estimate.model.layer_graph import ModelAnatomy
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerGraph
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.training.timeline import StepTimeline
     from shardctl.tensors.mesh import Mesh
 
 
 def estimate_ranks(
-    holdings: Sequence[RankHolding],
-    anatomy: ModelAnatomy | None,
+    holdings: Sequence[RankShards],
+    anatomy: LayerGraph | None,
     mesh: Mesh,
     stages: Sequence[int],
     work: ServingWorkload | TrainingWorkload | None,
@@ -54,8 +54,8 @@ def estimate_ranks(
 
 
 def _list_holding_terms(
-    anatomy: ModelAnatomy | None,
-    holding: RankHolding,
+    anatomy: LayerGraph | None,
+    holding: RankShards,
     mesh: Mesh,
     work: ServingWorkload | TrainingWorkload | None,
     dtype: str,

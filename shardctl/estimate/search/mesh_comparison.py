@@ -125,7 +125,7 @@ class SmallestCluster:
 
 
 @value_class
-class QuickChecks:
+class LowerBoundChecks:
     """What rules meshes out before all of their ranks are estimated."""
 
     glances: Callable[[Mesh, tuple[int, ...]], Iterable[MeshEstimate]] | None = None
@@ -155,7 +155,7 @@ def search_meshes(
     *,
     space: SearchSpace,
     budget: int | None = None,
-    quick: QuickChecks | None = None,
+    quick: LowerBoundChecks | None = None,
     closest: bool = True,
 ) -> SearchResult:
     """Return all meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
@@ -165,7 +165,7 @@ def search_meshes(
     rules out is not estimated in full; its rejections say what is known. Where nothing fits, the first is the one that
     comes `closest`, or without, the one of which least is known to be needed.
     """
-    quick = quick or QuickChecks()
+    quick = quick or LowerBoundChecks()
     ranked: list[MeshCandidate] = []
     impossible = list(_list_refusals(devices, law, space))
     tight: list[MeshRejection] = []
@@ -229,7 +229,7 @@ def find_fewest_devices(
     space: SearchSpace,
     budget: int,
     most: int = MOST_DEVICES,
-    quick: QuickChecks | None = None,
+    quick: LowerBoundChecks | None = None,
     together: int = 0,
 ) -> SmallestCluster | None:
     """Find the fewest devices that some mesh fits on; None if `most` are too few.
@@ -278,13 +278,13 @@ def find_first_fit(
     *,
     space: SearchSpace,
     budget: int,
-    quick: QuickChecks | None = None,
+    quick: LowerBoundChecks | None = None,
 ) -> MeshCandidate | None:
     """Find a mesh of `devices` that fits, or None.
 
     Tried first where weights are divided most, and by tp, which is quick.
     """
-    bulk, quick = WeightTotals(law.inventory, space.even), quick or QuickChecks()
+    bulk, quick = WeightTotals(law.inventory, space.even), quick or LowerBoundChecks()
     for mesh in sorted(list_meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
             break

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.base.dtype import DType
-    from shardctl.estimate.model.layer_graph import LayerAttention, LayerState, ModelAnatomy, ModelLayer, TokenCache
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerAttention, LayerGraph, LayerState, ModelLayer, TokenCache
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.workload import ServingWorkload
     from shardctl.tensors.mesh import Mesh
 
@@ -56,13 +56,13 @@ def count_units_per_rank(units: int, tp: int) -> int:
     return -(-units // tp)
 
 
-def count_source_tokens(anatomy: ModelAnatomy, work: ServingWorkload) -> int:
+def count_source_tokens(anatomy: LayerGraph, work: ServingWorkload) -> int:
     """Count tokens of one sequence that the encoder reads: what the config fixes (Whisper), else what is asked."""
     return anatomy.source_positions or work.source or work.context
 
 
 def list_cache_terms(
-    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
+    anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> tuple[MemoryTerm, ...]:
     """List the caches of one rank for `work`; none for a model that does not generate.
 
@@ -85,7 +85,7 @@ def list_cache_terms(
 
 
 def _list_cached_layers(
-    anatomy: ModelAnatomy, mesh: Mesh, cached: CacheElement, active: DType
+    anatomy: LayerGraph, mesh: Mesh, cached: CacheElement, active: DType
 ) -> list[list[CachedLayer]] | None:
     """List what each layer caches, where vLLM groups layers that differ; None where all attention is full or latent."""
     tp = mesh.degree("tp")
@@ -107,7 +107,7 @@ def _list_cached_layers(
 
 
 def _list_terms(
-    anatomy: ModelAnatomy, held: range, mesh: Mesh, work: ServingWorkload, cached: CacheElement, active: DType
+    anatomy: LayerGraph, held: range, mesh: Mesh, work: ServingWorkload, cached: CacheElement, active: DType
 ) -> Iterator[MemoryTerm]:
     tp, cp = mesh.degree("tp"), mesh.degree("cp") * work.decode_cp
     layers = anatomy.layers[held.start : held.stop]
@@ -309,7 +309,7 @@ def _get_dtype(name: str) -> DType:
     return BY_NAME[name]
 
 
-def _get_cache_element(anatomy: ModelAnatomy, name: str) -> CacheElement:
+def _get_cache_element(anatomy: LayerGraph, name: str) -> CacheElement:
     """Get the element of a cache of the type `name`; raises UsageError where no engine has a cache of that type."""
     if name != "NVFP4":
         return CacheElement(Fraction(_get_dtype(name).bits))

@@ -16,8 +16,8 @@ from shardctl.estimate.term import MemoryTerm, sum_terms
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerGraph, ModelLayer
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.workload import ServingWorkload
     from shardctl.tensors.mesh import Mesh
 
@@ -36,7 +36,7 @@ _PASS: Final = (60, 100, 130)
 
 
 def list_serving_terms(
-    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
+    anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> tuple[MemoryTerm, ...]:
     """List what one rank needs for `work`; `dtype` is that of activations (safetensors' name).
 
@@ -51,8 +51,8 @@ def list_serving_terms(
 
 
 def find_longest_context(
-    anatomy: ModelAnatomy,
-    holdings: Sequence[RankHolding],
+    anatomy: LayerGraph,
+    holdings: Sequence[RankShards],
     mesh: Mesh,
     work: ServingWorkload,
     *,
@@ -67,8 +67,8 @@ def find_longest_context(
 
 
 def find_largest_batch(
-    anatomy: ModelAnatomy,
-    holdings: Sequence[RankHolding],
+    anatomy: LayerGraph,
+    holdings: Sequence[RankShards],
     mesh: Mesh,
     work: ServingWorkload,
     *,
@@ -86,15 +86,15 @@ def find_largest_batch(
 
 def _find_largest_number(
     ask: Callable[[int], ServingWorkload],
-    anatomy: ModelAnatomy,
-    holdings: Sequence[RankHolding],
+    anatomy: LayerGraph,
+    holdings: Sequence[RankShards],
     mesh: Mesh,
     dtype: str,
     budget: int,
 ) -> int | None:
     """Find the largest number whose work fits on all ranks: what each needs never falls as the number grows."""
     # Ranks of one stage differ in nothing but their weights: the heaviest of each decides.
-    heaviest: dict[tuple[object, ...], tuple[int, RankHolding]] = {}
+    heaviest: dict[tuple[object, ...], tuple[int, RankShards]] = {}
     for holding in holdings:
         key = (holding.stage, holding.layers)
         nbytes = holding.nbytes
@@ -120,7 +120,7 @@ def _find_largest_number(
 
 
 def _list_other_terms(
-    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
+    anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> Iterator[MemoryTerm]:
     """List all but the weights."""
     if dtype not in BY_NAME:
@@ -139,7 +139,7 @@ def _list_other_terms(
         yield build_reserve_term(work.budget, found)
 
 
-def _list_gathered_terms(holding: RankHolding, mesh: Mesh) -> Iterator[MemoryTerm]:
+def _list_gathered_terms(holding: RankShards, mesh: Mesh) -> Iterator[MemoryTerm]:
     """List weights that fsdp ranks gather before use."""
     if mesh.degree("fsdp") == 1:
         return
@@ -158,7 +158,7 @@ def _list_gathered_terms(holding: RankHolding, mesh: Mesh) -> Iterator[MemoryTer
 
 
 def _list_forward_terms(
-    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, bits: int
+    anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: ServingWorkload, bits: int
 ) -> Iterator[MemoryTerm]:
     """List the peak of a forward pass, and what the sampler needs beyond it."""
     cp = mesh.degree("cp")

@@ -18,7 +18,7 @@ from shardctl.estimate.training.layer_flags import list_layer_flags, list_model_
 from shardctl.estimate.training.profiles import get_runtime
 from shardctl.estimate.training.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
 from shardctl.estimate.training.recurrent import PLAN_HINT, compute_recurrent_sizes
-from shardctl.estimate.training.saved_activations import GROUPS, KeptTensor
+from shardctl.estimate.training.saved_activations import GROUPS, SavedActivation
 from shardctl.estimate.training.schedule import count_in_flight, count_losses
 from shardctl.estimate.training.selective import SELECTIVE_HINT, find_unselected_part
 from shardctl.estimate.training.trained_weights import ALL_TRAINED, find_trained_weights
@@ -26,8 +26,8 @@ from shardctl.estimate.training.trained_weights import ALL_TRAINED, find_trained
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.estimate.model.layer_graph import ModelAnatomy, ModelLayer
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerGraph, ModelLayer
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.model.sizes import Size
     from shardctl.estimate.training.saved_activations import Flag, Group, RuntimeProfile
     from shardctl.estimate.training.trained_weights import TrainedWeights
@@ -50,8 +50,8 @@ balance, and do so within some tens of percent."""
 
 
 def estimate_activations(
-    anatomy: ModelAnatomy,
-    holding: RankHolding,
+    anatomy: LayerGraph,
+    holding: RankShards,
     mesh: Mesh,
     work: TrainingWorkload,
     *,
@@ -71,7 +71,7 @@ def estimate_activations(
 
 
 @value_class
-class BackwardMoment:
+class BackwardEvent:
     """A moment of a stage's backward pass, as far as activations go."""
 
     name: str
@@ -115,7 +115,7 @@ class RankActivations:
     """
 
     def __init__(
-        self, anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, stages: Sequence[int]
+        self, anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: TrainingWorkload, stages: Sequence[int]
     ) -> None:
         self.work = work
         self.mesh = mesh
@@ -178,7 +178,7 @@ class RankActivations:
             alike.setdefault((self.anatomy.layers[number], recompute, trained), []).append(number)
         return [self._alike(*kind, numbers) for kind, numbers in alike.items()]
 
-    def list_moments(self, flights: float | None = None) -> Iterator[BackwardMoment]:
+    def list_moments(self, flights: float | None = None) -> Iterator[BackwardEvent]:
         """Yield the moments of a backward pass in the order of time, with as many in `flights` as can be."""
         flights = self.flights if flights is None else flights
         stop = self.numbers.stop
@@ -186,56 +186,56 @@ class RankActivations:
             sizes = self._compute_head_sizes()
             for moment, with_head in ((self.runtime.loss, True), (self.runtime.norm, False)):
                 amount = self._amount(moment.alive, sizes, self.flags)
-                yield BackwardMoment(moment.name, None, stop, amount, with_head, flights)
+                yield BackwardEvent(moment.name, None, stop, amount, with_head, flights)
         for number in reversed(self.numbers):
             name, amount = self.kind_of[number].worst
-            yield BackwardMoment(name, number, number + 1, amount, with_head=False, flights=flights)
+            yield BackwardEvent(name, number, number + 1, amount, with_head=False, flights=flights)
 
-    def build_forward_end(self, flights: float) -> BackwardMoment:
+    def build_forward_end(self, flights: float) -> BackwardEvent:
         """Build the moment in which the loss is computed; an encoder alone has no logits."""
         moment, alive = self.runtime.forward_end, ByteAmount()
         if self.last and self.anatomy.generates:
             alive = self._amount(moment.alive, self._compute_head_sizes(), self.flags)
-        return BackwardMoment(moment.name, None, self.numbers.stop, alive, with_head=True, flights=flights)
+        return BackwardEvent(moment.name, None, self.numbers.stop, alive, with_head=True, flights=flights)
 
-    def count_kept(self, moment: BackwardMoment) -> float:
+    def count_kept(self, moment: BackwardEvent) -> float:
         """Count bytes that the forward passes in flight keep in a moment."""
         kept = self.embedding.nbytes * moment.flights
         for kind in self.kinds:
             kept += kind.nbytes * self._count_alive(kind, moment)
         return kept + self.head.nbytes * max(0, self.losses - (not moment.with_head))
 
-    def count_bytes(self, moment: BackwardMoment) -> float:
+    def count_bytes(self, moment: BackwardEvent) -> float:
         """Count all bytes of activations that are alive in a moment."""
         return self.count_kept(moment) + max(0, moment.besides.nbytes)
 
-    def _count_alive(self, kind: _AlikeLayers, moment: BackwardMoment) -> float:
+    def _count_alive(self, kind: _AlikeLayers, moment: BackwardEvent) -> float:
         """Count layers like `kind` that keep what they did, once for each microbatch in flight."""
         here = bisect_left(kind.numbers, moment.alive)
         return here + len(kind.numbers) * max(0, moment.flights - 1)
 
-    def list_terms(self, moment: BackwardMoment) -> tuple[MemoryTerm, ...]:
+    def list_terms(self, moment: BackwardEvent) -> tuple[MemoryTerm, ...]:
         """List the terms of a moment, in the order of the groups."""
         return tuple(self._list_terms(moment))
 
-    def list_holes(self, moment: BackwardMoment) -> Iterator[MemoryTerm]:
+    def list_holes(self, moment: BackwardEvent) -> Iterator[MemoryTerm]:
         """List what the allocator cannot use in a moment, though it is free."""
         if not moment.with_head or self.work.profile != "fsdp2" or "eager loss" not in self.flags:
             return
         yield self._build_hole(
             "hole that the logits leave",
-            KeptTensor("logits", "logits"),
+            SavedActivation("logits", "logits"),
             "torch's caching allocator: logits and their fp32 copy, once freed, have room for one fp32 gradient",
         )
         if "gathers" in self.flags and self.share.batch > 1:
             yield self._build_hole(
                 "hole that the head's input leaves",
-                KeptTensor("what tp ranks gathered, before it is put in order", "hidden"),
+                SavedActivation("what tp ranks gathered, before it is put in order", "hidden"),
                 "torch 2.13, distributed/_functional_collectives.py, `all_gather_tensor`: what is gathered along a dim "
                 "that is not the first is copied; logits in fp32 are larger than the hole",
             )
 
-    def _build_hole(self, name: str, tensor: KeptTensor, source: str) -> MemoryTerm:
+    def _build_hole(self, name: str, tensor: SavedActivation, source: str) -> MemoryTerm:
         """Build the term of what a tensor of the head leaves free, into which nothing fits that comes after it."""
         hole = self._amount((tensor,), self._compute_head_sizes(), self.flags)
         return MemoryTerm(
@@ -250,7 +250,7 @@ class RankActivations:
             spared=True,
         )
 
-    def _list_terms(self, moment: BackwardMoment) -> Iterator[MemoryTerm]:
+    def _list_terms(self, moment: BackwardEvent) -> Iterator[MemoryTerm]:
         whole = moment.alive >= self.numbers.stop
         kept: dict[str, ByteAmount] = {}
         for kind in self.kinds:
@@ -351,7 +351,7 @@ class RankActivations:
         """
         less: dict[str, ByteAmount] = {}
         again: dict[bool, ByteAmount] = {False: ByteAmount(), True: ByteAmount()}
-        gone: set[KeptTensor] = set()
+        gone: set[SavedActivation] = set()
         for checkpoint in list_checkpoints(layer, self.work.recompute_modules):
             for group in {**checkpoint.dropped, **checkpoint.partly}:
                 names = checkpoint.dropped.get(group)
@@ -387,7 +387,12 @@ class RankActivations:
         return self._amount(self.runtime.embedding, sizes, self.flags)
 
     def _amount(
-        self, tensors: Iterable[KeptTensor], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
+        self,
+        tensors: Iterable[SavedActivation],
+        sizes: Mapping[Size, float],
+        flags: frozenset[Flag],
+        *,
+        core: bool = True,
     ) -> ByteAmount:
         """Return the bytes of those of `tensors` that are there; those of attention's core only if `core`."""
         found: dict[tuple[str, float], float] = {}
@@ -433,7 +438,7 @@ class RankActivations:
         )
 
 
-def list_kept_layers(holding: RankHolding) -> range:
+def list_kept_layers(holding: RankShards) -> range:
     """List the layers of a rank that keep anything: none do before the first that is trained.
 
     Of a later stage all do, because layers of earlier ones may be trained.

@@ -18,8 +18,8 @@ from shardctl.tensors.mesh import EXPERT_FSDP
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.estimate.model.layer_graph import ModelAnatomy, ModelLayer
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerGraph, ModelLayer
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.workload import ServingWorkload
     from shardctl.tensors.mesh import Mesh
 
@@ -74,8 +74,8 @@ def compute_sent_bytes(collective: Collective, nbytes: float, ranks: int) -> flo
 
 
 def list_traffic(
-    anatomy: ModelAnatomy,
-    holding: RankHolding,
+    anatomy: LayerGraph,
+    holding: RankShards,
     mesh: Mesh,
     work: ServingWorkload | TrainingWorkload,
     *,
@@ -110,7 +110,7 @@ def list_traffic(
 
 
 def _list_parameter_traffic(
-    holding: RankHolding, mesh: Mesh, work: TrainingWorkload, times: int
+    holding: RankShards, mesh: Mesh, work: TrainingWorkload, times: int
 ) -> Iterator[RankTraffic]:
     """List parameters and gradients: dense ones among dp, fsdp and cp, those of experts among their replicas."""
     stage = mesh.world // mesh.degree("pp")
@@ -169,7 +169,7 @@ def _build_collective(
     )
 
 
-def _list_serving_gathers(holding: RankHolding, mesh: Mesh) -> Iterator[RankTraffic]:
+def _list_serving_gathers(holding: RankShards, mesh: Mesh) -> Iterator[RankTraffic]:
     """List the gathering of weights that fsdp ranks share, which every pass needs."""
     for name, is_expert, axis in (("weights", False, "fsdp"), ("expert weights", True, EXPERT_FSDP)):
         nbytes = sum(part.gathered_bytes for part in holding.parts if part.kind.spec.of_expert == is_expert)
@@ -180,8 +180,8 @@ def _list_serving_gathers(holding: RankHolding, mesh: Mesh) -> Iterator[RankTraf
 class _ActivationSender:
     """One rank that sends activations."""
 
-    anatomy: ModelAnatomy
-    holding: RankHolding
+    anatomy: LayerGraph
+    holding: RankShards
     mesh: Mesh
     tokens: float
     """Of one microbatch, on one cp rank."""

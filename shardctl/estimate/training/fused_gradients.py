@@ -17,8 +17,8 @@ from shardctl.estimate.term import MemoryTerm
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerGraph, ModelLayer
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.tensors.mesh import Mesh
 
@@ -41,7 +41,7 @@ _STREAMS: Final = (
 
 
 def list_lasting_buffers(
-    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
+    anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
 ) -> Iterator[MemoryTerm]:
     """List what Megatron-LM's passes allocate once and keep, on each rank of `holding`."""
     tp = mesh.degree("tp")

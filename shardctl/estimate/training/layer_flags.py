@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.estimate.model.inventory import TensorInventory
-    from shardctl.estimate.model.layer_graph import LayerAttention, ModelAnatomy, ModelLayer
+    from shardctl.estimate.model.layer_graph import LayerAttention, LayerGraph, ModelLayer
     from shardctl.estimate.training.saved_activations import Flag
     from shardctl.estimate.workload import Recompute
     from shardctl.models.tables.layer_features import LayerStyle, NormKind
@@ -34,7 +34,7 @@ _NORMS: Final = 2
 
 
 def list_model_flags(
-    anatomy: ModelAnatomy, work: TrainingWorkload, mesh: Mesh, *, parts: int, narrow_base: bool = False
+    anatomy: LayerGraph, work: TrainingWorkload, mesh: Mesh, *, parts: int, narrow_base: bool = False
 ) -> frozenset[Flag]:
     """List what holds of all layers, and of what follows the last; `parts` is into how many tokens are divided.
 
@@ -93,7 +93,7 @@ def _is_unfused(style: LayerStyle, work: TrainingWorkload) -> bool:
     return style.unfused and work.profile != "megatron"
 
 
-def list_model_remarks(work: object, anatomy: ModelAnatomy | None) -> Iterator[str]:
+def list_model_remarks(work: object, anatomy: LayerGraph | None) -> Iterator[str]:
     """Yield what to know of a model in training: attention that is not what was asked for, and what is not counted."""
     if not isinstance(work, TrainingWorkload) or anatomy is None:
         return

@@ -17,14 +17,14 @@ from shardctl.estimate.training.transients import STEP, build_passing_hold
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.estimate.model.layer_graph import ModelAnatomy
-    from shardctl.estimate.model.rank_shards import RankHolding
+    from shardctl.estimate.model.layer_graph import LayerGraph
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.tensors.mesh import Mesh
 
 
 def list_training_terms(
-    anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
+    anatomy: LayerGraph | None, holding: RankShards, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
 ) -> tuple[MemoryTerm, ...]:
     """List every term of each rank of `holding` in the moment of a step in which it needs most.
 
@@ -46,7 +46,7 @@ def add_runtime_terms(timeline: StepTimeline, mesh: Mesh, work: TrainingWorkload
 
 
 def build_timeline(
-    anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
+    anatomy: LayerGraph | None, holding: RankShards, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
 ) -> StepTimeline:
     """Build the moments of a step; arguments and errors are those of `list_training_terms`."""
     _check_chunks(work, stages)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.value import value_class
-from shardctl.estimate.training.saved_activations import KeptTensor
+from shardctl.estimate.training.saved_activations import SavedActivation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ MODULES_HINT: Final = "leave the module out of --recompute-modules, or give --re
 _NORMS: Final = 2
 """Before attention and before the MLP."""
 _CORE: Final[tuple[RecomputedModule, ...]] = ("core_attn",)
-"""Its tensors are marked in the profiles (`KeptTensor.core`)."""
+"""Its tensors are marked in the profiles (`SavedActivation.core`)."""
 
 
 @value_class
@@ -35,9 +35,9 @@ class ModuleCheckpoint:
 
     dropped: Mapping[Group, frozenset[str]]
     """Names of tensors that the profile keeps, by their group; all of the group if there are none."""
-    partly: Mapping[Group, tuple[KeptTensor, ...]]
+    partly: Mapping[Group, tuple[SavedActivation, ...]]
     """Parts of other tensors, which are counted for several modules together."""
-    instead: tuple[KeptTensor, ...] = ()
+    instead: tuple[SavedActivation, ...] = ()
     """What it keeps that would not be kept otherwise."""
     frees_output: bool = False
     """Whether its output is freed: computed again, it is there twice."""
@@ -50,17 +50,19 @@ _ACTIVATION: Final = ModuleCheckpoint(
 _DENSE: Final = ModuleCheckpoint(
     # Transformer Engine's kernel of the projection up computes the norm, which is so within the module.
     {"mlp": _ALL},
-    {"norms": (KeptTensor("input of the MLP, normed", "hidden", sequence=True),)},
+    {"norms": (SavedActivation("input of the MLP, normed", "hidden", sequence=True),)},
 )
 _SHARED: Final = ModuleCheckpoint({"mlp": _ALL}, {})
 _EXPERTS: Final = ModuleCheckpoint({"mlp": _ALL, "experts": _ALL}, {})
 _PROJECTION: Final = ModuleCheckpoint(
     {"attention": frozenset({"queries", "keys", "values"})},
-    {"attention": (KeptTensor("compressed queries and keys, normed", "latent_norms", sequence=True),)},
-    (KeptTensor("rotary part of the keys", "rotary_keys"),),
+    {"attention": (SavedActivation("compressed queries and keys, normed", "latent_norms", sequence=True),)},
+    (SavedActivation("rotary part of the keys", "rotary_keys"),),
     frees_output=True,
 )
-_NORMED: Final = ModuleCheckpoint({}, {"norms": (KeptTensor("output of a norm", "hidden", sequence=True),)}, (), True)
+_NORMED: Final = ModuleCheckpoint(
+    {}, {"norms": (SavedActivation("output of a norm", "hidden", sequence=True),)}, (), True
+)
 
 
 def list_checkpoints(layer: ModelLayer, modules: Sequence[RecomputedModule]) -> Iterator[ModuleCheckpoint]:

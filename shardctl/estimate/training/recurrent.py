@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.estimate.training.saved_activations import KeptTensor, PeakMoment, RecurrenceSupport
+from shardctl.estimate.training.saved_activations import PeakEvent, RecurrenceSupport, SavedActivation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,70 +138,70 @@ _SIZES: Final = {
 }
 
 RECURRENT: Final = (
-    KeptTensor("gate and input of the convolution, in the kernel's order", "projected", None, ("selective",)),
-    KeptTensor("time steps, B and C, projected", "low", None, ("selective",)),
-    KeptTensor("B and C, in the kernel's order", "low_states", None, ("selective",)),
-    KeptTensor("results of the scan", "inner", None, ("selective",)),
-    KeptTensor("states that the kernel notes", "noted_states", 4, ("selective",)),
-    KeptTensor("exponentials, and their negatives", "decays", 8, ("selective",)),
-    KeptTensor("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
+    SavedActivation("gate and input of the convolution, in the kernel's order", "projected", None, ("selective",)),
+    SavedActivation("time steps, B and C, projected", "low", None, ("selective",)),
+    SavedActivation("B and C, in the kernel's order", "low_states", None, ("selective",)),
+    SavedActivation("results of the scan", "inner", None, ("selective",)),
+    SavedActivation("states that the kernel notes", "noted_states", 4, ("selective",)),
+    SavedActivation("exponentials, and their negatives", "decays", 8, ("selective",)),
+    SavedActivation("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
     # Jamba norms time steps, B and C, for which it calls one kernel after the other.
-    KeptTensor("gate and input of the convolution", "projected", None, ("normed selective",)),
-    KeptTensor("results of the convolution", "inner", None, ("normed selective",)),
-    KeptTensor("the same, in the kernel's order", "inner", None, ("normed selective",)),
-    KeptTensor("gate, in the kernel's order", "inner", None, ("normed selective",)),
-    KeptTensor("time steps, in the kernel's order", "inner", None, ("normed selective",)),
-    KeptTensor("results of the scan", "inner", None, ("normed selective",)),
-    KeptTensor("the same gated, in the order of the projection's input", "inner", None, ("normed selective",)),
-    KeptTensor("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
-    KeptTensor("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
-    KeptTensor("time steps normed", "low_rank", None, ("normed selective",)),
-    KeptTensor("B and C normed, in the kernel's order", "low_states", None, ("normed selective",)),
-    KeptTensor("statistics of the norms of time steps, B and C", "tokens", 12, ("normed selective",)),
-    KeptTensor("states that the kernel notes", "noted_states", 4, ("normed selective",)),
-    KeptTensor("exponentials, and their negatives", "decays", 8, ("normed selective",)),
-    KeptTensor("fp32 biases of time steps and skips", "channels", 8, ("normed selective",)),
-    KeptTensor("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
-    KeptTensor("results of the scan", "inner", None, ("chunked",)),
-    KeptTensor("statistics of the norm", "group_rows", 4, ("chunked",)),
-    KeptTensor("exponentials, and their negatives", "decays", 8, ("chunked",)),
-    KeptTensor("queries, keys and values, before the convolution", "convolved", None, ("delta",)),
-    KeptTensor("queries and keys normed", "state_pairs", None, ("delta",)),
-    KeptTensor("statistics of the norms of queries and keys", "pair_rows", 4, ("delta",)),
-    KeptTensor("values", "inner", None, ("delta",)),
-    KeptTensor("products of the keys in a chunk", "chunk_products", None, ("delta",)),
-    KeptTensor("strengths", "state_heads", None, ("delta",)),
-    KeptTensor("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
-    KeptTensor("fp32 copies of the result, and of the activation of the gate", "inner", 8, ("delta",)),
-    KeptTensor("fp32 copies of the gate", "inner", 4, ("delta", "copied gate")),
-    KeptTensor("result normed, before the weight", "inner", None, ("delta",)),
-    KeptTensor("result normed", "inner", None, ("delta",)),
-    KeptTensor("result gated", "inner", None, ("delta",)),
-    KeptTensor("statistics of the norm", "state_heads", 4, ("delta",)),
-    KeptTensor("exponentials, and their negatives", "decays", 8, ("delta",)),
-    KeptTensor("queries, keys and values, before the convolution", "convolved", None, ("channel delta",)),
-    KeptTensor("queries and keys normed", "state_pairs", None, ("channel delta",)),
-    KeptTensor("statistics of the norms of queries and keys", "pair_rows", 4, ("channel delta",)),
-    KeptTensor("values", "inner", None, ("channel delta",)),
-    KeptTensor("products of the keys in a chunk", "chunk_products", None, ("channel delta",)),
-    KeptTensor("products of queries and keys in a chunk", "chunk_products", None, ("channel delta",)),
-    KeptTensor("strengths", "state_heads", None, ("channel delta",)),
-    KeptTensor("fp32 sums of decays", "inner", 4, ("channel delta",)),
-    KeptTensor("fp32 copies of the result, normed, weighted, and its gate", "inner", 16, ("channel delta",)),
-    KeptTensor("result gated", "inner", None, ("channel delta",)),
-    KeptTensor("statistics of the norm", "state_heads", 4, ("channel delta",)),
-    KeptTensor("gates and input of the convolution", "projected", None, ("short",)),
-    KeptTensor("input of the convolution, gated", "inner", None, ("short",)),
-    KeptTensor("results of the convolution", "inner", None, ("short",)),
-    KeptTensor("the same, gated", "inner", None, ("short",)),
+    SavedActivation("gate and input of the convolution", "projected", None, ("normed selective",)),
+    SavedActivation("results of the convolution", "inner", None, ("normed selective",)),
+    SavedActivation("the same, in the kernel's order", "inner", None, ("normed selective",)),
+    SavedActivation("gate, in the kernel's order", "inner", None, ("normed selective",)),
+    SavedActivation("time steps, in the kernel's order", "inner", None, ("normed selective",)),
+    SavedActivation("results of the scan", "inner", None, ("normed selective",)),
+    SavedActivation("the same gated, in the order of the projection's input", "inner", None, ("normed selective",)),
+    SavedActivation("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
+    SavedActivation("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
+    SavedActivation("time steps normed", "low_rank", None, ("normed selective",)),
+    SavedActivation("B and C normed, in the kernel's order", "low_states", None, ("normed selective",)),
+    SavedActivation("statistics of the norms of time steps, B and C", "tokens", 12, ("normed selective",)),
+    SavedActivation("states that the kernel notes", "noted_states", 4, ("normed selective",)),
+    SavedActivation("exponentials, and their negatives", "decays", 8, ("normed selective",)),
+    SavedActivation("fp32 biases of time steps and skips", "channels", 8, ("normed selective",)),
+    SavedActivation("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    SavedActivation("results of the scan", "inner", None, ("chunked",)),
+    SavedActivation("statistics of the norm", "group_rows", 4, ("chunked",)),
+    SavedActivation("exponentials, and their negatives", "decays", 8, ("chunked",)),
+    SavedActivation("queries, keys and values, before the convolution", "convolved", None, ("delta",)),
+    SavedActivation("queries and keys normed", "state_pairs", None, ("delta",)),
+    SavedActivation("statistics of the norms of queries and keys", "pair_rows", 4, ("delta",)),
+    SavedActivation("values", "inner", None, ("delta",)),
+    SavedActivation("products of the keys in a chunk", "chunk_products", None, ("delta",)),
+    SavedActivation("strengths", "state_heads", None, ("delta",)),
+    SavedActivation("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
+    SavedActivation("fp32 copies of the result, and of the activation of the gate", "inner", 8, ("delta",)),
+    SavedActivation("fp32 copies of the gate", "inner", 4, ("delta", "copied gate")),
+    SavedActivation("result normed, before the weight", "inner", None, ("delta",)),
+    SavedActivation("result normed", "inner", None, ("delta",)),
+    SavedActivation("result gated", "inner", None, ("delta",)),
+    SavedActivation("statistics of the norm", "state_heads", 4, ("delta",)),
+    SavedActivation("exponentials, and their negatives", "decays", 8, ("delta",)),
+    SavedActivation("queries, keys and values, before the convolution", "convolved", None, ("channel delta",)),
+    SavedActivation("queries and keys normed", "state_pairs", None, ("channel delta",)),
+    SavedActivation("statistics of the norms of queries and keys", "pair_rows", 4, ("channel delta",)),
+    SavedActivation("values", "inner", None, ("channel delta",)),
+    SavedActivation("products of the keys in a chunk", "chunk_products", None, ("channel delta",)),
+    SavedActivation("products of queries and keys in a chunk", "chunk_products", None, ("channel delta",)),
+    SavedActivation("strengths", "state_heads", None, ("channel delta",)),
+    SavedActivation("fp32 sums of decays", "inner", 4, ("channel delta",)),
+    SavedActivation("fp32 copies of the result, normed, weighted, and its gate", "inner", 16, ("channel delta",)),
+    SavedActivation("result gated", "inner", None, ("channel delta",)),
+    SavedActivation("statistics of the norm", "state_heads", 4, ("channel delta",)),
+    SavedActivation("gates and input of the convolution", "projected", None, ("short",)),
+    SavedActivation("input of the convolution, gated", "inner", None, ("short",)),
+    SavedActivation("results of the convolution", "inner", None, ("short",)),
+    SavedActivation("the same, gated", "inner", None, ("short",)),
     # RecurrentGemma's, which has no kernel: each step keeps the state before it and its decay, the first no decay.
-    KeptTensor("gate and input of the convolution", "inner", 4, ("stepwise",)),
-    KeptTensor("results of the convolution, also in the order of the blocks", "inner", 4, ("stepwise",)),
-    KeptTensor("what the convolution is padded with", "padding", None, ("stepwise",)),
-    KeptTensor("gates, decays, their squares and roots, and what they multiply", "inner", 16, ("stepwise",)),
-    KeptTensor("fp32 states and decays of each step", "inner", 8, ("stepwise",)),
-    KeptTensor("less the first decay", "final_states", -4, ("stepwise",)),
-    KeptTensor("result, its gate activated, and both multiplied", "inner", 6, ("stepwise",)),
+    SavedActivation("gate and input of the convolution", "inner", 4, ("stepwise",)),
+    SavedActivation("results of the convolution, also in the order of the blocks", "inner", 4, ("stepwise",)),
+    SavedActivation("what the convolution is padded with", "padding", None, ("stepwise",)),
+    SavedActivation("gates, decays, their squares and roots, and what they multiply", "inner", 16, ("stepwise",)),
+    SavedActivation("fp32 states and decays of each step", "inner", 8, ("stepwise",)),
+    SavedActivation("less the first decay", "final_states", -4, ("stepwise",)),
+    SavedActivation("result, its gate activated, and both multiplied", "inner", 6, ("stepwise",)),
 )
 """What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
 `MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and
@@ -211,92 +211,94 @@ short convolution is transformers' `Lfm2ShortConv`, around causal-conv1d's.
 What is exponential is of parameters, so it does not grow with the tokens."""
 
 _REST_OF_LAYER: Final = (
-    KeptTensor("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
-    KeptTensor("the norm before the MLP", "hidden", -10, ("rms32", "then mlp")),
+    SavedActivation("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
+    SavedActivation("the norm before the MLP", "hidden", -10, ("rms32", "then mlp")),
 )
 """What is not there, besides the MLP, while the recurrent part has its turn."""
 
 _CHUNKED_ANYWAY: Final = (
-    KeptTensor("gradients of all that was projected", "projected", None, ("chunked",)),
-    KeptTensor("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
-    KeptTensor("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
-    KeptTensor("fp32 states behind the last token", "final_states", 4, ("chunked",)),
+    SavedActivation("gradients of all that was projected", "projected", None, ("chunked",)),
+    SavedActivation("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
+    SavedActivation("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
+    SavedActivation("fp32 states behind the last token", "final_states", 4, ("chunked",)),
 )
 _CHUNKED_STATES: Final = (
-    KeptTensor("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
-    KeptTensor("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
+    SavedActivation("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
+    SavedActivation("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
 )
 _CHUNKED_PRODUCTS: Final = (
-    KeptTensor("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
-    KeptTensor("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
-    KeptTensor("the latter in parts", "split_products", 4, ("chunked",)),
-    KeptTensor("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
+    SavedActivation("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
+    SavedActivation("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
+    SavedActivation("the latter in parts", "split_products", 4, ("chunked",)),
+    SavedActivation("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
 )
 
 RECURRENT_MOMENTS: Final = (
-    PeakMoment(
+    PeakEvent(
         "backward pass of a selective scan",
         (
-            KeptTensor("gradient of the layer's output", "hidden", None, ("selective",)),
-            KeptTensor("the same in fp32", "hidden", 4, ("selective", "wide")),
-            KeptTensor("gradients of gate and convolution's input", "projected", None, ("selective",)),
-            KeptTensor("results of convolution, time steps and scan, computed again", "inner", 6, ("selective",)),
-            KeptTensor("their gradients, and the last in another order", "inner", 8, ("selective",)),
-            KeptTensor("gradients of time steps, B and C", "low", None, ("selective",)),
-            KeptTensor("gradients of exponentials", "decays", 4, ("selective",)),
+            SavedActivation("gradient of the layer's output", "hidden", None, ("selective",)),
+            SavedActivation("the same in fp32", "hidden", 4, ("selective", "wide")),
+            SavedActivation("gradients of gate and convolution's input", "projected", None, ("selective",)),
+            SavedActivation("results of convolution, time steps and scan, computed again", "inner", 6, ("selective",)),
+            SavedActivation("their gradients, and the last in another order", "inner", 8, ("selective",)),
+            SavedActivation("gradients of time steps, B and C", "low", None, ("selective",)),
+            SavedActivation("gradients of exponentials", "decays", 4, ("selective",)),
         ),
     ),
-    PeakMoment(
+    PeakEvent(
         "backward pass of a selective scan between norms",
         (
-            KeptTensor("gradient of the layer's output", "hidden", None, ("normed selective",)),
-            KeptTensor("gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)),
-            KeptTensor("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
-            KeptTensor("input of the last projection, freed by then", "inner", -2, ("normed selective",)),
-            KeptTensor("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
-            KeptTensor("gradients of exponentials", "decays", 4, ("normed selective",)),
+            SavedActivation("gradient of the layer's output", "hidden", None, ("normed selective",)),
+            SavedActivation(
+                "gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)
+            ),
+            SavedActivation("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
+            SavedActivation("input of the last projection, freed by then", "inner", -2, ("normed selective",)),
+            SavedActivation("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
+            SavedActivation("gradients of exponentials", "decays", 4, ("normed selective",)),
             *_REST_OF_LAYER,
         ),
         gone=("mlp", "experts"),
     ),
-    PeakMoment(
+    PeakEvent(
         "backward pass of a scan in chunks, its states",
         (
-            KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",)),
-            KeptTensor("the same in fp32", "hidden", 4, ("chunked", "wide")),
-            KeptTensor("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
+            SavedActivation("gradient of the layer's output", "hidden", None, ("chunked",)),
+            SavedActivation("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            SavedActivation("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
             *_CHUNKED_STATES,
         ),
     ),
-    PeakMoment(
+    PeakEvent(
         "backward pass of a scan in chunks, its products",
         (
-            KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",)),
-            KeptTensor("the same in fp32", "hidden", 4, ("chunked", "wide")),
-            KeptTensor("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
+            SavedActivation("gradient of the layer's output", "hidden", None, ("chunked",)),
+            SavedActivation("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            SavedActivation("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
             *_CHUNKED_PRODUCTS,
         ),
     ),
-    PeakMoment(
+    PeakEvent(
         "backward pass of a short convolution",
         (
-            KeptTensor("gradient of the layer's output", "hidden", None, ("short",)),
-            KeptTensor("gradients of gates and input", "projected", None, ("short",)),
-            KeptTensor("gradients of the convolution's results and input", "inner", 4, ("short",)),
+            SavedActivation("gradient of the layer's output", "hidden", None, ("short",)),
+            SavedActivation("gradients of gates and input", "projected", None, ("short",)),
+            SavedActivation("gradients of the convolution's results and input", "inner", 4, ("short",)),
             *_REST_OF_LAYER,
         ),
         gone=("mlp", "experts"),
     ),
-    PeakMoment(
+    PeakEvent(
         "forward pass of linear attention's norm",
         (
-            KeptTensor("the layer's input", "hidden", None, ("delta",)),
-            KeptTensor("queries, keys, values and gate, projected", "projected", None, ("delta",)),
-            KeptTensor("results of the convolution", "convolved", None, ("delta",)),
-            KeptTensor("gate and result in order, and the result gated in fp32", "inner", 8, ("delta",)),
-            KeptTensor("strengths and time steps", "state_heads", 12, ("delta",)),
+            SavedActivation("the layer's input", "hidden", None, ("delta",)),
+            SavedActivation("queries, keys, values and gate, projected", "projected", None, ("delta",)),
+            SavedActivation("results of the convolution", "convolved", None, ("delta",)),
+            SavedActivation("gate and result in order, and the result gated in fp32", "inner", 8, ("delta",)),
+            SavedActivation("strengths and time steps", "state_heads", 12, ("delta",)),
             *_REST_OF_LAYER,
         ),
         gone=("mlp", "experts"),
@@ -305,24 +307,22 @@ RECURRENT_MOMENTS: Final = (
 """When most is alive in a recurrent layer."""
 
 MEGATRON_RECURRENT: Final = (
-    KeptTensor("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
-    KeptTensor("results of the scan", "inner", None, ("chunked",)),
-    KeptTensor("results of the scan, gated", "inner", None, ("chunked",)),
-    KeptTensor("results of the norm", "inner", None, ("chunked",)),
-    KeptTensor("statistics of the norm", "group_rows", 4, ("chunked",)),
-    KeptTensor("exponentials, their negatives, and fp32 biases of time steps", "decays", 12, ("chunked",)),
+    SavedActivation("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    SavedActivation("results of the scan", "inner", None, ("chunked",)),
+    SavedActivation("results of the scan, gated", "inner", None, ("chunked",)),
+    SavedActivation("results of the norm", "inner", None, ("chunked",)),
+    SavedActivation("statistics of the norm", "group_rows", 4, ("chunked",)),
+    SavedActivation("exponentials, their negatives, and fp32 biases of time steps", "decays", 12, ("chunked",)),
 )
 """The same of Megatron-LM's `MambaMixer` (megatron-core 0.15, `core/ssm/mamba_mixer.py`, `ssm_training`), whose norm
 and last projection are outside the kernel."""
 _MEGATRON_ANYWAY: Final = (
-    KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",), sequence=True),
-    KeptTensor("gathered input of a layer, for which there is one buffer", "hidden", None, ("chunked", "gathers")),
+    SavedActivation("gradient of the layer's output", "hidden", None, ("chunked",), sequence=True),
+    SavedActivation("gathered input of a layer, for which there is one buffer", "hidden", None, ("chunked", "gathers")),
 )
 MEGATRON_MOMENTS: Final = (
-    PeakMoment(
-        "backward pass of a scan in chunks, its states", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_STATES)
-    ),
-    PeakMoment(
+    PeakEvent("backward pass of a scan in chunks, its states", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_STATES)),
+    PeakEvent(
         "backward pass of a scan in chunks, its products", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_PRODUCTS)
     ),
 )

@@ -121,7 +121,7 @@ another."""
 
 
 @value_class
-class KeptTensor:
+class SavedActivation:
     """A tensor that is kept, or that is alive for a moment."""
 
     name: str
@@ -139,11 +139,11 @@ class KeptTensor:
 
 
 @value_class
-class PeakMoment:
+class PeakEvent:
     """A time of a layer's passes when much is alive besides what the forward pass kept."""
 
     name: str
-    alive: tuple[KeptTensor, ...]
+    alive: tuple[SavedActivation, ...]
     gone: tuple[Group, ...] = ()
     """Parts of the layer that keep nothing by then."""
     when: tuple[Flag, ...] = ()
@@ -168,25 +168,25 @@ class RecurrenceSupport:
 class RuntimeProfile:
     """What one runtime keeps."""
 
-    kept: Mapping[Group, tuple[KeptTensor, ...]]
+    kept: Mapping[Group, tuple[SavedActivation, ...]]
     """Of one layer, after its forward pass."""
-    checkpoint: tuple[KeptTensor, ...]
+    checkpoint: tuple[SavedActivation, ...]
     """Of one layer that will be recomputed."""
-    shared: tuple[KeptTensor, ...]
+    shared: tuple[SavedActivation, ...]
     """What such a layer, once recomputed, keeps of it too, and is not there twice."""
-    selected: tuple[KeptTensor, ...]
+    selected: tuple[SavedActivation, ...]
     """Of one layer of which only some operations' results are kept; empty where a runtime has no such list."""
-    selected_shared: tuple[KeptTensor, ...]
+    selected_shared: tuple[SavedActivation, ...]
     """What of these such a layer keeps in its own pass too, and is not there twice once the rest is computed again."""
-    layer: tuple[PeakMoment, ...]
+    layer: tuple[PeakEvent, ...]
     """While a layer's backward pass runs; the gradient of its output is part of it."""
-    head: tuple[KeptTensor, ...]
+    head: tuple[SavedActivation, ...]
     """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
-    loss: PeakMoment
+    loss: PeakEvent
     """While the loss's backward pass runs."""
-    norm: PeakMoment
+    norm: PeakEvent
     """While the last norm's backward pass runs, all that is alive of the head and the norm."""
-    embedding: tuple[KeptTensor, ...]
+    embedding: tuple[SavedActivation, ...]
     """On the first stage, of the embedding."""
     sequence_parallel: bool
     """Whether it has sequence parallelism."""
@@ -194,5 +194,5 @@ class RuntimeProfile:
     """Where the truth is to be expected, as factors of the estimate."""
     source: str
     recurrence: RecurrenceSupport
-    forward_end: PeakMoment = PeakMoment("end of the forward pass", ())
+    forward_end: PeakEvent = PeakEvent("end of the forward pass", ())
     """While the loss is computed, besides what it keeps."""

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.base.dtype import DType
-    from shardctl.estimate.model.rank_shards import HeldPart, RankHolding
+    from shardctl.estimate.model.rank_shards import HeldPart, RankShards
     from shardctl.estimate.term import Category, Tier
     from shardctl.estimate.training.preconditioner_blocks import Block
     from shardctl.estimate.training.scheme import TrainingScheme
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.tensors.mesh import Mesh
-    from shardctl.tensors.placement import AxisCut, PartitionSpec
+    from shardctl.tensors.placement import AxisPartition, PartitionSpec
 
 _BUCKET: Final = 40_000_000
 """The fewest parameters of a gradient bucket (Megatron-LM, `distributed_data_parallel.py`)."""
@@ -86,7 +86,7 @@ class StateGroup:
     """Elements of padding that may be added to `whole`."""
 
 
-def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
+def list_state_terms(holding: RankShards, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
     """List the weights, gradients and optimizer states of each rank of `holding`, and the copies of a step.
 
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
@@ -111,7 +111,7 @@ def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -
     return tuple(term for term in (*lasting, *passing) if term.high)
 
 
-def _refuse_untrainable(holding: RankHolding) -> None:
+def _refuse_untrainable(holding: RankShards) -> None:
     kinds = {part.kind.dtype.name for part in holding.parts}
     raise UsageError(
         f"nothing on rank {holding.rank} ({holding.label}) can be trained: its tensors are {', '.join(sorted(kinds))}",
@@ -151,7 +151,7 @@ def _divide_dim(shape: tuple[int, ...], dim: int, degree: int) -> tuple[int, ...
 @lru_cache(maxsize=4096)
 def _compute_extents(
     shape: tuple[int, ...],
-    cuts: tuple[tuple[AxisCut, ...], ...],
+    cuts: tuple[tuple[AxisPartition, ...], ...],
     mesh: Mesh,
     at: tuple[tuple[str, int], ...],
     *,
@@ -199,7 +199,7 @@ def _build_group(expert: bool, hidden: bool, some: Sequence[TrainedPart], plan: 
 
 
 def _list_weight_terms(
-    holding: RankHolding, groups: Sequence[StateGroup], mesh: Mesh, plan: TrainingScheme
+    holding: RankShards, groups: Sequence[StateGroup], mesh: Mesh, plan: TrainingScheme
 ) -> Iterator[MemoryTerm]:
     if plan.runtime == "partitions" and plan.zero in {1, 2}:  # one buffer of all partitions, padding included
         groups = [replace(g, whole=g.shared * plan.among(expert=g.expert)) for g in groups]
@@ -209,7 +209,7 @@ def _list_weight_terms(
     yield _build_frozen_term(holding, mesh, plan)
 
 
-def _build_frozen_term(holding: RankHolding, mesh: Mesh, plan: TrainingScheme) -> MemoryTerm:
+def _build_frozen_term(holding: RankShards, mesh: Mesh, plan: TrainingScheme) -> MemoryTerm:
     """Build the term of weights that are not trained, which FSDP2 and ZeRO-3 share as they share the others."""
     frozen = [part for part in holding.parts if not part.kind.trainable]
     if plan.sharers > 1 and (plan.zero == 3 or (plan.zero and plan.runtime == "units")):  # noqa: PLR2004 - the last stage
@@ -229,7 +229,7 @@ def _build_frozen_term(holding: RankHolding, mesh: Mesh, plan: TrainingScheme) -
 
 
 def _list_gradient_terms(
-    holding: RankHolding, groups: Sequence[StateGroup], plan: TrainingScheme
+    holding: RankShards, groups: Sequence[StateGroup], plan: TrainingScheme
 ) -> Iterator[MemoryTerm]:
     # FSDP2 keeps gradients as it keeps parameters; DeepSpeed's are copied to fp32 on the host as they are made.
     elsewhere = plan.gradients != "device" and plan.runtime == "partitions"

@@ -17,7 +17,7 @@ the reduction of a layer's gradients; that of what is outside of layers; the opt
 
 
 @value_class
-class StepPlace:
+class StepPosition:
     """A place in a step."""
 
     phase: StepPhase
@@ -33,17 +33,17 @@ class PassingHold(Protocol):
     holds_forward: bool
     """Whether it holds more at the end of the forward pass than in the loss's backward pass."""
 
-    def count_bytes(self, place: StepPlace) -> int:
+    def count_bytes(self, place: StepPosition) -> int:
         """Count bytes held at a place."""
 
-    def count_gradients(self, place: StepPlace) -> float:
+    def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients, from 0 to 1, is there."""
 
-    def count_idle(self, place: StepPlace, gradients: int) -> float:
+    def count_idle(self, place: StepPosition, gradients: int) -> float:
         """Count bytes that the allocator keeps for other streams, and that nobody uses at a place.
 
         `gradients` are bytes of those that the ranks share, once all are there.
         """
 
-    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+    def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List what is held at a place, which together are the bytes counted."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.value import value_class
 from shardctl.estimate.byte_amount import ByteAmount
 from shardctl.estimate.term import MemoryTerm, sum_terms
-from shardctl.estimate.training.activations import BackwardMoment
-from shardctl.estimate.training.step_phase import StepPlace
+from shardctl.estimate.training.activations import BackwardEvent
+from shardctl.estimate.training.step_phase import StepPosition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _LATER: Final = ", of a later microbatch"
 
 
 @value_class
-class StepMoment:
+class StepEvent:
     """What a rank needs in one moment of a training step, without the runtime."""
 
     name: str
@@ -52,11 +52,11 @@ class StepMoment:
 
 
 @value_class
-class _MomentCount:
+class _EventCount:
     """A moment, counted but not yet described."""
 
-    place: StepPlace
-    passes: BackwardMoment
+    place: StepPosition
+    passes: BackwardEvent
     share: float
     """Which part of the gradients is there."""
     nbytes: float
@@ -83,43 +83,43 @@ class StepTimeline:
         self._added = sum_terms(copies).nbytes
         self._counts = tuple(self._list_counts(microbatches))
 
-    def _list_counts(self, microbatches: int) -> Iterator[_MomentCount]:
+    def _list_counts(self, microbatches: int) -> Iterator[_EventCount]:
         flights = self._activations.flights if self._activations is not None else 1.0
         if flights > microbatches - 1:  # interleaved schedules hold parts of microbatches
             yield from self._count_pass(flights, later=False)
         if microbatches > 1:
             yield from self._count_pass(min(flights, microbatches - 1), later=True)
-        none = BackwardMoment("", None, self._layers.start, ByteAmount(), with_head=False, flights=1)
-        yield self._count(StepPlace("end", later=microbatches > 1), none)
-        yield self._count(StepPlace("step", later=microbatches > 1), none)
+        none = BackwardEvent("", None, self._layers.start, ByteAmount(), with_head=False, flights=1)
+        yield self._count(StepPosition("end", later=microbatches > 1), none)
+        yield self._count(StepPosition("step", later=microbatches > 1), none)
 
-    def _count_pass(self, flights: float, *, later: bool) -> Iterator[_MomentCount]:
+    def _count_pass(self, flights: float, *, later: bool) -> Iterator[_EventCount]:
         """Count the moments of one microbatch's backward pass; `later` if others had theirs before."""
         if self._hold.holds_forward and self._activations is not None:
-            yield self._count(StepPlace("forward", later=later), self._activations.build_forward_end(flights))
+            yield self._count(StepPosition("forward", later=later), self._activations.build_forward_end(flights))
         for moment in self._list_backward(flights):
             if moment.layer is None:
-                yield self._count(StepPlace("loss" if moment.with_head else "head", later=later), moment)
+                yield self._count(StepPosition("loss" if moment.with_head else "head", later=later), moment)
                 continue
-            yield self._count(StepPlace("layer", moment.layer, later), moment)
+            yield self._count(StepPosition("layer", moment.layer, later), moment)
             gone = replace(moment, alive=moment.layer, besides=ByteAmount())
-            yield self._count(StepPlace("reduce", moment.layer, later), gone)
+            yield self._count(StepPosition("reduce", moment.layer, later), gone)
 
-    def _list_backward(self, flights: float) -> Iterator[BackwardMoment]:
+    def _list_backward(self, flights: float) -> Iterator[BackwardEvent]:
         if self._activations is not None:
             yield from self._activations.list_moments(flights)
             return
         for number in reversed(self._layers):
-            yield BackwardMoment("", number, number + 1, ByteAmount(), with_head=False, flights=1)
+            yield BackwardEvent("", number, number + 1, ByteAmount(), with_head=False, flights=1)
 
-    def _count(self, place: StepPlace, passes: BackwardMoment) -> _MomentCount:
+    def _count(self, place: StepPosition, passes: BackwardEvent) -> _EventCount:
         share = self._hold.count_gradients(place)
         nbytes = self._hold.count_bytes(place) + self._gradients * share
         if self._activations is not None:
             nbytes += self._activations.count_bytes(passes)
         if place.phase == "step":
             nbytes += self._added
-        return _MomentCount(place, passes, share, nbytes)
+        return _EventCount(place, passes, share, nbytes)
 
     def list_worst_terms(self) -> tuple[MemoryTerm, ...]:
         """List the terms of the moment in which the device needs most; those on other tiers are always there.
@@ -129,7 +129,7 @@ class StepTimeline:
         worst = max(self._counts, key=lambda count: count.nbytes)
         return (*self._list_terms(worst), *self._list_idle(worst))
 
-    def _list_idle(self, count: _MomentCount) -> Iterator[MemoryTerm]:
+    def _list_idle(self, count: _EventCount) -> Iterator[MemoryTerm]:
         idle = round(self._hold.count_idle(count.place, self._gradients))
         if idle:
             yield MemoryTerm(
@@ -146,11 +146,11 @@ class StepTimeline:
         if self._activations is not None:
             yield from self._activations.list_holes(count.passes)
 
-    def list_moments(self) -> tuple[StepMoment, ...]:
+    def list_moments(self) -> tuple[StepEvent, ...]:
         """List the moments in the order of time."""
         both = len({count.place.later for count in self._counts if count.place.phase == "layer"}) > 1
         return tuple(
-            StepMoment(
+            StepEvent(
                 f"{_name_moment(count.place)}{_LATER if both and _is_in_pass(count.place) else ''}",
                 _sum_by_category(self._list_terms(count)),
             )
@@ -161,7 +161,7 @@ class StepTimeline:
         """Return the name of the moment in which the device needs most."""
         return _name_moment(max(self._counts, key=lambda count: count.nbytes).place)
 
-    def _list_terms(self, count: _MomentCount) -> Iterator[MemoryTerm]:
+    def _list_terms(self, count: _EventCount) -> Iterator[MemoryTerm]:
         for term in self._states:
             yield _take_share(term, count.share) if _grows(term) else term
         yield from self._hold.list_terms(count.place)
@@ -190,12 +190,12 @@ def _take_share(term: MemoryTerm, share: float) -> MemoryTerm:
     )
 
 
-def _is_in_pass(place: StepPlace) -> bool:
+def _is_in_pass(place: StepPosition) -> bool:
     """Return whether it is in the backward pass of a microbatch that is not the first."""
     return place.later and place.phase not in {"end", "step"}
 
 
-def _name_moment(place: StepPlace) -> str:
+def _name_moment(place: StepPosition) -> str:
     return {
         "forward": "end of the forward pass",
         "loss": "backward pass of the loss",

@@ -18,9 +18,9 @@ from shardctl.estimate.training.unit_transients import UnitTransients
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.estimate.model.rank_shards import HeldPart, RankHolding
+    from shardctl.estimate.model.rank_shards import HeldPart, RankShards
     from shardctl.estimate.training.scheme import TrainingScheme
-    from shardctl.estimate.training.step_phase import PassingHold, StepPlace
+    from shardctl.estimate.training.step_phase import PassingHold, StepPosition
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.tensors.mesh import Mesh
 
@@ -51,7 +51,7 @@ STEP: Final = "copies for the optimizer's step"
 """The name of what is held when activations and gathered weights are gone."""
 
 
-def build_passing_hold(holding: RankHolding, mesh: Mesh, work: TrainingWorkload, plan: TrainingScheme) -> PassingHold:
+def build_passing_hold(holding: RankShards, mesh: Mesh, work: TrainingWorkload, plan: TrainingScheme) -> PassingHold:
     """Build what the runtime of `plan` holds for moments of a step on the ranks of `holding`."""
     if plan.runtime == "units":
         piped = mesh.degree("pp") > 1
@@ -118,7 +118,7 @@ class CastTransients:
     cast of weights that are trained at the end of the forward pass only. It does not note what it has cast of others.
     """
 
-    def __init__(self, holding: RankHolding, plan: TrainingScheme, *, again: bool) -> None:
+    def __init__(self, holding: RankShards, plan: TrainingScheme, *, again: bool) -> None:
         self.plan, self.again = plan, again
         self.holds_forward = again and plan.compute != plan.resident
         layers: dict[int, int] = {}
@@ -146,15 +146,15 @@ class CastTransients:
         self.cached = sum(layers.values())
         self.trained_before = list(accumulate((trained[n] for n in self.numbers), initial=0))
 
-    def count_bytes(self, place: StepPlace) -> int:
+    def count_bytes(self, place: StepPosition) -> int:
         """Count bytes of the casts."""
         return self.plan.compute.nbytes((self._count_elements(place),))
 
-    def count_idle(self, place: StepPlace, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
+    def count_idle(self, place: StepPosition, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
         """Count nothing: what there is comes from the stream that computes."""
         return 0.0
 
-    def _count_elements(self, place: StepPlace) -> int:
+    def _count_elements(self, place: StepPosition) -> int:
         if self.plan.compute == self.plan.resident or place.phase in {"end", "step"}:
             return 0
         if place.phase in {"forward", "loss", "head"}:
@@ -167,11 +167,11 @@ class CastTransients:
             return self.layers_before[until] - self.layers_before[before]
         return self.layers_before[until]
 
-    def _count_layers(self, place: StepPlace) -> int:
+    def _count_layers(self, place: StepPosition) -> int:
         """Count the layers whose backward passes have not ended."""
         return bisect_left(self.numbers, place.layer + (place.phase == "layer"))
 
-    def count_gradients(self, place: StepPlace) -> float:
+    def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is there."""
         whole = self.rest + self.trained_before[-1]
         if place.later or place.phase in {"end", "step"} or not whole:
@@ -180,7 +180,7 @@ class CastTransients:
             return 0.0
         return (self.head_trained + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
 
-    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+    def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the casts."""
         nbytes = self.count_bytes(place)
         yield MemoryTerm(
@@ -197,7 +197,7 @@ class CastTransients:
 class PartitionTransients:
     """What DeepSpeed gathers and reduces in, in all passes; and nothing of Megatron and of pipelines without ZeRO."""
 
-    def __init__(self, holding: RankHolding, plan: TrainingScheme, *, bucket: int | None) -> None:
+    def __init__(self, holding: RankShards, plan: TrainingScheme, *, bucket: int | None) -> None:
         """Count what is held; without a `bucket`, in elements, there are no more than all that is trained."""
         self.plan, self.holds_forward = plan, False
         parts = [part for part in holding.parts if part.kind.trainable]
@@ -216,22 +216,22 @@ class PartitionTransients:
             self.loss = self.passes  # its bucket is never freed
         self._nbytes = {True: sum_terms(self.loss).nbytes, False: sum_terms(self.passes).nbytes}
 
-    def count_bytes(self, place: StepPlace) -> int:
+    def count_bytes(self, place: StepPosition) -> int:
         """Count bytes of what is gathered, and of the buckets."""
         if place.phase == "step" and self.plan.zero != _PARAMETERS:
             return 0
         return self._nbytes[place.phase == "loss"]
 
-    def count_idle(self, place: StepPlace, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
+    def count_idle(self, place: StepPosition, gradients: int) -> float:  # noqa: ARG002 - as of all runtimes
         """Count nothing: what there is comes from the stream that computes."""
         return 0.0
 
-    def count_gradients(self, place: StepPlace) -> float:
+    def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is there: those of ZeRO-3 have a buffer that stays, and Megatron's too."""
         grows = self.plan.runtime == "partitions" and self.plan.zero < _PARAMETERS
         return 0.0 if grows and place.phase == "loss" and not place.later else 1.0
 
-    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+    def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the same."""
         if place.phase != "step" or self.plan.zero == _PARAMETERS:
             yield from self.loss if place.phase == "loss" else self.passes

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from shardctl.base.dtype import DType
-    from shardctl.estimate.model.rank_shards import HeldPart, RankHolding
+    from shardctl.estimate.model.rank_shards import HeldPart, RankShards
     from shardctl.estimate.training.scheme import TrainingScheme
-    from shardctl.estimate.training.step_phase import StepPlace
+    from shardctl.estimate.training.step_phase import StepPosition
 
 _UNITS: Final = "torch 2.13, torch.distributed.fsdp.fully_shard, whose storages were followed through a step"
 
@@ -30,7 +30,7 @@ _UNITS: Final = "torch 2.13, torch.distributed.fsdp.fully_shard, whose storages 
 class UnitTransients:
     """What FSDP2 holds; `ranks` share each parameter, and gradients `wait` for the last of several microbatches."""
 
-    def __init__(self, holding: RankHolding, plan: TrainingScheme, *, ranks: int, waits: bool) -> None:
+    def __init__(self, holding: RankShards, plan: TrainingScheme, *, ranks: int, waits: bool) -> None:
         parts_of = dict(holding.units())
         root = tuple(parts_of.pop(None, ()))
         self.width, self.reduced = plan.compute.unit_bytes, plan.gradient.unit_bytes
@@ -54,7 +54,7 @@ class UnitTransients:
         """Trained elements of all units."""
         return self.root_trained + self.trained_before[-1]
 
-    def count_idle(self, place: StepPlace, gradients: int) -> float:
+    def count_idle(self, place: StepPosition, gradients: int) -> float:
         """Count bytes of gathered buffers and of reduced gradients, which have streams of their own, that are free."""
         if not self.ahead:
             return 0.0
@@ -62,7 +62,7 @@ class UnitTransients:
         buffer = self._count_gathered_ahead(place)
         return max(0, layer + max(self.root, layer) - buffer) + gradients * (1 - self.count_gradients(place))
 
-    def _count_gathered_ahead(self, place: StepPlace) -> int:
+    def _count_gathered_ahead(self, place: StepPosition) -> int:
         """Count bytes of the buffer in which the next layer is gathered."""
         if self.waits or self.stays or place.phase in {"loss", "end", "step"}:
             return 0
@@ -71,17 +71,17 @@ class UnitTransients:
         at = self._find(place)
         return self.gathered[at - 1] if at else 0
 
-    def _find(self, place: StepPlace) -> int:
+    def _find(self, place: StepPosition) -> int:
         """Find the number of a layer's unit among those of the stage."""
         return bisect_left(self.numbers, place.layer)
 
-    def count_bytes(self, place: StepPlace) -> int:
+    def count_bytes(self, place: StepPosition) -> int:
         """Count bytes of gathered weights and of gradients that are not yet reduced."""
         if place.phase == "step":
             return 0
         return self._count_gathered(place) + self._count_waiting(place)
 
-    def count_gradients(self, place: StepPlace) -> float:
+    def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is reduced by then."""
         if place.phase == "step" or not self.whole or (place.later and not self.waits):
             return 1.0
@@ -92,7 +92,7 @@ class UnitTransients:
             after -= self.trained_before[min(self._find(place) + 1, len(self.numbers))]
         return after / self.whole
 
-    def _count_gathered(self, place: StepPlace) -> int:
+    def _count_gathered(self, place: StepPosition) -> int:
         """Count bytes of weights that are gathered, and of the buffer for the next."""
         if self.waits:
             return self.gathered_before[-1] + (0 if place.phase == "end" else self.root)
@@ -109,11 +109,11 @@ class UnitTransients:
         mine = self.gathered[at] if place.phase == "layer" or at + 1 < len(self.gathered) else 0
         return self.root + (self.gathered[at - 1] if self.ahead and at else 0) + mine
 
-    def _count_waiting(self, place: StepPlace) -> int:
+    def _count_waiting(self, place: StepPosition) -> int:
         """Count bytes of gradients that are whole, and of the buffers in which they are reduced."""
         return self._count_whole(place) * self.width + self._count_reducing(place) * self.reduced
 
-    def _count_whole(self, place: StepPlace) -> int:
+    def _count_whole(self, place: StepPosition) -> int:
         """Count elements of gradients that are whole, in the type that computes."""
         if place.phase == "loss":
             return 0
@@ -123,7 +123,7 @@ class UnitTransients:
             return self.head
         return self.head + (self.trained if place.phase == "reduce" else self.first)[self._find(place)]
 
-    def _count_reducing(self, place: StepPlace) -> int:
+    def _count_reducing(self, place: StepPosition) -> int:
         """Count elements of gradients in the type that reduces, but those that are reduced."""
         if self.waits:
             return self._count_accumulated(place)
@@ -135,7 +135,7 @@ class UnitTransients:
         at = self._find(place) + 1
         return self.trained[at] if at < len(self.trained) else self.trained[-1] if place.phase == "reduce" else 0
 
-    def _count_accumulated(self, place: StepPlace) -> int:
+    def _count_accumulated(self, place: StepPosition) -> int:
         """Count elements of gradients that wait for the last microbatch; the root's are reduced first."""
         if place.phase == "end":
             return self.whole + self.root_trained
@@ -143,7 +143,7 @@ class UnitTransients:
             return self.whole if place.later else 0
         return self.trained_before[-1] - self.trained_before[self._find(place) + 1]
 
-    def list_terms(self, place: StepPlace) -> Iterator[MemoryTerm]:
+    def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the same."""
         if place.phase == "step":
             return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.schema import Schema
     from shardctl.models import Model
     from shardctl.tensors.manifest import Chunk, Manifest, TrainingState
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 
 BRIDGE_ADAPTER: Final = (
@@ -132,7 +132,7 @@ def _note_left_behind(left: list[str], model: Model) -> Iterator[str]:
         )
 
 
-def _list_entries(schema: Schema, model: Model, dialect: LibraryDialect) -> Iterator[tuple[str, SchemaEntry]]:
+def _list_entries(schema: Schema, model: Model, dialect: NamingScheme) -> Iterator[tuple[str, SchemaEntry]]:
     for rank, entry in schema.arrays(model, dialect):
         yield f"{dialect.ranks[rank]}{entry.name}", entry
 
@@ -197,7 +197,7 @@ def _check_constant(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int
                 )
 
 
-def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored: TrainingState) -> TrainingState:
+def _bind_training(schema: Schema, model: Model, dialect: NamingScheme, stored: TrainingState) -> TrainingState:
     """Return the states of each tensor: one that has the shape of an array is taken apart as the array is.
 
     A single number, such as a step, is that of every tensor in the array. Raises UnsupportedError for other shapes.

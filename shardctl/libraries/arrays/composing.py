@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardctl.base.errors import CutError, UnsupportedError, format_first_few
+from shardctl.base.errors import PartitionError, UnsupportedError, format_first_few
 from shardctl.base.value import value_class
 from shardctl.tensors.box import Box, make_disjoint
 from shardctl.tensors.manifest import Chunk, Manifest, Region, compute_dense_strides
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.schema import Schema
     from shardctl.libraries.writer import PackRequest
     from shardctl.tensors.manifest import CheckpointFile
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 
 @value_class
@@ -64,7 +64,7 @@ class ComposedArray:
         return content.pulled(stored)
 
 
-def compose_arrays(order: PackRequest, schema: Schema, dialect: LibraryDialect) -> dict[int, list[ComposedArray]]:
+def compose_arrays(order: PackRequest, schema: Schema, dialect: NamingScheme) -> dict[int, list[ComposedArray]]:
     """Return the arrays of every rank that has some.
 
     Raises as `Schema.arrays`, and UnsupportedError, by name, for a tensor that was filtered out, or tensors of several
@@ -91,7 +91,7 @@ def _compose_array(order: PackRequest, schema: Schema, entry: SchemaEntry) -> Co
             hint="cast to one type with --dtype",
         )
     if entry.dtype is None and not kinds:
-        raise CutError(
+        raise PartitionError(
             f"{entry.name} of {schema.title} would be only padding on one of the ranks", hint="use a smaller --tp"
         )
     dtype = entry.dtype or next(iter(kinds))
@@ -104,7 +104,7 @@ def build_manifest(
     layout: str,
     order: PackRequest,
     schema: Schema,
-    dialect: LibraryDialect,
+    dialect: NamingScheme,
     files: Mapping[str, CheckpointFile],
     stored: Iterable[tuple[str, Chunk]],
     copies: tuple[Collection[str], Sequence[str]] = ((), ()),

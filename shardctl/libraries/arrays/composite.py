@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.base.value import value_class
 from shardctl.tensors.box import Box
 from shardctl.tensors.turns import unfold_box
@@ -114,17 +114,17 @@ class CompositeArray:
         if (start, stop) == (0, self.shape[dim]):
             return self
         if not 0 <= start <= stop <= self.shape[dim]:
-            raise CutError(f"an array of {list(self.shape)} has no part {start}:{stop} along dim {dim}")
+            raise PartitionError(f"an array of {list(self.shape)} has no part {start}:{stop} along dim {dim}")
         cut = (_cut_piece(piece, dim, start, stop) for piece in self.pieces)
         return CompositeArray(
             _replace_at(self.shape, dim, stop - start), tuple(piece for piece in cut if piece is not None)
         )
 
     def share(self, dim: int, index: int, count: int) -> CompositeArray:
-        """Return the part of rank `index` of `count`; raises CutError, naming a tensor, if parts would not be equal."""
+        """Return the part of rank `index` of `count`; raises PartitionError, by tensor, if parts would not be equal."""
         extent = self.shape[dim]
         if extent % count:
-            raise CutError(
+            raise PartitionError(
                 f"{self.pieces[0].tensor if self.pieces else 'an array'}: {extent} rows or columns "
                 f"cannot be divided into {count} equal parts"
             )
@@ -159,7 +159,7 @@ class CompositeArray:
     def padded(self, extent: int) -> CompositeArray:
         """Return the array with zeros behind it along dim 0, up to `extent` rows."""
         if extent < self.shape[0]:
-            raise CutError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")
+            raise PartitionError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")
         return CompositeArray(_replace_at(self.shape, 0, extent), self.pieces)
 
     def padded_with_last(self, extent: int) -> CompositeArray:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 _KINDS: Final = ("weight", "bias")
 _NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
@@ -28,10 +28,10 @@ class Schema:
     """As messages say it."""
     check: Callable[[Model], None]
     """Raises UnsupportedError for a model whose arrays are not known, whatever the mesh."""
-    entries: Callable[[Model, LibraryDialect, int], Iterator[SchemaEntry]]
+    entries: Callable[[Model, NamingScheme, int], Iterator[SchemaEntry]]
     """The arrays of one rank of `Dialect.ranks`, of a model that passes the check.
 
-    Raises UnsupportedError, by name, for a variant or a tensor that it has no place for, and CutError for a mesh that
+    Raises UnsupportedError, by name, for a variant or a tensor that has no place in it, and PartitionError for a mesh
     does not fit.
     """
     further: str = ""
@@ -44,7 +44,7 @@ class Schema:
     """How the arrays that ranks have under one name become one, by the model's config and that name without what stands
     before it for a rank; empty for those that ranks divide, or share as they are."""
 
-    def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
+    def arrays(self, model: Model, dialect: NamingScheme) -> Iterator[tuple[int, SchemaEntry]]:
         """Yield the arrays of all ranks, each with its rank.
 
         Raises as `check` and `entries`, and at last UnsupportedError, by name, if a tensor of the model is in none.

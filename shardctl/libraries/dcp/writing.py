@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.libraries.writer import PackRequest
     from shardctl.tensors.manifest import Chunk, TrainingState
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "dcp"
 _MODEL: Final = "model"
@@ -180,7 +180,7 @@ def _join_key_path(way: _Way) -> str:
     return ".".join(map(str, way))
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     del dialect
     return format_file_prefix(rank)
 

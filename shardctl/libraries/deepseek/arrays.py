@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
 from shardctl.libraries.arrays.schema import Schema
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.models import Model
     from shardctl.models.tables.model import ModelTensor
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "deepseek"
 TITLE: Final = "DeepSeek's inference code"
@@ -62,11 +62,11 @@ _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     ranks = dialect.mesh.degree("tp")
     experts = _count_experts(model)
     if experts % ranks:
-        raise CutError(
+        raise PartitionError(
             f"{TITLE} divides whole experts over its ranks: {experts} experts cannot be divided over tp={ranks}"
         )
     for tensor in model.own():
@@ -103,7 +103,7 @@ def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
 
 
 def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
-    """Raise CutError if ranks would have unequal parts, parts of heads, or parts of blocks that share a scale."""
+    """Raise PartitionError if ranks would have unequal parts, parts of heads, or parts of blocks that share a scale."""
     extent, unit, noun = tensor.shape[dim], 1, ""
     if tensor.spec.cuts and tensor.spec.cuts[dim] and tensor.spec.cuts[dim][0].sections:
         section = tensor.spec.cuts[dim][0].sections[0]
@@ -112,7 +112,7 @@ def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
     if f"{weight.name}_scale_inv" in model.tensors:
         extent, unit, noun = weight.shape[dim], BLOCK, f", of which {BLOCK} share a scale"
     if ranks > 1 and extent % (ranks * unit):
-        raise CutError(
+        raise PartitionError(
             f"cannot split {weight.name} {list(weight.shape)} over tp={ranks}: "
             f"it has {extent} {'columns' if dim else 'rows'}{noun}"
         )

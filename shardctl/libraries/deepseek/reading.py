@@ -12,7 +12,7 @@ from shardctl.libraries.reader import Format
 from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
 from shardctl.tensors.manifest import Manifest
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -47,7 +47,7 @@ def scan_deepseek_mp(source: Source) -> Manifest:
         files=sizes,
         objects=side,
         warnings=left,
-        dialect=LibraryDialect(
+        dialect=NamingScheme(
             deepseek_mp.NAME,
             Mesh.of(tp=ranks, ep=ranks, etp=1),
             {rank: format_rank_prefix(rank) for rank in range(ranks)},

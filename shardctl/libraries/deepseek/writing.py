@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.deepseek.arrays import NAME, SCHEMA
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.writer import Layout
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
@@ -30,8 +30,8 @@ def pack_deepseek_mp(order: PackRequest) -> Manifest:
     mesh = order.mesh
     ranks = mesh.degree("tp")
     if mesh.world != ranks or mesh.ep not in (1, ranks):
-        raise CutError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
-    dialect = LibraryDialect(
+        raise PartitionError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
+    dialect = NamingScheme(
         NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: format_rank_prefix(rank) for rank in range(ranks)}
     )
     builder = FileBuilder({"format": "pt"})
@@ -40,7 +40,7 @@ def pack_deepseek_mp(order: PackRequest) -> Manifest:
     return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     return f"model{rank}-mp{dialect.mesh.world}."
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.patterns import NamePatterns
-from shardctl.libraries.deepspeed.pieces import TensorCut
+from shardctl.libraries.deepspeed.pieces import TensorPartition
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
 from shardctl.tensors.box import Box
 
@@ -45,7 +45,7 @@ class AffineMaps:
         """Return whether a tensor is described."""
         return self._patterns.find(name) is not None
 
-    def find(self, name: str, shapes: Mapping[int, Shape]) -> TensorCut | None:
+    def find(self, name: str, shapes: Mapping[int, Shape]) -> TensorPartition | None:
         """Find how a tensor is cut that ranks have in these shapes; None if it is not described.
 
         Raises:
@@ -66,7 +66,7 @@ class AffineMaps:
             if sum(prod(box.shape) for box, _ in blocks) != prod(shape):
                 raise SourceError(f"{name!r} on rank {rank} is not what its description has of it")
             parts[rank] = tuple(blocks)
-        return TensorCut(whole, parts) if whole is not None else None
+        return TensorPartition(whole, parts) if whole is not None else None
 
 
 def _parse_block(name: str, held: dict[Any, Any], whole: Shape, own: Shape) -> tuple[Box, Shape]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.libraries.deepspeed.pieces import TensorCut
+from shardctl.libraries.deepspeed.pieces import TensorPartition
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
 from shardctl.tensors.box import Box
 
@@ -76,7 +76,7 @@ class AutomaticExperts:
         alone = replace(array, shape=(1, *array.shape), strides=(0, *array.strides))
         return f"{found[1]}.{found[2]}", int(found[3]), alone
 
-    def cut(self, name: str, shapes: Mapping[int, tuple[int, ...]], *, by_expert: bool) -> TensorCut | None:
+    def cut(self, name: str, shapes: Mapping[int, tuple[int, ...]], *, by_expert: bool) -> TensorPartition | None:
         """Return where the arrays of ranks, or those of experts with `by_expert`, lie in the whole; None for a number.
 
         Raises SourceError for arrays that do not fit together.
@@ -98,7 +98,7 @@ class AutomaticExperts:
             )
             for rank in shapes
         }
-        return TensorCut((count, *extents), parts)
+        return TensorPartition((count, *extents), parts)
 
     def _add_layer(self, path: str, held: dict[str, object]) -> None:
         prefix, count = held.get("expert_key_prefix"), as_integer(held.get("num_experts"))

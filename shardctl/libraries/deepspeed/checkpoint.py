@@ -17,7 +17,7 @@ from shardctl.libraries.deepspeed.gpt_neox_ranks import (
 from shardctl.libraries.deepspeed.layers import read_layers
 from shardctl.libraries.deepspeed.modules import read_models, read_modules
 from shardctl.libraries.deepspeed.partitions import MissingRankError, read_partitions
-from shardctl.libraries.deepspeed.tensor_parallel import ParallelCuts
+from shardctl.libraries.deepspeed.tensor_parallel import ParallelPartitions
 from shardctl.libraries.deepspeed.universal import read_universal
 from shardctl.libraries.deepspeed.without_zero import read_optimizer
 from shardctl.libraries.files.side_files import list_side_files
@@ -43,7 +43,7 @@ class DeepSpeedReader:
         self.weights = weights
         self.models = read_models(source, files)
         self.found = CheckpointPieces()
-        self.cuts = ParallelCuts(self.models, files)
+        self.cuts = ParallelPartitions(self.models, files)
         self.experts = AutomaticExperts(self.models)
 
     def manifest(self, name: str) -> Manifest:

@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "gpt_neox"
 TITLE: Final = "GPT-NeoX"
@@ -74,7 +74,7 @@ def _check_model(model: Model) -> None:
         )
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     own = SchemaRank(ModelParts(model, TITLE), dialect.mesh.degree("tp"), rank)
     neox = model.family == NEOX
     front, last = ("gpt_neox", "final_layer_norm") if neox else ("model", "norm")
@@ -110,7 +110,7 @@ def _list_neox_arrays(own: SchemaRank, block: str) -> Iterator[tuple[str, Compos
         yield entry.name, entry.content
 
 
-def _list_llama_arrays(own: SchemaRank, block: str, dialect: LibraryDialect) -> Iterator[tuple[str, CompositeArray]]:
+def _list_llama_arrays(own: SchemaRank, block: str, dialect: NamingScheme) -> Iterator[tuple[str, CompositeArray]]:
     """List a block's arrays of a model whose q, k and v, and gate and up projections, are tensors of their own."""
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{norm}.scale", own[f"{block}{norm}.weight"]
@@ -139,7 +139,7 @@ def _join_queries(own: SchemaRank, block: str, kind: str) -> CompositeArray:
     return join_arrays([part.share(0, head, heads) for head in range(heads) for part in parts])
 
 
-def _rename_array(name: str, dialect: LibraryDialect) -> str:
+def _rename_array(name: str, dialect: NamingScheme) -> str:
     """Return what a variant calls an array."""
     for ours, theirs in _RENAMED[dialect.text(VARIANT)].items():
         if name.startswith(ours):
@@ -147,7 +147,7 @@ def _rename_array(name: str, dialect: LibraryDialect) -> str:
     return name
 
 
-def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: LibraryDialect) -> SchemaEntry:
+def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: NamingScheme) -> SchemaEntry:
     """Build a rank's rows of the vocabulary, which GPT-NeoX pads."""
     tokens = own[tensor]
     rows = dialect.number(VOCABULARY) or tokens.shape[0]
@@ -157,7 +157,7 @@ def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: Li
             hint="the config may belong to another model, or a rank's files may be missing",
         )
     if rows % own.tp:
-        raise CutError(f"a vocabulary of {rows} rows cannot be divided over {own.tp} ranks")
+        raise PartitionError(f"a vocabulary of {rows} rows cannot be divided over {own.tp} ranks")
     return SchemaEntry(name, tokens.padded(rows).share(0, own.index, own.tp))
 
 

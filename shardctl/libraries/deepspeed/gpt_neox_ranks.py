@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.deepspeed.gpt_neox_arrays import FUSED, NAME, NEW, OLD, VARIANT, VOCABULARY
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -66,7 +66,7 @@ def collect_rank_tensors(
     return found
 
 
-def build_dialect(tensors: Mapping[str, Tensor], ranks: int) -> LibraryDialect:
+def build_dialect(tensors: Mapping[str, Tensor], ranks: int) -> NamingScheme:
     """Build what decides how the arrays of a checkpoint are made."""
     prefixes = {rank: _prefix_rank(rank, ranks) for rank in range(ranks)}
     embeddings = (tensors.get(f"{prefix}{_EMBEDDING}") for prefix in prefixes.values())
@@ -76,7 +76,7 @@ def build_dialect(tensors: Mapping[str, Tensor], ranks: int) -> LibraryDialect:
         variant = NEW
     elif any(".mlp.fc1_" in name for name in tensors):
         variant = FUSED
-    return LibraryDialect(NAME, Mesh.of(tp=ranks), prefixes, facts={VARIANT: variant, VOCABULARY: rows})
+    return NamingScheme(NAME, Mesh.of(tp=ranks), prefixes, facts={VARIANT: variant, VOCABULARY: rows})
 
 
 def _prefix_rank(rank: int, ranks: int) -> str:

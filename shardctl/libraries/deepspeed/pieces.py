@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class TensorCut:
+class TensorPartition:
     """Which boxes of a tensor each tensor-parallel rank has."""
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class TensorPieces:
         local.check(name)
         return Tensor(called, local.dtype, local.shape, tuple(local.chunks))
 
-    def tensor(self, name: str, called: str, cut: TensorCut | None = None, ties: tuple[str, ...] = ()) -> Tensor:
+    def tensor(self, name: str, called: str, cut: TensorPartition | None = None, ties: tuple[str, ...] = ()) -> Tensor:
         """Return the whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
         by_rank = self.held[name]
         first = next(iter(by_rank.values()))
@@ -147,7 +147,7 @@ class TensorPieces:
         return Tensor(called, first.dtype, cut.shape, chunks, ties=ties)
 
 
-def _move_chunk(chunk: Chunk, cut: TensorCut, rank: int) -> Iterator[Chunk]:
+def _move_chunk(chunk: Chunk, cut: TensorPartition, rank: int) -> Iterator[Chunk]:
     """Yield a chunk of one rank's tensor as chunks of the whole."""
     for box, origin in cut.parts[rank]:
         common = chunk.box.intersect(box)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.affine_maps import AffineMaps
 from shardctl.libraries.deepspeed.patterns import NamePatterns
-from shardctl.libraries.deepspeed.pieces import TensorCut
+from shardctl.libraries.deepspeed.pieces import TensorPartition
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
 from shardctl.tensors.box import Box
 
@@ -36,7 +36,7 @@ _UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
 _HINT: Final = "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
 
 
-class ParallelCuts:
+class ParallelPartitions:
     """How the tensors of one checkpoint are cut."""
 
     def __init__(self, models: Mapping[int, ModelState], files: DeepSpeedFiles) -> None:
@@ -52,10 +52,10 @@ class ParallelCuts:
         """None if the files do not list them."""
         self._said_of: dict[str, NamePatterns] = {}
         """By key, the patterns of names that the rules have there."""
-        self._known: dict[object, TensorCut | None] = {}
+        self._known: dict[object, TensorPartition | None] = {}
         """The same for each state of a parameter."""
 
-    def cut(self, name: str, shapes: Shapes, *, trained: bool) -> TensorCut | None:
+    def cut(self, name: str, shapes: Shapes, *, trained: bool) -> TensorPartition | None:
         """Return how a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
 
         Raises:
@@ -77,7 +77,7 @@ class ParallelCuts:
         key = (name, tuple(shapes.items()))
         if key not in self._known:
             parts = self._parts(name, by_rank)
-            self._known[key] = parts and TensorCut(
+            self._known[key] = parts and TensorPartition(
                 self._without_padding(name, parts[0]), {rank: parts[1][rank % self.ranks] for rank in shapes}
             )
         return self._known[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.megatron.arguments import LISTS
 from shardctl.libraries.megatron.family_features import TRAITS
 from shardctl.libraries.megatron.layers import get_embedding_name
@@ -32,12 +32,12 @@ DIVISIBLE: Final = 128
 def build_arguments(order: PackRequest, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> PickleObject:
     """Build the namespace for a model on a mesh whose weights are of `dtype`; `more` is what one format has beside.
 
-    Raises UnsupportedError for a model that Megatron-LM's arguments cannot say, and CutError for a mesh that it lacks.
+    Raises UnsupportedError for a model that Megatron-LM's arguments cannot say, and PartitionError for another's mesh.
     """
     from shardctl.libraries.megatron.model_arguments import convert_config_to_arguments  # only who writes needs it
 
     if TRAITS[order.model.family].turning and mesh.etp > 1:
-        raise CutError(f"{TITLE} divides no experts that have biases, but etp is {mesh.etp}", hint="give --etp 1")
+        raise PartitionError(f"{TITLE} divides no experts that have biases, but etp is {mesh.etp}", hint="give --etp 1")
     said: dict[str, Value] = {
         name: list(value) if isinstance(value, tuple) and name in LISTS else value
         for name, value in convert_config_to_arguments(order.config, order.model).items()

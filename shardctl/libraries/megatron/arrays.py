@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, SourceError
+from shardctl.base.errors import PartitionError, SourceError
 from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.libraries.arrays.schema import Schema
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.megatron.whole_array import WholeArray
     from shardctl.models import Model
     from shardctl.tensors.mesh import Mesh
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "megatron"
 LAYERS: Final = "layers"
@@ -54,7 +54,7 @@ class _RankShare:
     count: int
 
 
-def count_chunks(dialect: LibraryDialect) -> int:
+def count_chunks(dialect: NamingScheme) -> int:
     """Count chunks of layers on each stage: more than one in a virtual pipeline."""
     return len(dialect.numbers(LAYERS)) // dialect.mesh.degree("pp")
 
@@ -64,10 +64,10 @@ def format_chunk_prefix(chunk: int, chunks: int) -> str:
     return f"model{chunk}/" if chunks > 1 else ""
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     counts, stages = dialect.numbers(LAYERS), dialect.mesh.degree("pp")
     if sum(counts) != model.layers:
-        raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
+        raise PartitionError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
     parts, chunks = layers.build_model_parts(model, dialect), count_chunks(dialect)
     if layers.is_hybrid(model):
         hybrid_layers.check_mamba_degree(parts, dialect.mesh.degree("tp"))
@@ -79,7 +79,7 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
 
 
 def _list_chunk_entries(
-    parts: ModelParts, dialect: LibraryDialect, rank: int, numbers: range, prefix: str
+    parts: ModelParts, dialect: NamingScheme, rank: int, numbers: range, prefix: str
 ) -> Iterator[SchemaEntry]:
     """List the arrays of layers of some numbers and of what is before and behind them, with `prefix` in their names."""
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
@@ -106,7 +106,7 @@ def _list_chunk_entries(
 
 
 def _list_further_entries(
-    parts: ModelParts, dialect: LibraryDialect, rank: int, prefix: str, *, copied: bool
+    parts: ModelParts, dialect: NamingScheme, rank: int, prefix: str, *, copied: bool
 ) -> Iterator[SchemaEntry]:
     """List the arrays of layers that predict further tokens.
 
@@ -129,12 +129,12 @@ def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:
     """Find the experts of a place on the ep axis; None for a model without any."""
     count = layers.count_experts(model)
     if count % mesh.ep:
-        raise CutError(f"{count} experts cannot be divided over ep={mesh.ep}")
+        raise PartitionError(f"{count} experts cannot be divided over ep={mesh.ep}")
     return range(group * count // mesh.ep, (group + 1) * count // mesh.ep) if count else None
 
 
 def _list_layer_entries(
-    arrays: Iterator[WholeArray], prefix: str, dialect: LibraryDialect, shared: _RankShare, within: _RankShare
+    arrays: Iterator[WholeArray], prefix: str, dialect: NamingScheme, shared: _RankShare, within: _RankShare
 ) -> Iterator[SchemaEntry]:
     """List a rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
     grouped: dict[str, list[CompositeArray]] = {}
@@ -168,7 +168,7 @@ def _group_experts(mine: dict[str, list[CompositeArray]], prefix: str) -> Iterat
 
 
 def _build_vocabulary_entry(
-    name: str, tokens: CompositeArray, dialect: LibraryDialect, shared: _RankShare
+    name: str, tokens: CompositeArray, dialect: NamingScheme, shared: _RankShare
 ) -> SchemaEntry:
     """Build a rank's rows of the vocabulary."""
     rows = dialect.number(VOCABULARY) or tokens.shape[0]
@@ -178,7 +178,7 @@ def _build_vocabulary_entry(
             hint="the config, or --true-vocab, may belong to another model",
         )
     if rows % shared.count:
-        raise CutError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
+        raise PartitionError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
     padded = tokens.padded_with_last(rows) if dialect.switch(LAST_ROW) else tokens.padded(rows)
     content = padded.share(0, shared.index, shared.count)
     known = BY_NAME.get(dialect.text(DTYPE))

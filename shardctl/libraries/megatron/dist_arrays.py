@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.libraries.megatron.whole_array import WholeArray
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "torch_dist"
 LAYERS: Final = "layers_by_number"
@@ -92,7 +92,7 @@ class StackCell:
         return join_arrays(self.pieces)
 
 
-def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
+def list_cells(model: Model, dialect: NamingScheme) -> Iterator[StackCell]:
     """List everything that the arrays are made of, in the model's order.
 
     Raises SourceError for a padded vocabulary that is smaller than the model's.
@@ -133,7 +133,7 @@ def _list_layer_cells(
     prefix: str,
     number: int | None,
     stacked: tuple[tuple[int, int], ...],
-    dialect: LibraryDialect,
+    dialect: NamingScheme,
 ) -> Iterator[StackCell]:
     """List the cells of a layer, at an index of some extent in each dim of the stack; `number` says on which stage."""
     experts = 1 + max((whole.expert for whole in wholes if whole.expert is not None), default=-1)
@@ -158,7 +158,7 @@ def _list_array_cells(
     whole: WholeArray,
     layer: int | None,
     stacked: tuple[tuple[int, int], ...],
-    dialect: LibraryDialect,
+    dialect: NamingScheme,
     *,
     optional: bool = False,
 ) -> Iterator[StackCell]:
@@ -180,7 +180,7 @@ def _list_array_cells(
 
 
 def _list_array_names(
-    local: str, *, experts: bool, latent: bool, projection: str, dialect: LibraryDialect
+    local: str, *, experts: bool, latent: bool, projection: str, dialect: NamingScheme
 ) -> tuple[str, ...]:
     """List the names that versions of the layers have for an array: one, but for norms.
 
@@ -198,7 +198,7 @@ def _list_array_names(
     return tuple(dict.fromkeys((asked, engine) if dialect.switch(SPELT) else (asked, engine, local)))
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     del rank  # arrays are global
     arrays: dict[str, list[StackCell]] = {}
     for cell in list_cells(model, dialect):

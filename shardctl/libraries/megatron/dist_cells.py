@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.libraries.dcp.file_writer import DcpFiles
 from shardctl.libraries.megatron.dist_arrays import check_stack
 from shardctl.libraries.megatron.layers import count_experts
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.libraries.megatron.dist_arrays import StackCell
     from shardctl.libraries.writer import PackRequest
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 _NOTHING: Final = encode_object([None])
 
@@ -35,7 +35,7 @@ class CellWriter:
     def __init__(
         self,
         order: PackRequest,
-        dialect: LibraryDialect,
+        dialect: NamingScheme,
         folder: str,
         cells: Iterable[StackCell],
         *,
@@ -90,7 +90,7 @@ class CellWriter:
         axis, group = "tp", 0
         if cell.expert is not None:
             if self._experts % self.mesh.ep:
-                raise CutError(f"{self._experts} experts cannot be divided over ep={self.mesh.ep}")
+                raise PartitionError(f"{self._experts} experts cannot be divided over ep={self.mesh.ep}")
             axis, group = "etp", cell.expert * self.mesh.ep // self._experts
         count = self.mesh.degree(axis) if cell.dim is not None else 1
         for index in range(count):

@@ -14,7 +14,7 @@ from shardctl.base.value import state_class
 from shardctl.libraries.megatron.dist_arrays import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import ZERO_CENTRED
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -65,7 +65,7 @@ def _is_ours(key: str, wrapper: str) -> bool:
     return key.removeprefix(wrapper).startswith(_ROOTS)
 
 
-def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> LibraryDialect:
+def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> NamingScheme:
     """Build the variant that weights of these names and shapes are in.
 
     `mesh` is the one that wrote them, and `centred` says whether norms keep their weights less one.
@@ -80,7 +80,7 @@ def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred:
     embedding = shapes.get(_EMBEDDING)
     if embedding:
         facts[VOCABULARY] = embedding[0]
-    return LibraryDialect(NAME, mesh, facts=facts)
+    return NamingScheme(NAME, mesh, facts=facts)
 
 
 def _has_match(pattern: re.Pattern[str], names: Iterable[str]) -> bool:

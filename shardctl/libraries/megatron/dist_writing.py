@@ -53,7 +53,7 @@ from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.writer import Layout
 from shardctl.tensors.manifest import CheckpointFile
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     further = count_complete_layers(order)
     facts[COUNT] = further
     stages = order.stages or split_layers_evenly(order.model.layers, mesh.degree("pp"))
-    dialect = LibraryDialect(NAME, mesh, stages=stages, facts=facts)
+    dialect = NamingScheme(NAME, mesh, stages=stages, facts=facts)
     cells = list(list_cells(order.model, dialect))
     further_cells = list(_list_state_cells(order, cells, trained))
     doubled = {find_array_name(each.name) for each in further_cells if each.name.split(".")[2] in COPIES}
@@ -250,7 +250,7 @@ def _build_common_state(
     }
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     return dialect.text(_FOLDER, FOLDER) + format_file_prefix(rank)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @settings_class
-class CoreTraits:
+class CoreFeatures:
     """What core's layers are told of a family, and its config class assumes where a config is silent."""
 
     activation: str = "silu"
@@ -72,31 +72,31 @@ _LITE: Final = {
     "rms_norm_eps": 1e-5,
 }
 _GLM: Final = {"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
-_QWEN3_NEXT: Final = CoreTraits(part=0.25, centred=True, delta=True)
+_QWEN3_NEXT: Final = CoreFeatures(part=0.25, centred=True, delta=True)
 TRAITS: Final = {
-    "arcee": CoreTraits(activation="relu2", gated=False),
-    "deepseek_v3": CoreTraits(balanced=True, assumed=_LATENT),
-    "dots1": CoreTraits(balanced=True, assumed={"norm_topk_prob": False}),
-    "ernie4_5": CoreTraits(interleaved=True, theta=500_000.0),
-    "glm4_moe": CoreTraits(balanced=True, part=0.5, assumed=_GLM),
-    "glm4_moe_lite": CoreTraits(balanced=True, assumed=_LITE),
-    "gpt_oss": CoreTraits(theta=150_000.0, turning=True, assumed={"num_experts_per_tok": 4, "rms_norm_eps": 1e-5}),
-    "gpt2": CoreTraits(activation="gelu_new", gated=False, layer_norm=True),
-    "llama": CoreTraits(),
-    "mistral": CoreTraits(window=True),
-    "mixtral": CoreTraits(window=True, theta=1_000_000.0),
-    "nemotron": CoreTraits(activation="relu2", gated=False, part=0.5, centred=True, layer_norm=True),
-    "nemotron_h": CoreTraits(activation="relu2", gated=False, balanced=True, hybrid=True),
-    "phi3": CoreTraits(window=True, part=1.0),
-    "qwen2": CoreTraits(),
-    "qwen2_moe": CoreTraits(),
-    "qwen3": CoreTraits(),
+    "arcee": CoreFeatures(activation="relu2", gated=False),
+    "deepseek_v3": CoreFeatures(balanced=True, assumed=_LATENT),
+    "dots1": CoreFeatures(balanced=True, assumed={"norm_topk_prob": False}),
+    "ernie4_5": CoreFeatures(interleaved=True, theta=500_000.0),
+    "glm4_moe": CoreFeatures(balanced=True, part=0.5, assumed=_GLM),
+    "glm4_moe_lite": CoreFeatures(balanced=True, assumed=_LITE),
+    "gpt_oss": CoreFeatures(theta=150_000.0, turning=True, assumed={"num_experts_per_tok": 4, "rms_norm_eps": 1e-5}),
+    "gpt2": CoreFeatures(activation="gelu_new", gated=False, layer_norm=True),
+    "llama": CoreFeatures(),
+    "mistral": CoreFeatures(window=True),
+    "mixtral": CoreFeatures(window=True, theta=1_000_000.0),
+    "nemotron": CoreFeatures(activation="relu2", gated=False, part=0.5, centred=True, layer_norm=True),
+    "nemotron_h": CoreFeatures(activation="relu2", gated=False, balanced=True, hybrid=True),
+    "phi3": CoreFeatures(window=True, part=1.0),
+    "qwen2": CoreFeatures(),
+    "qwen2_moe": CoreFeatures(),
+    "qwen3": CoreFeatures(),
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
-    "qwen3_moe": CoreTraits(),
+    "qwen3_moe": CoreFeatures(),
     "qwen3_next": _QWEN3_NEXT,
-    "seed_oss": CoreTraits(),
-    "smollm3": CoreTraits(theta=2_000_000.0, skips_rotation=True),
+    "seed_oss": CoreFeatures(),
+    "smollm3": CoreFeatures(theta=2_000_000.0, skips_rotation=True),
 }
 """By family: those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
 _AFTER: Final = "norms between what attention and MLP give and the sum, where its layers have norms before them only"

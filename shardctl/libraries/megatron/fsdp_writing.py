@@ -12,7 +12,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.dcp.file_writer import format_file_prefix
@@ -55,7 +55,7 @@ from shardctl.libraries.torch_save.item_writer import encode_object
 from shardctl.libraries.torch_save.pickle_writer import PickleName, PickleObject
 from shardctl.libraries.writer import Layout
 from shardctl.tensors.manifest import CheckpointFile
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -104,7 +104,7 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
         COUNT: further,
         _FOLDER: folder,
     }
-    dialect = LibraryDialect(ARRAYS, order.mesh, stages=(order.model.layers,), facts=facts)
+    dialect = NamingScheme(ARRAYS, order.mesh, stages=(order.model.layers,), facts=facts)
     named = [_rename_cell(cell, trained, wanted) for cell in list_cells(order.model, dialect)]
     args = build_arguments(order, order.mesh, order.dtypes[embedding], _build_more_arguments(padded, further, wanted))
     in_16_bits = order.dtypes[embedding].name in _TYPES_OF_16_BITS
@@ -154,7 +154,7 @@ def _check_options(order: PackRequest, wanted: MegatronOptions) -> None:
     for what in (name for name, there in unknown.items() if there):
         raise UnsupportedError(f"what Megatron-FSDP calls the {what} is not known", hint="write --to torch_dist")
     if order.mesh.degree("pp") > 1:
-        raise CutError(
+        raise PartitionError(
             "Megatron-FSDP counts the layers of every stage from 0, so that several stages have the same keys in one "
             "fsdp_dtensor checkpoint",
             hint="leave --pp out; for a run with stages write --to torch_dist",
@@ -231,7 +231,7 @@ def _write_settings(writer: CellWriter, cells: list[StackCell], training: Traini
         writer.files.object(f"{SCHEDULE}.{setting}", encode_object(value))
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     return dialect.text(_FOLDER, FOLDER) + format_file_prefix(rank)
 
 

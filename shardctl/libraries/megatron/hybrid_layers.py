@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.libraries.megatron.whole_array import WholeArray
 
 if TYPE_CHECKING:
@@ -114,14 +114,14 @@ def check_hybrid(model: Model) -> None:
 
 
 def check_mamba_degree(parts: ModelParts, tp: int) -> None:
-    """Raise CutError if `tp` ranks cannot each have as many heads of Mamba, and groups of them, as any other."""
+    """Raise PartitionError if `tp` ranks cannot each have as many heads of Mamba, and groups of them, as any other."""
     for name in parts.model.tensors:
         if not name.endswith(".mixer.in_proj.weight"):
             continue
         _, channels, groups, _, heads = parts.divide(name)
         count = groups.shape[0] // _find_state_size(parts, name)
         if heads.shape[0] % tp or count % tp:
-            raise CutError(
+            raise PartitionError(
                 f"{parts.title} gives every tp rank whole groups of Mamba's heads, but {count} groups of "
                 f"{heads.shape[0]} heads ({channels.shape[0]} channels) cannot be divided over tp={tp}",
                 hint=f"use --tp {', '.join(str(n) for n in range(1, count + 1) if count % n == 0)}",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
 """How rows of queries, keys and values follow each other: since `checkpoint_version` 2.0, in 1.0, and in 0.
@@ -79,7 +79,7 @@ FURTHER_LAYERS: Final = "its own are whole, and as the last layer; --only mtp --
 """Why layers that predict further tokens are left behind."""
 
 
-def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
+def build_model_parts(model: Model, dialect: NamingScheme) -> ModelParts:
     """Build the model's tensors, as the dialect's norms keep them; those of some models have them so, too."""
     changed = dialect.switch(ZERO_CENTRED) and not TRAITS[model.family].centred
     return ModelParts(model, TITLE, GAMMA_LESS_ONE if changed else "")

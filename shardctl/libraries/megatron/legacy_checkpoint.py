@@ -27,7 +27,7 @@ from shardctl.libraries.megatron.rank_file import read_rank_file
 from shardctl.libraries.megatron.ranks import TITLE, build_least_mesh
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -95,7 +95,7 @@ def read_megatron_ranks(source: Source, etp: int | None, weights: Weights) -> Ma
             *_warn_of_states(source, found, held, tensors),
         ),
         training=_build_training(source, first, held, tensors, _list_notes(files, held, weights), len(files)),
-        dialect=LibraryDialect(
+        dialect=NamingScheme(
             megatron.NAME,
             mesh,
             {rank: f"{name}/" for rank, name in ranks.items()},

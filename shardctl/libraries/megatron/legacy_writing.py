@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron import arrays as megatron
@@ -46,7 +46,7 @@ from shardctl.libraries.torch_save.item_writer import build_tensor_value
 from shardctl.libraries.writer import Layout
 from shardctl.models.tables.config import ModelConfig
 from shardctl.tensors.manifest import CheckpointFile
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
     padded = _compute_padded_rows(order.model.tensors[embedding].shape[0], tp, wanted)
     further = count_complete_layers(order)
     folder = f"iter_{find_iteration(training):07d}/" if trained else FOLDER
-    dialect = LibraryDialect(
+    dialect = NamingScheme(
         megatron.NAME,
         mesh,
         {rank: f"{name}/" for rank, name in names.items()},
@@ -176,11 +176,13 @@ def _build_mesh(order: PackRequest) -> Mesh:
     """Build the mesh without replicas."""
     mesh = order.mesh
     if mesh.degree("fsdp") > 1:
-        raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
+        raise PartitionError(
+            f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead"
+        )
     tp = mesh.degree("tp")
     heads = ModelConfig(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
     if heads % tp:
-        raise CutError(
+        raise PartitionError(
             f"{TITLE} gives every tp rank the same number of heads, but {heads} cannot be divided over tp={tp}",
             hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
         )
@@ -191,11 +193,11 @@ def _build_mesh(order: PackRequest) -> Mesh:
 def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
     """Compute rows of the vocabulary with its padding.
 
-    Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
+    Raises PartitionError where some rank would have copies of the last row alone: nobody could tell them from remains.
     """
     padded = round_up_to_multiple(tokens, wanted.multiple * tp)
     if wanted.last_row and padded // tp * (tp - 1) >= tokens:
-        raise CutError(
+        raise PartitionError(
             f"padding {tokens} tokens to {padded} rows would leave ranks with only copies of the last row",
             hint="use a smaller multiple=N, or padding=zeros",
         )
@@ -217,7 +219,7 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
         return order.stages
     each, rest = divmod(order.model.layers, turns)
     if rest:
-        raise CutError(
+        raise PartitionError(
             f"{order.model.layers} layers cannot be divided evenly over {turns} stages, as {TITLE} does",
             hint="use --stages, with as many layers on all stages but the first and the last",
         )
@@ -227,11 +229,11 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
 def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
     """Find what `--decoder-first-pipeline-num-layers` and its sibling are, if anything.
 
-    Raises CutError for other cuts.
+    Raises PartitionError for other cuts.
     """
     middle = stages[1:-1]
     if len(set(middle)) > 1:
-        raise CutError(
+        raise PartitionError(
             f"{TITLE} gives all stages the same number of layers, except the first and the last: --stages "
             f"{','.join(map(str, stages))} differ in the middle"
         )
@@ -245,7 +247,7 @@ def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
     )
 
 
-def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: LibraryDialect) -> PickleObject:
+def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: NamingScheme) -> PickleObject:
     """Build the `args` of the run that might have written this."""
     counts = dialect.numbers(megatron.LAYERS)
     several = dialect.mesh.degree("pp") > 1
@@ -342,7 +344,7 @@ def _build_file(
     return archive.finish({**value, "num_floating_point_operations_so_far": 0}, stored)
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     return f"{dialect.text(_FOLDER, FOLDER)}{dialect.ranks.get(rank, '?/')}"
 
 

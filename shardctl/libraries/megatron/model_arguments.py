@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.base.settings import Setting
-    from shardctl.libraries.megatron.family_features import CoreTraits
+    from shardctl.libraries.megatron.family_features import CoreFeatures
     from shardctl.models import Model
     from shardctl.models.tables.rope import RotaryEmbedding
     from shardctl.models.tables.windows import WindowRule
@@ -230,7 +230,7 @@ def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[st
     }
 
 
-def _build_rope_arguments(said: ModelConfig, traits: CoreTraits, *, latent: bool) -> dict[str, Setting]:
+def _build_rope_arguments(said: ModelConfig, traits: CoreFeatures, *, latent: bool) -> dict[str, Setting]:
     """Build theta, scaling and the part of each head; raises UnsupportedError for what args cannot say.
 
     Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).

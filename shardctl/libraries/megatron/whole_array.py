@@ -36,7 +36,7 @@ class WholeArray:
         return self._group_by_group(range(self.groups)) if self.groups else join_arrays(self.pieces)
 
     def share(self, index: int, count: int) -> CompositeArray:
-        """Return what rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
+        """Return what rank `index` of `count` has; raises PartitionError, by tensor, if parts would not be equal."""
         if self.dim is None or count == 1:
             return self.content
         if not self.groups:

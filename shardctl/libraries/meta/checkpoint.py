@@ -15,7 +15,7 @@ from shardctl.libraries.torch_save.reading import read_weights
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -97,7 +97,7 @@ def _build_llama4_manifest(
         objects=objects,
         warnings=(*warnings, *left),
         training=TrainingState(writer="Meta's Llama", ranks=len(parts), notes=notes),
-        dialect=LibraryDialect(
+        dialect=NamingScheme(
             llama4_arrays.NAME, Mesh.of(tp=len(parts)), {rank: format_rank_prefix(rank) for rank in range(len(parts))}
         ),
         settings=build_library_settings(params),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "meta"
 TITLE: Final = "Meta's code for Llama 4"
@@ -31,7 +31,7 @@ _PROJECTION: Final = "multi_modal_projector.linear_1"
 _ATTENTION: Final = "self_attn"
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     inner = f"{TEXT}model" if model.family == "llama4" else ""
     at = SchemaRank(ModelParts(model, TITLE, inner=inner), dialect.mesh.degree("tp"), rank)
     yield SchemaEntry("tok_embeddings.weight", at.rows("model.embed_tokens.weight"))
@@ -109,11 +109,11 @@ def _list_norm(at: SchemaRank, name: str, to: str) -> Iterator[SchemaEntry]:
 
 
 def _check_heads(at: SchemaRank, name: str) -> None:
-    """Raise CutError if a rank would have part of a head, or none."""
+    """Raise PartitionError if a rank would have part of a head, or none."""
     unit = at.parts.unit(name)
     heads = at[name].shape[0] // unit
     if heads % at.tp:
-        raise CutError(
+        raise PartitionError(
             f"cannot split {at.parts.resolve(name)} over tp={at.tp}: {TITLE} gives every rank whole heads, "
             f"and it has {heads}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.meta.llama4_arrays import NAME, SCHEMA, TITLE
 from shardctl.libraries.meta.llama4_params import build_llama4_params
@@ -14,7 +14,7 @@ from shardctl.libraries.torch_save.item_writer import build_archive, build_tenso
 from shardctl.models.tables.config import ModelConfig
 from shardctl.tensors.manifest import CheckpointFile, Region
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,15 +32,17 @@ def pack_llama4(request: PackRequest, number_file: Callable[[int], str]) -> Mani
     mesh = request.mesh
     ranks = mesh.degree("tp")
     if mesh.world != ranks:
-        raise CutError(f"Meta's files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
+        raise PartitionError(f"Meta's files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
     if request.options.get("meta_embedding") == "hidden":
         raise UsageError("Meta's code for Llama 4 cuts the embedding along the vocabulary, not along the hidden dim")
     seen = request.config.get("vision_config")
     heads = ModelConfig(seen).size("num_attention_heads", 16) if isinstance(seen, dict) else ranks
     if heads % ranks:
-        raise CutError(f"{TITLE} gives every rank whole heads, but what it sees with has {heads}, not for tp={ranks}")
+        raise PartitionError(
+            f"{TITLE} gives every rank whole heads, but what it sees with has {heads}, not for tp={ranks}"
+        )
     content = (json.dumps(build_llama4_params(request.config, request.model), indent=2) + "\n").encode()
-    dialect = LibraryDialect(NAME, Mesh.of(tp=ranks), {rank: format_rank_prefix(rank) for rank in range(ranks)})
+    dialect = NamingScheme(NAME, Mesh.of(tp=ranks), {rank: format_rank_prefix(rank) for rank in range(ranks)})
     files = {PARAMS: CheckpointFile(PARAMS, len(content), ((0, content),))}
     stored: list[tuple[str, Chunk]] = []
     for rank, arrays in compose_arrays(request, SCHEMA, dialect).items():

@@ -11,7 +11,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, UnsupportedError, UsageError
 from shardctl.libraries.meta import llama4_arrays
 from shardctl.libraries.meta.params import LLAMA3_THETA, PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
     from shardctl.models import Model
     from shardctl.tensors.manifest import Tensor
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
     from shardctl.tensors.pieces import PlacedCheckpoint
 
 NAME: Final = "meta"
@@ -44,7 +44,7 @@ def pack_meta(request: PackRequest) -> Manifest:
 
     Raises:
         UnsupportedError: a model that Meta's code has no place for.
-        CutError: a mesh of more than tp, or parts that would not be equal.
+        PartitionError: a mesh of more than tp, or parts that would not be equal.
     """
     have, dtypes, placed = request.have, request.dtypes, request.placed
     model, config = request.model, request.config
@@ -58,7 +58,9 @@ def pack_meta(request: PackRequest) -> Manifest:
     content = (json.dumps(_build_params(config, model, have, positions), indent=2) + "\n").encode()
     names = {t.name: [_name_for_meta(name, model) for name in (t.name, *t.ties)] for t in have.tensors.values()}
     if placed is not None and placed.mesh.degree("tp") != placed.mesh.world:
-        raise CutError(f"Meta's files are those of tp ranks, but the mesh is {placed.mesh}", hint="use --tp alone")
+        raise PartitionError(
+            f"Meta's files are those of tp ranks, but the mesh is {placed.mesh}", hint="use --tp alone"
+        )
     builder: dict[str, list[Chunk]] = {}
     files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
@@ -85,7 +87,7 @@ def pack_meta(request: PackRequest) -> Manifest:
     return Manifest(NAME, tensors, files, have.objects)
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     del dialect
     return _number_file(rank)
 
@@ -111,7 +113,7 @@ def _list_rank_boxes(
                 rows, columns = piece.tensor.shape
                 box = Box((0, rank * (columns // ranks)), (rows, columns // ranks))
             if any(part != whole and whole % part for part, whole in zip(box.shape, piece.tensor.shape, strict=True)):
-                raise CutError(
+                raise PartitionError(
                     f"{piece.tensor.name} {list(piece.tensor.shape)} cannot be divided into {ranks} equal parts"
                 )
             boxes.append((piece.tensor, box))

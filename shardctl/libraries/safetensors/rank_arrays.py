@@ -1,4 +1,4 @@
-"""Reads safetensors files of ranks that hold an engine's own arrays, which a `LibraryDialect` describes."""
+"""Reads safetensors files of ranks that hold an engine's own arrays, which a `NamingScheme` describes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
     from shardctl.libraries.writer import PackRequest
     from shardctl.tensors.manifest import Manifest
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
     from shardctl.tensors.pieces import TensorShard
 
 NAME: Final = "ranks"
@@ -144,7 +144,7 @@ def _name_file(rank: int, number: int, count: int) -> str:
     return f"{_number_files(rank)}model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     del dialect
     return _number_files(rank)
 

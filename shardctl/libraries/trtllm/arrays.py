@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, SourceError, UnsupportedError
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.composite import CompositeArray
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "trtllm"
 TITLE: Final = "TensorRT-LLM"
@@ -72,7 +72,7 @@ class _TrtllmRank(SchemaRank):
         if count % self.tp == 0:
             return whole.share(0, self.index, self.tp)
         if "q_proj" in name or self.tp % count:
-            raise CutError(f"{name}: {count} heads cannot be divided over tp={self.tp}")
+            raise PartitionError(f"{name}: {count} heads cannot be divided over tp={self.tp}")
         first = self.index * count // self.tp
         return whole.part(0, first * unit, (first + 1) * unit)
 
@@ -92,12 +92,12 @@ class _TrtllmRank(SchemaRank):
         return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
-def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     tp, index = mesh.degree("tp"), at["tp"]
     ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
     if ep * etp != tp:
-        raise CutError(
+        raise PartitionError(
             f"{TITLE} divides experts over the ranks of tp, but ep={ep} x etp={etp} is not tp={tp}",
             hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
         )
@@ -117,7 +117,7 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
         yield SchemaEntry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
 
 
-def _cut_embedding(here: _TrtllmRank, dialect: LibraryDialect) -> CompositeArray:
+def _cut_embedding(here: _TrtllmRank, dialect: NamingScheme) -> CompositeArray:
     if not dialect.switch(PARALLEL_EMBEDDING):
         return here.tokens(_EMBEDDING)
     if dialect.number(EMBEDDING_DIM):
@@ -157,7 +157,7 @@ def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[Sch
     router = here[f"{have}.{module}.gate.weight"]
     count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
     if count % ranks:
-        raise CutError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
+        raise PartitionError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
     held = range(mine * count // ranks, (mine + 1) * count // ranks)
     names = [f"{have}.{module}.experts.{expert}" for expert in held]
     over = [join_arrays([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]

@@ -14,7 +14,7 @@ from shardctl.libraries.safetensors.rank_arrays import has_only_rank_files, matc
 from shardctl.models.tables.config import ModelConfig
 from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
 from shardctl.tensors.manifest import Manifest
-from shardctl.tensors.naming_scheme import LibraryDialect
+from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
     from shardctl.libraries.trtllm.config import TrtllmDescription
@@ -62,7 +62,7 @@ def scan_trtllm(source: Source) -> Manifest:
         files=sizes,
         objects=tuple(replace(each, policy="drop") if each.name == CONFIG else each for each in side),
         warnings=left,
-        dialect=LibraryDialect(trtllm.NAME, found.mesh, found.ranks, found.stages, found.facts),
+        dialect=NamingScheme(trtllm.NAME, found.mesh, found.ranks, found.stages, found.facts),
         own_config=found.config,
     )
 

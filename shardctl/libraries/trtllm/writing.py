@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, UnsupportedError, UsageError
+from shardctl.base.errors import PartitionError, UnsupportedError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, SEARCHED, TITLE
@@ -28,7 +28,7 @@ from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.rope import parse_rope
 from shardctl.tensors.manifest import CheckpointFile
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def pack_trtllm(order: PackRequest) -> Manifest:
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
     facts = _build_facts(order.options.get(_EMBEDDING, "whole"))
-    dialect = LibraryDialect(NAME, mesh, {rank: format_rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
+    dialect = NamingScheme(NAME, mesh, {rank: format_rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
     builder = FileBuilder({"format": "pt"})
     arrays = compose_arrays(order, SCHEMA, dialect)
     for rank, number in numbers.items():
@@ -95,21 +95,21 @@ def _build_mesh(order: PackRequest) -> Mesh:
     mesh = order.mesh
     for axis, degree in mesh.axes:
         if degree > 1 and axis not in _ORDER:
-            raise CutError(
+            raise PartitionError(
                 f"{TITLE} has ranks of tp, pp and cp, but the mesh is {mesh}",
                 hint=f"leave --{axis} out: every replica loads the same directory",
             )
     named = [axis for axis, degree in mesh.axes if degree > 1]
     if named != [axis for axis in _ORDER if axis in named]:
-        raise CutError(
+        raise PartitionError(
             f"{TITLE} numbers the ranks of tp innermost, and those of pp outermost", hint="use --tp and --pp"
         )
     if mesh.ep > 1 and mesh.degree("cp") > 1:
-        raise CutError(f"{TITLE} does not divide experts over the ranks of cp", hint="leave --cp or --ep out")
+        raise PartitionError(f"{TITLE} does not divide experts over the ranks of cp", hint="leave --cp or --ep out")
     return Mesh.of(**{axis: mesh.degree(axis) for axis in _ORDER}, ep=mesh.ep, etp=mesh.etp)
 
 
-def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, object]:
+def _build_config(order: PackRequest, dialect: NamingScheme) -> dict[str, object]:
     """Build the content of `config.json`."""
     config, model, mesh = ModelConfig(order.config), order.model, dialect.mesh
     heads = config.size("num_attention_heads")
@@ -215,7 +215,7 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
     return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     """Format TensorRT-LLM's own number of a rank, which leaves out those of cp."""
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError, UnsupportedError
+from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.libraries.arrays.schema import ModelParts, Schema
 from shardctl.libraries.vllm.decoders import list_decoder_entries
 from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.models import Model
-    from shardctl.tensors.naming_scheme import LibraryDialect
+    from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "vllm"
 TITLE: Final = "vLLM's sharded state"
@@ -94,11 +94,11 @@ _DECAY: Final = ".A_log"
 _HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+def list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
     """List the arrays of one rank; see `Schema.entries`."""
     tp = dialect.mesh.degree("tp")
     if dialect.mesh.ep not in (1, tp):
-        raise CutError(
+        raise PartitionError(
             f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
             hint=f"use --ep {tp}, or leave --ep out",
         )
@@ -107,7 +107,7 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
     elif model.family in _NEWER:
         _check_newer(model, dialect)
     if model.family == "mistral4" and tp > 1:
-        raise CutError(
+        raise PartitionError(
             f"vLLM {PROFILES[0]} has no class of its own for {model.architecture}, and ends in an error for tp={tp}, "
             "because its Transformers backend leaves latent attention whole",
             hint="leave --tp out, or use --pp",
@@ -134,7 +134,7 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
     yield from FAMILIES[model.family](here, model)
 
 
-def _check_newer(model: Model, dialect: LibraryDialect) -> None:
+def _check_newer(model: Model, dialect: NamingScheme) -> None:
     """Raise UnsupportedError for what a newer family was not compared with."""
     profile = dialect.text(PROFILE, PROFILES[0])
     if profile != PROFILES[0]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.vllm.feed_forward import USUAL, list_experts, list_feed_forward
 from shardctl.libraries.vllm.linear_attention import list_linear_attention, list_short_convolution
@@ -63,7 +63,7 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
         layer = new = f"model.layers.{number}"
         if _borrows_keys(here, f"{layer}.self_attn"):
             if len(here.layers) < model.layers:
-                raise CutError(
+                raise PartitionError(
                     f"vLLM makes no stages of {model.architecture} where layers borrow keys and values of earlier ones",
                     hint="leave --pp out",
                 )

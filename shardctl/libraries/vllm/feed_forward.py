@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 from shardctl.libraries.vllm.routers import list_router
 
@@ -98,7 +98,7 @@ def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
         both, down = both.transposed, down.transposed
     held = here.held(both.shape[0])
     if not held:
-        raise CutError(f"{have}: {both.shape[0]} experts are too few for ep={here.tp}")
+        raise PartitionError(f"{have}: {both.shape[0]} experts are too few for ep={here.tp}")
     both, down = (stack.part(0, held.start, held.stop) for stack in (both, down))
     halves = [here.inside(half, 1) for half in both.shares(1, 2)]
     yield SchemaEntry(f"{here.routed(have)}.w13_weight", join_arrays(halves, 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _share_sections(here: VllmRank, name: str) -> Iterator[CompositeArray]:
     for part, unit in here.sections(name):
         heads = part.shape[0] // unit
         if heads % here.tp:
-            raise CutError(f"{name}: {heads} key heads of linear attention cannot be divided over tp={here.tp}")
+            raise PartitionError(f"{name}: {heads} key heads of linear attention cannot be divided over tp={here.tp}")
         yield part.share(0, here.index, here.tp)
 
 

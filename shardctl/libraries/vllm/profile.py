@@ -9,7 +9,7 @@ from shardctl.base.errors import UnsupportedError
 from shardctl.libraries.vllm import arrays as vllm
 from shardctl.libraries.vllm.rank import EXPERT_MAPS, SCALES, SGLANG
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ _ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router", "router.pr
 
 def recognise_dialect(
     arrays: Mapping[str, Tensor], ranks: int, stages: int = 1
-) -> tuple[LibraryDialect, tuple[str, ...]]:
+) -> tuple[NamingScheme, tuple[str, ...]]:
     """Return the dialect of `arrays` of so many ranks, by their names with ``rankR/`` before them.
 
     With it comes every profile that has such names; the dialect has the first of them. Raises UnsupportedError, by
@@ -56,7 +56,7 @@ def recognise_dialect(
     tp = ranks // stages
     mesh = Mesh.of(pp=stages, tp=tp, ep=tp if divided or mapped else 1)
     prefixes = {rank: format_rank_prefix(rank) for rank in range(ranks)}
-    return LibraryDialect(vllm.NAME, mesh, prefixes, _count_layers(arrays, stages, tp), facts), profiles
+    return NamingScheme(vllm.NAME, mesh, prefixes, _count_layers(arrays, stages, tp), facts), profiles
 
 
 def _count_layers(arrays: Mapping[str, Tensor], stages: int, tp: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import CutError
+from shardctl.base.errors import PartitionError
 from shardctl.base.value import value_class
 from shardctl.libraries.arrays import schema
 from shardctl.libraries.arrays.composite import (
@@ -118,7 +118,7 @@ class VllmRank(schema.SchemaRank):
         whole = self[name]
         padded = round_up_to_multiple(whole.shape[0], VOCABULARY_UNIT)
         if padded % self.tp:
-            raise CutError(
+            raise PartitionError(
                 f"{name}: vLLM pads {whole.shape[0]:,} rows to {padded:,}, which tp={self.tp} does not divide",
                 hint="use a power of two for --tp",
             )
@@ -158,9 +158,9 @@ class VllmRank(schema.SchemaRank):
         """
         count, shared = len(heads.queries), len(heads.keys)
         if count % self.tp:
-            raise CutError(f"{new}: {count} attention heads cannot be divided over tp={self.tp}")
+            raise PartitionError(f"{new}: {count} attention heads cannot be divided over tp={self.tp}")
         if shared % self.tp and self.tp % shared:
-            raise CutError(
+            raise PartitionError(
                 f"{new}: {shared} key/value heads can neither be divided over tp={self.tp} nor repeated evenly"
             )
         first, last = self.index * count // self.tp, (self.index + 1) * count // self.tp
@@ -200,7 +200,7 @@ class VllmRank(schema.SchemaRank):
         gate, up, down = (f"{part}.weight" for part in parts)
         held = [names[number] for number in self.held(len(names))]
         if not held:
-            raise CutError(f"{new}: {len(names)} experts are too few for ep={self.tp}")
+            raise PartitionError(f"{new}: {len(names)} experts are too few for ep={self.tp}")
         shapes = tuple(self[f"{names[0]}.{part}"].shape for part in (gate, up, down))
         share = (0, 1) if self.whole_experts else (self.index, self.tp)
         both, narrow = _stack_experts(shapes, len(held), *share)

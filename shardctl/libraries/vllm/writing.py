@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import CutError, UsageError
+from shardctl.base.errors import PartitionError, UsageError
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.vllm.arrays import (
@@ -26,7 +26,7 @@ from shardctl.libraries.vllm.arrays import (
 from shardctl.libraries.vllm.rank import SGLANG
 from shardctl.libraries.writer import Layout
 from shardctl.tensors.mesh import Mesh
-from shardctl.tensors.naming_scheme import LibraryDialect, format_rank_prefix
+from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ def pack_vllm(order: PackRequest) -> Manifest:
     mesh = _build_mesh(order, profile)
     stages = split_into_stages(order.model.layers, mesh.degree("pp"))
     if order.stages not in (None, stages):
-        raise CutError(
+        raise PartitionError(
             f"vLLM divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
         )
     facts: dict[str, Fact] = {PROFILE: profile, LATENT: True}
@@ -77,7 +77,7 @@ def pack_vllm(order: PackRequest) -> Manifest:
         if known is not None:
             facts[fact] = known.name
     ranks = {rank: format_rank_prefix(rank) for rank in range(mesh.world)}
-    dialect = LibraryDialect(NAME, mesh, ranks, stages if len(stages) > 1 else (), facts)
+    dialect = NamingScheme(NAME, mesh, ranks, stages if len(stages) > 1 else (), facts)
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
         for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
@@ -137,19 +137,19 @@ def _build_mesh(order: PackRequest, profile: str) -> Mesh:
     other = next((axis for axis, degree in mesh.axes if degree > 1 and axis not in {"tp", "pp"}), None)
     if other is not None:
         why = "every replica loads the same directory" if other == "dp" else "vLLM does not cut weights this way"
-        raise CutError(
+        raise PartitionError(
             f"the names of vLLM's files contain a tp and a pp rank, so {other}={mesh.degree(other)} is not possible: "
             f"{why}",
             hint=f"leave {other} out",
         )
     if mesh.degree("pp") > 1 and profile != PROFILES[0]:
         engine = "SGLang" if profile == SGLANG else f"vLLM {profile}"
-        raise CutError(
+        raise PartitionError(
             f"the files of {engine} have no names for stages, so pp={mesh.degree('pp')} is not possible",
             hint=f"use --for vllm@{PROFILES[0]}, or --to hf",
         )
     if mesh.ep > 1 and profile == SGLANG:
-        raise CutError(
+        raise PartitionError(
             "SGLang's arrays of experts that are divided whole were not compared", hint="leave --ep out, or use --to hf"
         )
     return Mesh.of(pp=mesh.degree("pp"), tp=mesh.degree("tp"), ep=mesh.ep, etp=mesh.etp)
@@ -169,7 +169,7 @@ def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[li
         yield run
 
 
-def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
     place = dialect.mesh.coordinate(rank)
     staged = dialect.mesh.degree("pp") > 1
     return f"model-pp-{place['pp']}-tp-{place.get('tp', 0)}-" if staged else f"model-rank-{rank}-"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import ByteRows, FlatCodes, QuantisedArray
+    from shardctl.models.quantization.storage import ByteRows, PackedIntegers, QuantisedArray
     from shardctl.tensors.tiles import Span
 
 _SETTINGS_TEXT: Final = TextLimits(size=1 << 16, memory=1 << 20, depth=4)
@@ -51,7 +51,7 @@ class _FlatSettings:
     """What is added to the decoded scale of a block."""
 
 
-def decode_flat_codes(decoder: FlatCodes, tile: WeightTile) -> DecodedTile:
+def decode_flat_codes(decoder: PackedIntegers, tile: WeightTile) -> DecodedTile:
     """Work out a tile of codes of four bits; raises SourceError where its arrays do not fit each other."""
     settings = _read_settings(decoder, tile)
     decode_run = partial(_decode_run, decoder, tile, settings)
@@ -69,7 +69,7 @@ def decode_flat_runs(
     return np.stack([decode_run((row * width + left, row * width + right)) for row in range(first, last)])
 
 
-def _decode_run(decoder: FlatCodes, tile: WeightTile, settings: _FlatSettings, run: Span) -> NDArray[np.float32]:
+def _decode_run(decoder: PackedIntegers, tile: WeightTile, settings: _FlatSettings, run: Span) -> NDArray[np.float32]:
     """Decode a run of elements of the flattened weight."""
     start, stop = run
     width = 2 * _get_stored_type_bytes(decoder, tile)
@@ -84,7 +84,7 @@ def _decode_run(decoder: FlatCodes, tile: WeightTile, settings: _FlatSettings, r
     return np.multiply(values, spread[start % block : start % block + len(values)])
 
 
-def _get_stored_type_bytes(decoder: FlatCodes, tile: WeightTile) -> int:
+def _get_stored_type_bytes(decoder: PackedIntegers, tile: WeightTile) -> int:
     return tile.arrays[decoder.codes.names[0]].tensor.dtype.unit_bytes
 
 
@@ -95,7 +95,9 @@ def _build_pair_table(numbers: bytes) -> NDArray[np.float32]:
     return np.stack((np.repeat(table, _FOUR_BITS), np.tile(table, _FOUR_BITS)), axis=1)
 
 
-def _read_scales(decoder: FlatCodes, tile: WeightTile, settings: _FlatSettings, blocks: Span) -> NDArray[np.float32]:
+def _read_scales(
+    decoder: PackedIntegers, tile: WeightTile, settings: _FlatSettings, blocks: Span
+) -> NDArray[np.float32]:
     """Read the scales of a run of blocks, or decode them if they are codes themselves."""
     if not tile.has(decoder.second):
         return tile.read_numbers(decoder.scale, {0: blocks})
@@ -108,7 +110,7 @@ def _read_scales(decoder: FlatCodes, tile: WeightTile, settings: _FlatSettings, 
     return scales
 
 
-def _read_settings(decoder: FlatCodes, tile: WeightTile) -> _FlatSettings:
+def _read_settings(decoder: PackedIntegers, tile: WeightTile) -> _FlatSettings:
     """Read what `quant_state` says; raises SourceError if it is none, or belongs to another weight."""
     text = tile.arrays[decoder.settings.names[0]].tensor
     name = text.name

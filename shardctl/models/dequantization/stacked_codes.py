@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import StackedCodes
+    from shardctl.models.quantization.storage import StackedIntegers
     from shardctl.tensors.tiles import Span
 
 _PACKINGS: Final = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
@@ -46,7 +46,7 @@ class _GroupMatrix:
     computed: str
 
 
-def decode_stacked_codes(decoder: StackedCodes, tile: WeightTile) -> DecodedTile:
+def decode_stacked_codes(decoder: StackedIntegers, tile: WeightTile) -> DecodedTile:
     """Work out a tile of HQQ's codes; raises SourceError where arrays do not fit each other."""
     matrix = _read_settings(decoder, tile)
     width = int(tile.read(_find_setting(decoder, "shape"))[IN])
@@ -54,7 +54,7 @@ def decode_stacked_codes(decoder: StackedCodes, tile: WeightTile) -> DecodedTile
     return DecodedTile(values, matrix.computed)
 
 
-def _decode_run(decoder: StackedCodes, tile: WeightTile, matrix: _GroupMatrix, run: Span) -> NDArray[np.float32]:
+def _decode_run(decoder: StackedIntegers, tile: WeightTile, matrix: _GroupMatrix, run: Span) -> NDArray[np.float32]:
     parts = [
         _decode_part(decoder, tile, matrix, rows, columns)
         for rows, columns in split_run(*run, matrix.width, run[1] - run[0])
@@ -63,7 +63,7 @@ def _decode_run(decoder: StackedCodes, tile: WeightTile, matrix: _GroupMatrix, r
 
 
 def _decode_part(
-    decoder: StackedCodes, tile: WeightTile, matrix: _GroupMatrix, rows: Span, columns: Span
+    decoder: StackedIntegers, tile: WeightTile, matrix: _GroupMatrix, rows: Span, columns: Span
 ) -> NDArray[np.float32]:
     """Decode some rows and columns of the matrix of groups."""
     codes = np.empty((rows[1] - rows[0], columns[1] - columns[0]), np.float32)
@@ -78,22 +78,22 @@ def _decode_part(
     return values.reshape(-1)
 
 
-def _find_setting(decoder: StackedCodes, name: str) -> Any:  # noqa: ANN401 - an array of the storage
+def _find_setting(decoder: StackedIntegers, name: str) -> Any:  # noqa: ANN401 - an array of the storage
     return next(array for array in decoder.settings if array.name == name)
 
 
-def _read_number(decoder: StackedCodes, tile: WeightTile, name: str) -> int:
+def _read_number(decoder: StackedIntegers, tile: WeightTile, name: str) -> int:
     return int(tile.read(_find_setting(decoder, name)).reshape(-1)[0])
 
 
-def _read_text(decoder: StackedCodes, tile: WeightTile, name: str) -> str:
+def _read_text(decoder: StackedIntegers, tile: WeightTile, name: str) -> str:
     stored = tile.arrays[name].tensor
     if stored.shape[0] > _LONGEST:
         raise SourceError(f"{stored.name} has {stored.shape[0]:,} bytes where a short text is expected")
     return bytes(tile.read(_find_setting(decoder, name))).decode("latin-1")
 
 
-def _read_settings(decoder: StackedCodes, tile: WeightTile) -> _GroupMatrix:
+def _read_settings(decoder: StackedIntegers, tile: WeightTile) -> _GroupMatrix:
     """Read what lies beside the codes; raises UnsupportedError for what HQQ's files cannot hold, or no longer do."""
     where = tile.arrays["W_q"].tensor.name.removesuffix(".W_q")
     packing, computed = _read_text(decoder, tile, "packing"), _read_text(decoder, tile, "compute_dtype")

@@ -23,15 +23,15 @@ from shardctl.models.quantization.storage import (
     OUT,
     AffineWords,
     ByteRows,
-    FlatCodes,
     KernelTiles,
     PackedByInput,
     PackedFloats,
     PackedGroups,
+    PackedIntegers,
     PackedRows,
     ScaledFloats,
     ScaledIntegers,
-    StackedCodes,
+    StackedIntegers,
 )
 from shardctl.tensors.cast import cast_elements
 from shardctl.tensors.tiles import split_run
@@ -113,9 +113,9 @@ _DECODERS: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], Decode
     PackedByInput: decode_packed_integers,
     PackedRows: decode_packed_rows,
     KernelTiles: decode_kernel_tiles,
-    FlatCodes: decode_flat_codes,
+    PackedIntegers: decode_flat_codes,
     ByteRows: decode_byte_rows,
-    StackedCodes: decode_stacked_codes,
+    StackedIntegers: decode_stacked_codes,
     AffineWords: decode_affine_words,
     PackedGroups: decode_packed_groups,
 }

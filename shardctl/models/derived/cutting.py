@@ -10,13 +10,13 @@ from shardctl.base.value import state_class
 from shardctl.models.derived.derivation import ORDER_UNKNOWN, SHAPES, TensorRule
 from shardctl.models.derived.head_counts import HeadLayout
 from shardctl.models.derived.module_groups import (
-    AttentionCircuit,
-    FeedForwardCircuit,
-    FusedAttentionCircuit,
-    LatentAttentionCircuit,
-    SharedAttentionCircuit,
+    AttentionGroup,
+    FeedForwardGroup,
+    FusedAttentionGroup,
+    LatentAttentionGroup,
+    SharedAttentionGroup,
 )
-from shardctl.tensors.placement import AxisCut, CutSection, GroupMember
+from shardctl.tensors.placement import AxisPartition, GroupMember, PartitionSection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -63,12 +63,12 @@ def find_expert_number(name: str) -> int | None:
     return int(found["number"]) if found else None
 
 
-class UncutCircuitError(Exception):
+class UnshardedGroupError(Exception):
     """Why a circuit stays whole."""
 
 
 @state_class
-class CircuitCutter:
+class GroupPartitioner:
     """Cuts the circuits of one checkpoint."""
 
     tree: ModuleTree
@@ -89,18 +89,18 @@ class CircuitCutter:
         if any(t.name in self.rules or t.name in self.reasons for m in parts for t in _list_tensors(m)):
             return
         try:
-            if isinstance(circuit, AttentionCircuit):
+            if isinstance(circuit, AttentionGroup):
                 rules = self._cut_attention(circuit)
-            elif isinstance(circuit, FusedAttentionCircuit):
+            elif isinstance(circuit, FusedAttentionGroup):
                 rules = self._cut_fused(circuit)
-            elif isinstance(circuit, LatentAttentionCircuit):
+            elif isinstance(circuit, LatentAttentionGroup):
                 rules = self._cut_latent(circuit)
-            elif isinstance(circuit, SharedAttentionCircuit):
+            elif isinstance(circuit, SharedAttentionGroup):
                 rules = self._cut_shared(circuit)
             else:
                 rules = self._cut_forward(circuit)
             rules = self._confirm(circuit, rules)
-        except UncutCircuitError as error:
+        except UnshardedGroupError as error:
             self.reasons |= {t.name: str(error) for m in parts for t in _list_tensors(m)}
         else:
             self.rules |= rules
@@ -108,7 +108,7 @@ class CircuitCutter:
     def _confirm(self, circuit: Circuit, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
         """Take the rules for transformers' if its plan says the same of all that it speaks of.
 
-        Raises UncutCircuitError where the plan says something else: then one of the two is wrong.
+        Raises UnshardedGroupError where the plan says something else: then one of the two is wrong.
         """
         sources: dict[str, None] = {}
         for module in _list_modules(circuit):
@@ -121,7 +121,7 @@ class CircuitCutter:
                 inputs = dims == [_STACK - 1]
             mine = "nothing" if not cut else "inputs" if inputs else "outputs"
             if mine != said.cut and cut:
-                raise UncutCircuitError(f"{said.source} has {said.style} for {module.path.rpartition('.')[2]}")
+                raise UnshardedGroupError(f"{said.source} has {said.style} for {module.path.rpartition('.')[2]}")
             sources[said.source] = None
         origin = next(iter(sources), SHAPES)
         return {name: replace(rule, origin=origin) for name, rule in rules.items()}
@@ -130,92 +130,92 @@ class CircuitCutter:
         said = self.styles.get(module.weight.name)
         return said is not None and said.style in styles
 
-    def _cut_attention(self, circuit: AttentionCircuit) -> dict[str, TensorRule]:
+    def _cut_attention(self, circuit: AttentionGroup) -> dict[str, TensorRule]:
         q, k, v, o = circuit.queries, circuit.keys, circuit.values, circuit.output
         layout = self.sizes.find_heads(q.path, q.shape[0], k.shape[0], o.shape[1])
         if layout is None and q.shape[0] == 2 * o.shape[1] and self._has_style(q, "colwise"):
             layout = self.sizes.find_heads(q.path, o.shape[1], k.shape[0], o.shape[1])  # with a gate in each head
         if layout is None:
-            raise UncutCircuitError(f"no number of heads in the config fits {list(q.shape)} and {list(k.shape)}")
+            raise UnshardedGroupError(f"no number of heads in the config fits {list(q.shape)} and {list(k.shape)}")
         value, rest = divmod(v.shape[0], layout.key_heads)
         if rest or value * layout.heads != o.shape[1]:
-            raise UncutCircuitError(f"{list(v.shape)} of values do not fit {list(o.shape)} of the output")
-        heads = CutSection(q.shape[0], q.shape[0] // layout.heads, noun="heads")
+            raise UnshardedGroupError(f"{list(v.shape)} of values do not fit {list(o.shape)} of the output")
+        heads = PartitionSection(q.shape[0], q.shape[0] // layout.heads, noun="heads")
         share = self.share and layout.key_heads < layout.heads
         keys, values = (
-            CutSection(m.shape[0], m.shape[0] // layout.key_heads, share, "key/value heads") for m in (k, v)
+            PartitionSection(m.shape[0], m.shape[0] // layout.key_heads, share, "key/value heads") for m in (k, v)
         )
         rules = _cut_rows(q, (heads,), "queries by heads")
         rules |= _cut_rows(k, (keys,), "keys by heads") | _cut_rows(v, (values,), "values by heads")
-        rules |= _cut_columns(o, CutSection(o.shape[1], value, noun="heads"), "the sum over heads")
+        rules |= _cut_columns(o, PartitionSection(o.shape[1], value, noun="heads"), "the sum over heads")
         return rules | self._cut_beside(circuit, layout, heads, keys)
 
-    def _cut_fused(self, circuit: FusedAttentionCircuit) -> dict[str, TensorRule]:
+    def _cut_fused(self, circuit: FusedAttentionGroup) -> dict[str, TensorRule]:
         fused, o = circuit.fused, circuit.output
         if fused.path.rpartition(".")[2] == "in_proj_weight":
-            raise UncutCircuitError("nn.MultiheadAttention, which computes with its weights without calling a linear")
+            raise UnshardedGroupError("nn.MultiheadAttention, which computes with its weights without calling a linear")
         if not fused.is_matrix:
-            raise UncutCircuitError("queries, keys and values in one array that is no matrix")
+            raise UnshardedGroupError("queries, keys and values in one array that is no matrix")
         transposed = _has_inputs_for_rows(fused)
         rows, inner = (fused.shape[1], o.shape[0]) if transposed else (fused.shape[0], o.shape[1])
         layout = self.sizes.find_fused_heads(fused.path, rows, inner)
         if layout is None:
-            raise UncutCircuitError(f"no number of heads in the config fits the fused {list(fused.shape)}")
+            raise UnshardedGroupError(f"no number of heads in the config fits the fused {list(fused.shape)}")
         order = self.orders.find_attention_order(fused.weight.name, layout)
         if order is None and self._has_style(fused, "colwise") and not self.orders.is_converted(fused.weight.name):
             order = "grouped"  # transformers cuts the class's own array as one contiguous range
         if order is None:
-            raise UncutCircuitError(ORDER_UNKNOWN)
+            raise UnshardedGroupError(ORDER_UNKNOWN)
         q, kv = layout.heads * layout.size, layout.key_heads * layout.size
         if order == "joined":
-            keys = CutSection(kv, layout.size, self.share and layout.key_heads < layout.heads, "key/value heads")
-            sections: tuple[CutSection, ...] = (CutSection(q, layout.size, noun="heads"), keys, keys)
+            keys = PartitionSection(kv, layout.size, self.share and layout.key_heads < layout.heads, "key/value heads")
+            sections: tuple[PartitionSection, ...] = (PartitionSection(q, layout.size, noun="heads"), keys, keys)
         else:
-            sections = (CutSection(rows, rows // layout.key_heads, noun="groups of heads"),)
+            sections = (PartitionSection(rows, rows // layout.key_heads, noun="groups of heads"),)
         note = "queries, keys and values by heads"
         if transposed:
             return _cut_columns(fused, sections, note, bias=True) | _cut_rows(
-                o, (CutSection(inner, layout.size, noun="heads"),), "the sum over heads", bias=False
+                o, (PartitionSection(inner, layout.size, noun="heads"),), "the sum over heads", bias=False
             )
         rules = _cut_rows(fused, sections, note)
-        rules |= _cut_columns(o, CutSection(inner, layout.size, noun="heads"), "the sum over heads")
-        heads = CutSection(q, layout.size, noun="heads")
+        rules |= _cut_columns(o, PartitionSection(inner, layout.size, noun="heads"), "the sum over heads")
+        heads = PartitionSection(q, layout.size, noun="heads")
         return rules | self._cut_beside(
-            circuit, layout, heads, CutSection(kv, layout.size, self.share, "key/value heads")
+            circuit, layout, heads, PartitionSection(kv, layout.size, self.share, "key/value heads")
         )
 
-    def _cut_latent(self, circuit: LatentAttentionCircuit) -> dict[str, TensorRule]:
+    def _cut_latent(self, circuit: LatentAttentionGroup) -> dict[str, TensorRule]:
         o = circuit.output
         heads = self.sizes.count_heads(o.path, circuit.expanding[0].shape[0], o.shape[1])
         if heads is None or any(m.shape[0] % heads for m in circuit.expanding):
-            raise UncutCircuitError("no number of heads in the config fits the latent attention")
+            raise UnshardedGroupError("no number of heads in the config fits the latent attention")
         rules: dict[str, TensorRule] = {}
         for module in circuit.expanding:
             rows = module.shape[0]
             rules |= _cut_rows(
-                module, (CutSection(rows, rows // heads, noun="heads"),), "what a latent becomes, by heads"
+                module, (PartitionSection(rows, rows // heads, noun="heads"),), "what a latent becomes, by heads"
             )
-        rules |= _cut_columns(o, CutSection(o.shape[1], o.shape[1] // heads, noun="heads"), "the sum over heads")
+        rules |= _cut_columns(o, PartitionSection(o.shape[1], o.shape[1] // heads, noun="heads"), "the sum over heads")
         for module in circuit.latent:
             rules |= {t.name: _leave_whole(t, "a latent, whole") for t in _list_tensors(module)}
-        queries, keys = (CutSection(m.shape[0], m.shape[0] // heads, noun="heads") for m in circuit.expanding)
+        queries, keys = (PartitionSection(m.shape[0], m.shape[0] // heads, noun="heads") for m in circuit.expanding)
         return rules | self._cut_beside(circuit, HeadLayout(heads, heads, o.shape[1] // heads), queries, keys)
 
-    def _cut_shared(self, circuit: SharedAttentionCircuit) -> dict[str, TensorRule]:
+    def _cut_shared(self, circuit: SharedAttentionGroup) -> dict[str, TensorRule]:
         q, o = circuit.queries, circuit.output
         if not self.sizes.shares_keys:
-            raise UncutCircuitError("where its keys and values are is not known")
+            raise UnshardedGroupError("where its keys and values are is not known")
         heads = self.sizes.count_heads(q.path, q.shape[0], o.shape[1])
         if heads is None:
-            raise UncutCircuitError(f"no number of heads in the config fits {list(q.shape)}")
-        queries, values = (CutSection(n, n // heads, noun="heads") for n in (q.shape[0], o.shape[1]))
+            raise UnshardedGroupError(f"no number of heads in the config fits {list(q.shape)}")
+        queries, values = (PartitionSection(n, n // heads, noun="heads") for n in (q.shape[0], o.shape[1]))
         rules = _cut_rows(q, (queries,), "queries by heads") | _cut_columns(o, values, "the sum over heads")
         return rules | self._cut_beside(circuit, HeadLayout(heads, heads, queries.unit), queries, queries)
 
     def _cut_beside(
-        self, circuit: Circuit, layout: HeadLayout, heads: CutSection, keys: CutSection
+        self, circuit: Circuit, layout: HeadLayout, heads: PartitionSection, keys: PartitionSection
     ) -> dict[str, TensorRule]:
-        """Cut what else stands in the attention; raises UncutCircuitError for what may depend on heads."""
+        """Cut what else stands in the attention; raises UnshardedGroupError for what may depend on heads."""
         rules: dict[str, TensorRule] = {}
         mine = {m.path for m in _list_modules(circuit)}
         dependent = {layout.heads, layout.key_heads, heads.size, keys.size, circuit.output.shape[-1]} - {1}
@@ -229,23 +229,25 @@ class CircuitCutter:
             elif (last in _ONE_EACH and module.shape == (layout.heads,)) or (
                 last in _ROW_EACH and module.shape == (layout.heads, heads.unit)
             ):
-                rules |= _cut_rows(module, (CutSection(layout.heads, noun="heads"),), "one for each head")
+                rules |= _cut_rows(module, (PartitionSection(layout.heads, noun="heads"),), "one for each head")
             elif last in _RELATIVE and module.is_matrix and module.shape[0] == heads.size:
                 rules |= _cut_rows(module, (heads,), "keys of relative positions by heads")
             elif last in _BIASES_BY_HEAD and module.is_matrix and module.shape[1] == layout.heads:
-                rules |= _cut_columns(module, CutSection(layout.heads, noun="heads"), "a bias for each head")
+                rules |= _cut_columns(module, PartitionSection(layout.heads, noun="heads"), "a bias for each head")
             elif last in _GATES and module.is_matrix and module.shape[0] in {layout.heads, circuit.output.shape[1]}:
                 unit = module.shape[0] // layout.heads
-                rules |= _cut_rows(module, (CutSection(module.shape[0], unit, noun="heads"),), "a gate for each head")
+                rules |= _cut_rows(
+                    module, (PartitionSection(module.shape[0], unit, noun="heads"),), "a gate for each head"
+                )
             elif (
                 _depends(module, dependent, circuit.output.shape[0])
                 or _INNER_NORMS.fullmatch(last)
                 or _PAIRS.fullmatch(last)
             ):
-                raise UncutCircuitError(f"what {last} {list(module.shape)} does with its heads is not known")
+                raise UnshardedGroupError(f"what {last} {list(module.shape)} does with its heads is not known")
         return rules
 
-    def _cut_norm(self, module: StoredModule, section: CutSection) -> dict[str, TensorRule]:
+    def _cut_norm(self, module: StoredModule, section: PartitionSection) -> dict[str, TensorRule]:
         """Cut a norm of queries or keys: of each head alike, of each with weights of its own, or across heads."""
         units = section.size // section.unit
         if module.shape == (section.size,) and units > 1:
@@ -253,68 +255,70 @@ class CircuitCutter:
                 t.name: _leave_whole(t, "a norm across heads, which needs all of them") for t in _list_tensors(module)
             }
         if module.shape == (units, section.unit) and units > 1:
-            return _cut_rows(module, (CutSection(units, 1, section.shared, section.noun),), "a norm of each head")
+            return _cut_rows(module, (PartitionSection(units, 1, section.shared, section.noun),), "a norm of each head")
         return {t.name: _leave_whole(t, "a norm of every head alike") for t in _list_tensors(module)}
 
-    def _cut_forward(self, circuit: FeedForwardCircuit) -> dict[str, TensorRule]:
+    def _cut_forward(self, circuit: FeedForwardGroup) -> dict[str, TensorRule]:
         first, output = circuit.inputs[0], circuit.output
         if any(m.shape != first.shape for m in circuit.inputs) or len(first.shape) != len(output.shape):
-            raise UncutCircuitError("the shapes of its linears do not fit each other")
+            raise UnshardedGroupError("the shapes of its linears do not fit each other")
         if len(first.shape) == _STACK:
             return self._cut_stack(circuit)
         if not first.is_matrix:
-            raise UncutCircuitError("its weights are no matrices")
+            raise UnshardedGroupError("its weights are no matrices")
         expert = _EXPERT.fullmatch(circuit.owner)
         transposed = _has_inputs_for_rows(first)
         width = output.shape[0 if transposed else 1]
         rows = first.shape[1 if transposed else 0]
         joined = rows == 2 * width and circuit.joinable and not transposed
         if rows != width and not joined:
-            raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
+            raise UnshardedGroupError(f"{list(first.shape)} does not fit {list(output.shape)}")
         if width != first.shape[0 if transposed else 1]:
             self._require_alone(circuit, width)
-        sections = self._find_gated_sections(first, CutSection(width)) if joined else (CutSection(width),)
+        sections = self._find_gated_sections(first, PartitionSection(width)) if joined else (PartitionSection(width),)
         if expert is None:
             if sections is None:
-                raise UncutCircuitError(ORDER_UNKNOWN)
-            return _cut_linears(circuit, sections, CutSection(width), "tp", "an MLP", transposed=transposed)
+                raise UnshardedGroupError(ORDER_UNKNOWN)
+            return _cut_linears(circuit, sections, PartitionSection(width), "tp", "an MLP", transposed=transposed)
         member = self._find_member(expert["group"], int(expert["number"]))
         if sections is None:  # its experts are divided by ep all the same
             tensors = (t for m in _list_modules(circuit) for t in _list_tensors(m))
             rules = {t.name: _leave_whole(t, f"an expert; {ORDER_UNKNOWN}") for t in tensors}
         else:
             sections = tuple(replace(each, noun=_EXPERT_COLUMNS) for each in sections)
-            columns = CutSection(width, noun=_EXPERT_COLUMNS)
+            columns = PartitionSection(width, noun=_EXPERT_COLUMNS)
             rules = _cut_linears(circuit, sections, columns, "etp", "an expert", transposed=transposed)
         return {name: replace(rule, member=member) for name, rule in rules.items()}
 
-    def _require_alone(self, circuit: FeedForwardCircuit, width: int) -> None:
-        """Raise UncutCircuitError if something beside an MLP may depend on its columns."""
+    def _require_alone(self, circuit: FeedForwardGroup, width: int) -> None:
+        """Raise UnshardedGroupError if something beside an MLP may depend on its columns."""
         shape, mine = circuit.inputs[0].shape, {m.path for m in _list_modules(circuit)}
         for module in self.tree.children(circuit.owner):
             if module.path not in mine and module.shape in {shape, shape[::-1]}:
-                raise UncutCircuitError(f"what {module.path.rpartition('.')[2]} beside it does is not known")
+                raise UnshardedGroupError(f"what {module.path.rpartition('.')[2]} beside it does is not known")
             if module.shape == (width,):
-                raise UncutCircuitError(f"{module.path.rpartition('.')[2]} may need all of its columns")
+                raise UnshardedGroupError(f"{module.path.rpartition('.')[2]} may need all of its columns")
 
-    def _find_gated_sections(self, module: StoredModule, section: CutSection) -> tuple[CutSection, ...] | None:
+    def _find_gated_sections(
+        self, module: StoredModule, section: PartitionSection
+    ) -> tuple[PartitionSection, ...] | None:
         """Return how the rows of a gate and an up in one array are cut; None if their order is not known."""
         order = self.orders.find_gated_order(module.weight.name)
         if order == "interleaved":
-            return (CutSection(2 * section.size, 2, noun=section.noun),)
+            return (PartitionSection(2 * section.size, 2, noun=section.noun),)
         return (section, section) if order == "joined" else None
 
     def _find_member(self, group: str, number: int) -> GroupMember:
         count = self.tree.count_numbered(group)
         if not count:
-            raise UncutCircuitError("its experts are not numbered from 0")
+            raise UnshardedGroupError("its experts are not numbered from 0")
         return GroupMember("ep", number, count)
 
-    def _cut_stack(self, circuit: FeedForwardCircuit) -> dict[str, TensorRule]:
+    def _cut_stack(self, circuit: FeedForwardGroup) -> dict[str, TensorRule]:
         first, output = circuit.inputs[0], circuit.output
         experts, a, b = first.shape
         if output.shape[0] != experts:
-            raise UncutCircuitError("its stacks are of different heights")
+            raise UnshardedGroupError("its stacks are of different heights")
         _, c, d = output.shape
         joined, transposed = False, False
         if circuit.joinable and (a == 2 * d and b == c):
@@ -324,21 +328,21 @@ class CircuitCutter:
         elif a == d and b == c and a != b and not circuit.joinable:
             transposed = self._is_hidden(circuit.owner, a)
             if transposed == self._is_hidden(circuit.owner, b):
-                raise UncutCircuitError("which dim of its stacks are columns is not known")
+                raise UnshardedGroupError("which dim of its stacks are columns is not known")
         else:
-            raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
-        ep = AxisCut("ep", (CutSection(experts, noun="experts"),))
+            raise UnshardedGroupError(f"{list(first.shape)} does not fit {list(output.shape)}")
+        ep = AxisPartition("ep", (PartitionSection(experts, noun="experts"),))
         width = c if transposed else d
-        section = CutSection(width, noun=_EXPERT_COLUMNS)
+        section = PartitionSection(width, noun=_EXPERT_COLUMNS)
         sections = self._find_gated_sections(first, section) if joined else (section,)
         # A class that adds biases to fused experts may alternate gate and up, as that of gpt-oss does.
         sure = sections is not None and (len(sections) == 1 or first.bias is None)
-        etp = AxisCut("etp", sections or ())
-        last = AxisCut("etp", (section,))
+        etp = AxisPartition("etp", sections or ())
+        last = AxisPartition("etp", (section,))
         rules: dict[str, TensorRule] = {}
         note = "experts" if sure else f"experts; {ORDER_UNKNOWN}"
         for module in circuit.inputs:
-            cuts: tuple[tuple[AxisCut, ...], ...] = ((ep,), (), (etp,)) if transposed else ((ep,), (etp,), ())
+            cuts: tuple[tuple[AxisPartition, ...], ...] = ((ep,), (), (etp,)) if transposed else ((ep,), (etp,), ())
             rules[module.weight.name] = TensorRule(cuts if sure else ((ep,), (), ()), SHAPES, note)
             if module.bias is not None:
                 rules[module.bias.name] = TensorRule(((ep,), (etp,) if sure else ()), SHAPES, note)
@@ -355,13 +359,13 @@ class CircuitCutter:
 
 
 def _list_modules(circuit: Circuit) -> Iterator[StoredModule]:
-    if isinstance(circuit, AttentionCircuit):
+    if isinstance(circuit, AttentionGroup):
         yield from (circuit.queries, circuit.keys, circuit.values)
-    elif isinstance(circuit, FusedAttentionCircuit):
+    elif isinstance(circuit, FusedAttentionGroup):
         yield circuit.fused
-    elif isinstance(circuit, SharedAttentionCircuit):
+    elif isinstance(circuit, SharedAttentionGroup):
         yield circuit.queries
-    elif isinstance(circuit, LatentAttentionCircuit):
+    elif isinstance(circuit, LatentAttentionGroup):
         yield from (*circuit.expanding, *circuit.latent)
     else:
         yield from circuit.inputs
@@ -373,9 +377,9 @@ def _list_tensors(module: StoredModule) -> Iterable[ModelTensor]:
 
 
 def _cut_linears(
-    circuit: FeedForwardCircuit,
-    sections: tuple[CutSection, ...],
-    columns: CutSection,
+    circuit: FeedForwardGroup,
+    sections: tuple[PartitionSection, ...],
+    columns: PartitionSection,
     axis: str,
     what: str,
     *,
@@ -392,13 +396,13 @@ def _cut_linears(
 def _has_inputs_for_rows(module: StoredModule) -> bool:
     """Tell whether a matrix has inputs for rows, as that of Conv1D: only the length of its bias says so.
 
-    Raises UncutCircuitError where that says nothing and the name is one of Conv1D's.
+    Raises UnshardedGroupError where that says nothing and the name is one of Conv1D's.
     """
     rows, columns = module.shape
     if module.bias is not None and rows != columns:
         return module.bias.shape == (columns,)
     if module.path.rpartition(".")[2] in _CONV1D:
-        raise UncutCircuitError("whether its rows are inputs or outputs is not known")
+        raise UnshardedGroupError("whether its rows are inputs or outputs is not known")
     return False
 
 
@@ -414,10 +418,10 @@ def _leave_whole(tensor: ModelTensor, note: str) -> TensorRule:
 
 
 def _cut_rows(
-    module: StoredModule, sections: tuple[CutSection, ...], note: str, *, axis: str = "tp", bias: bool = True
+    module: StoredModule, sections: tuple[PartitionSection, ...], note: str, *, axis: str = "tp", bias: bool = True
 ) -> dict[str, TensorRule]:
     """Return a weight cut along dim 0, and its bias along with it unless it is added to a sum."""
-    cut = AxisCut(axis, sections)
+    cut = AxisPartition(axis, sections)
     rules = {module.weight.name: TensorRule(((cut,), *((),) * (len(module.shape) - 1)), SHAPES, note)}
     if module.bias is not None:
         rules[module.bias.name] = TensorRule(((cut,) if bias else (),), SHAPES, note)
@@ -426,14 +430,14 @@ def _cut_rows(
 
 def _cut_columns(
     module: StoredModule,
-    sections: CutSection | tuple[CutSection, ...],
+    sections: PartitionSection | tuple[PartitionSection, ...],
     note: str,
     *,
     axis: str = "tp",
     bias: bool = False,
 ) -> dict[str, TensorRule]:
     """Return a matrix cut along dim 1, and its bias along with it if that is the dim of its outputs."""
-    cut = AxisCut(axis, sections if isinstance(sections, tuple) else (sections,))
+    cut = AxisPartition(axis, sections if isinstance(sections, tuple) else (sections,))
     rules = {module.weight.name: TensorRule(((), (cut,)), SHAPES, note)}
     if module.bias is not None:
         rules[module.bias.name] = TensorRule(((cut,) if bias else (),), SHAPES, note)

@@ -8,7 +8,7 @@ from shardctl.base.errors import format_first_few
 from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
-    from shardctl.tensors.placement import AxisCut, GroupMember
+    from shardctl.tensors.placement import AxisPartition, GroupMember
 
 SHAPES: Final = "names and shapes"
 """The origin of a rule that no library confirms."""
@@ -21,7 +21,7 @@ _PROOF: Final = "reshard --prove or verify --forward proves it, inspect --show-r
 class TensorRule:
     """How one tensor is cut by tp or the axes of experts; fsdp and pp are added to this."""
 
-    cuts: tuple[tuple[AxisCut, ...], ...]
+    cuts: tuple[tuple[AxisPartition, ...], ...]
     """By dim; all empty for a tensor that stays whole."""
     origin: str
     """`names and shapes`, or the class and version of transformers."""

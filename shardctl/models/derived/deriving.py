@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.derived.cutting import CircuitCutter, find_expert_number
+from shardctl.models.derived.cutting import GroupPartitioner, find_expert_number
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
 from shardctl.models.derived.head_counts import ConfigSizes
 from shardctl.models.derived.library_embeddings import list_normed_embeddings
@@ -18,7 +18,7 @@ from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.name_pattern import list_name_patterns
 from shardctl.models.tables.table import FSDP
 from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.tensors.placement import AxisCut, CutSection
+from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -47,7 +47,7 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
     named = ModelConfig(config)
     architecture = named.architecture() or named.text("model_type", "")
     weights = restore_weights(model, config)
-    cutter = CircuitCutter(
+    cutter = GroupPartitioner(
         ModuleTree(weights.tensors.values()),
         ConfigSizes(config),
         share_kv,
@@ -79,7 +79,7 @@ def can_divide(model: Model, mesh: Mesh) -> bool:
     return wanted <= found or (bool(wanted) and wanted <= {"tp", "etp"} and not found.isdisjoint(wanted))
 
 
-def _cut_vocabularies(cutter: CircuitCutter, normed: Collection[str]) -> None:
+def _cut_vocabularies(cutter: GroupPartitioner, normed: Collection[str]) -> None:
     """Cut embeddings and heads by tokens, in ceil-sized parts; embeddings called as one of `normed` stay whole."""
     for module in cutter.tree.modules.values():
         last = module.path.rpartition(".")[2]
@@ -91,12 +91,12 @@ def _cut_vocabularies(cutter: CircuitCutter, normed: Collection[str]) -> None:
             cutter.reasons[module.weight.name] = "its module ends with a norm, which needs the rows of all ranks"
         elif (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
             note = "embeddings by tokens" if embeds else "scores by tokens"
-            cutter.rules[module.weight.name] = TensorRule(((AxisCut("tp"),), ()), SHAPES, note)
+            cutter.rules[module.weight.name] = TensorRule(((AxisPartition("tp"),), ()), SHAPES, note)
             if module.bias is not None:
-                cutter.rules[module.bias.name] = TensorRule(((AxisCut("tp"),),), SHAPES, note)
+                cutter.rules[module.bias.name] = TensorRule(((AxisPartition("tp"),),), SHAPES, note)
 
 
-def _cut_idle_experts(cutter: CircuitCutter, model: Model) -> None:
+def _cut_idle_experts(cutter: GroupPartitioner, model: Model) -> None:
     """Cut those tensors of experts without others that would make a circuit of them as those of the whole experts.
 
     No token is multiplied by them (the zero experts that transformers saves of LongCat).
@@ -115,12 +115,12 @@ def _cut_idle_experts(cutter: CircuitCutter, model: Model) -> None:
             cutter.rules[name] = replace(rule, member=replace(rule.member, index=number))
 
 
-def _divide_experts(cutter: CircuitCutter, model: Model, styles: Mapping[str, LibraryStyle]) -> None:
+def _divide_experts(cutter: GroupPartitioner, model: Model, styles: Mapping[str, LibraryStyle]) -> None:
     """Divide by ep the arrays of experts of which a library says so, and whose circuit is not known."""
     for name, said in styles.items():
         shape = model.tensors[name].shape
         if name not in cutter.rules and len(shape) >= _MATRIX:
-            ep = AxisCut("ep", (CutSection(shape[0], noun="experts"),))
+            ep = AxisPartition("ep", (PartitionSection(shape[0], noun="experts"),))
             cutter.rules[name] = TensorRule(
                 ((ep,), *((),) * (len(shape) - 1)), said.source, "experts; how to cut one is not known"
             )
@@ -138,7 +138,7 @@ def _apply_rule(tensor: ModelTensor, rule: TensorRule) -> ModelTensor:
     cuts = rule.cuts
     if cuts:
         expert = rule.member is not None or any(cut.axis in EXPERT_AXES for dim in cuts for cut in dim)
-        cuts = ((*cuts[0], AxisCut(EXPERT_FSDP) if expert else FSDP), *cuts[1:])
+        cuts = ((*cuts[0], AxisPartition(EXPERT_FSDP) if expert else FSDP), *cuts[1:])
     return replace(tensor, spec=replace(tensor.spec, cuts=cuts, member=rule.member))
 
 
@@ -160,7 +160,7 @@ def _collect_rules(rules: Mapping[str, TensorRule], model: Model) -> tuple[Deriv
     return tuple(found)
 
 
-def _collect_uncut(cutter: CircuitCutter, model: Model) -> tuple[UncutTensors, ...]:
+def _collect_uncut(cutter: GroupPartitioner, model: Model) -> tuple[UncutTensors, ...]:
     found: dict[str, UncutTensors] = {}
     for name, tensor in model.tensors.items():
         if name in cutter.rules or sum(extent > 1 for extent in tensor.shape) < _MATRIX:

@@ -96,7 +96,7 @@ PLAIN: Final = (
 
 
 @value_class
-class AttentionCircuit:
+class AttentionGroup:
     """Queries, keys and values, and the output that sums over heads."""
 
     owner: str
@@ -107,7 +107,7 @@ class AttentionCircuit:
 
 
 @value_class
-class FusedAttentionCircuit:
+class FusedAttentionGroup:
     """The same with one linear for queries, keys and values."""
 
     owner: str
@@ -116,7 +116,7 @@ class FusedAttentionCircuit:
 
 
 @value_class
-class SharedAttentionCircuit:
+class SharedAttentionGroup:
     """Attention of a layer whose keys and values are those of another layer."""
 
     owner: str
@@ -125,7 +125,7 @@ class SharedAttentionCircuit:
 
 
 @value_class
-class LatentAttentionCircuit:
+class LatentAttentionGroup:
     """Attention whose keys and values come from a latent: what expands it is cut by heads, the latent is whole."""
 
     owner: str
@@ -135,7 +135,7 @@ class LatentAttentionCircuit:
 
 
 @value_class
-class FeedForwardCircuit:
+class FeedForwardGroup:
     """An MLP."""
 
     owner: str
@@ -145,9 +145,7 @@ class FeedForwardCircuit:
     """Whether an input of twice the width holds gate and up, one after the other."""
 
 
-Circuit = (
-    AttentionCircuit | FusedAttentionCircuit | SharedAttentionCircuit | LatentAttentionCircuit | FeedForwardCircuit
-)
+Circuit = AttentionGroup | FusedAttentionGroup | SharedAttentionGroup | LatentAttentionGroup | FeedForwardGroup
 
 
 def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
@@ -209,7 +207,7 @@ def _find_attention(tree: ModuleTree, path: str, names: tuple[str, ...]) -> Iter
     output = _find_one(tree, owner, OUTPUTS, {m.path for m in found if m is not None})
     if all(m is not None and m.is_matrix for m in found) and output is not None:
         queries, keys, values = (m for m in found if m is not None)
-        yield AttentionCircuit(owner, queries, keys, values, output)
+        yield AttentionGroup(owner, queries, keys, values, output)
 
 
 def _find_fused(tree: ModuleTree, path: str, name: str) -> Iterator[Circuit]:
@@ -218,7 +216,7 @@ def _find_fused(tree: ModuleTree, path: str, name: str) -> Iterator[Circuit]:
     owner = path.rpartition(".")[0]
     output = _find_one(tree, owner, OUTPUTS, {path})
     if output is not None:
-        yield FusedAttentionCircuit(owner, tree.modules[path], output)
+        yield FusedAttentionGroup(owner, tree.modules[path], output)
 
 
 def _find_latent(tree: ModuleTree, owner: str, module: StoredModule) -> Iterator[Circuit]:
@@ -227,14 +225,14 @@ def _find_latent(tree: ModuleTree, owner: str, module: StoredModule) -> Iterator
     if queries is not None and output is not None:
         names = ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "q_a_layernorm", "kv_a_layernorm")
         latent = tuple(m for name in names if (m := tree.find(owner, name)) is not None)
-        yield LatentAttentionCircuit(owner, (queries, module), latent, output)
+        yield LatentAttentionGroup(owner, (queries, module), latent, output)
 
 
 def _find_shared(tree: ModuleTree, owner: str, queries: StoredModule) -> Iterator[Circuit]:
     output = _find_one(tree, owner, OUTPUTS, {queries.path})
     alone = not any(tree.find(owner, name) for name in ("k_proj", "v_proj", *_LATENT))
     if alone and queries.is_matrix and output is not None:
-        yield SharedAttentionCircuit(owner, queries, output)
+        yield SharedAttentionGroup(owner, queries, output)
 
 
 def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...], *, gated: bool) -> Iterator[Circuit]:
@@ -247,4 +245,4 @@ def _find_forward(tree: ModuleTree, path: str, names: tuple[str, ...], *, gated:
     *inputs, output = (m for m in found if m is not None)
     if gated and names in PLAIN and (not output.is_matrix or inputs[0].shape != (2 * output.shape[1], output.shape[0])):
         return
-    yield FeedForwardCircuit(owner, tuple(inputs), output, gated and names in FUSED_GATED)
+    yield FeedForwardGroup(owner, tuple(inputs), output, gated and names in FUSED_GATED)

@@ -28,12 +28,12 @@ from shardctl.models.tables.experts import (
     count_experts,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _AFMOE: Final = (
     *EMBEDDING,
@@ -53,7 +53,7 @@ _AFMOE: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, ffn = config.switch("attention_bias", default=False), config.size("moe_intermediate_size")
     facts = build_decoder_facts(config, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return add_expert_facts(
@@ -72,7 +72,7 @@ AFMOE: Final = Family(
     classes=build_decoder_classes("Afmoe", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms32",
         window=WindowRule(1024, "all but every nth", period=4, period_key="global_attn_every_n_layers"),

@@ -15,7 +15,7 @@ from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, R
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _BLOCK: Final = ".encoder.albert_layer_groups.{layer}.albert_layers.{inner}"
@@ -60,7 +60,7 @@ _ALBERT: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     groups = config.size("num_hidden_groups", 1)
     runs, rest = divmod(config.size("num_hidden_layers", 12), groups)
     return build_encoder_facts(config).also(

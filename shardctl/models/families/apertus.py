@@ -17,11 +17,11 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _ACTIVATION: Final = f"{LAYER}.mlp.act_fn"
 _APERTUS: Final = (
@@ -40,7 +40,7 @@ _APERTUS: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return facts.also(flags={"xielu": config.text("hidden_act", "xielu") == "xielu"})
@@ -52,6 +52,6 @@ APERTUS: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Apertus", question=None, sentences=False),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "xielu"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "xielu"), norm="rms"),
     assumed=assume_sizes(131072, 4096, 14336, 32, 32),
 )

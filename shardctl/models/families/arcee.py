@@ -16,7 +16,7 @@ from shardctl.models.tables.decoder import (
     build_decoder_classes,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 UNGATED: Final = (
     Row(f"{LAYER}.mlp.up_proj.weight", "ffn hidden"),
@@ -30,6 +30,6 @@ ARCEE: Final = Family(
     facts=build_biased_facts,
     classes=build_decoder_classes("Arcee", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(activation=("hidden_act", "relu2"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "relu2"), norm="rms"),
     assumed=assume_sizes(32000, 2560, 18432, 32, 32),
 )

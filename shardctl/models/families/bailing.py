@@ -22,11 +22,11 @@ from shardctl.models.tables.experts import (
 )
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MIXER: Final = f"{LAYER}.self_attn"
 _QKV: Final = tuple(f"{one}_{kind}.weight" for kind in ("proj", "conv1d") for one in "qkv")
@@ -53,7 +53,7 @@ _NEXT: Final = ".layers.{next}"
 _ENDS: Final = {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden", "final_layernorm": "hidden"}
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_latent_facts(config.over({"q_lora_rank": None}), mlp_bias=False)
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 2), following=1)
     heads = config.size("num_attention_heads")
@@ -109,7 +109,7 @@ BAILING_HYBRID: Final = Family(
         FusedArray(f"{_MIXER}.forget_gate.f_proj.weight", (f"{_MIXER}.f_proj.weight",)),
         *build_fused_experts(),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True, further=_FURTHER
     ),
     aliases={

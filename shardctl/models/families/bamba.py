@@ -26,11 +26,11 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_condition, add_expert_facts
 from shardctl.models.tables.family import Family, ModelClass, Row
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MIXER: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
 _ATTENTION: Final = add_condition((row for row in QKVO if not row.buffer), "attention")
@@ -73,8 +73,8 @@ _GRANITE: Final = (
 
 
 def _add_mixer_facts(
-    facts: FamilyFacts, config: ModelConfig, attention: frozenset[int], *, channels: int = 0
-) -> FamilyFacts:
+    facts: ModelDims, config: ModelConfig, attention: frozenset[int], *, channels: int = 0
+) -> ModelDims:
     """`facts`, and those of Mamba 2 in all layers but those of `attention`; with as many `channels`, if it is said."""
     heads, expand = config.size("mamba_n_heads", 128), config.size("mamba_expand", 2)
     inner = channels or expand * config.size("hidden_size")
@@ -98,7 +98,7 @@ def _add_mixer_facts(
     )
 
 
-def _build_bamba_facts(config: ModelConfig) -> FamilyFacts:
+def _build_bamba_facts(config: ModelConfig) -> ModelDims:
     bias, listed = config.switch("attention_bias", default=False), config.entries("attn_layer_indices") or ()
     facts = build_decoder_facts(
         config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
@@ -106,7 +106,7 @@ def _build_bamba_facts(config: ModelConfig) -> FamilyFacts:
     return _add_mixer_facts(facts, config, frozenset(listed))
 
 
-def _build_granite_facts(config: ModelConfig) -> FamilyFacts:
+def _build_granite_facts(config: ModelConfig) -> ModelDims:
     bias, kinds = config.switch("attention_bias", default=False), config.entries("layer_types") or ()
     count = config.count("num_local_experts", 8)
     facts = add_expert_facts(
@@ -120,7 +120,7 @@ def _build_granite_facts(config: ModelConfig) -> FamilyFacts:
     return _add_mixer_facts(facts, config, attention)
 
 
-def _build_falcon_facts(config: ModelConfig) -> FamilyFacts:
+def _build_falcon_facts(config: ModelConfig) -> ModelDims:
     silent = "mamba_d_ssm" not in config.values
     channels = 1024 if silent else config.count("mamba_d_ssm", 0)
     bias = config.switch("attention_bias", default=False)
@@ -141,7 +141,7 @@ BAMBA: Final = Family(
     facts=_build_bamba_facts,
     classes={"BambaForCausalLM": ModelClass("model", "lm"), "BambaModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(128000, 4096, 14336, 32, 32),
 )
 GRANITE_MOE_HYBRID: Final = Family(
@@ -151,7 +151,7 @@ GRANITE_MOE_HYBRID: Final = Family(
     classes={"GraniteMoeHybridForCausalLM": ModelClass("model", "lm"), "GraniteMoeHybridModel": ModelClass()},
     prefixes=("model",),
     fused=FUSED,
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
     aliases={"layers_block_type": "layer_types"},
 )
@@ -161,7 +161,7 @@ FALCON_H1: Final = Family(
     facts=_build_falcon_facts,
     classes={"FalconH1ForCausalLM": ModelClass("model", "lm"), "FalconH1Model": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         further=(FurtherTensor("input of attention, scaled apart from the mixer's", "hidden"),),

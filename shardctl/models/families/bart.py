@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.families.bert import build_norm_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -118,11 +118,11 @@ _LABELS: Final = 3
 """Labels that `BartConfig` assumes; mBART's assumes two, as most do."""
 
 
-def _build_facts(config: ModelConfig, positions: int) -> FamilyFacts:
+def _build_facts(config: ModelConfig, positions: int) -> ModelDims:
     hidden = config.size("d_model")
     encoder, decoder = config.size("encoder_layers"), config.size("decoder_layers")
     heads = {side: config.divided("d_model", f"{side}_attention_heads") for side in ("encoder", "decoder")}
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(positions),
@@ -140,16 +140,16 @@ def _build_facts(config: ModelConfig, positions: int) -> FamilyFacts:
     )
 
 
-def _build_bart_facts(config: ModelConfig) -> FamilyFacts:
+def _build_bart_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config.over({"num_labels": _LABELS}), config.size("max_position_embeddings", 1024) + _OFFSET)
 
 
-def _build_mbart_facts(config: ModelConfig) -> FamilyFacts:
+def _build_mbart_facts(config: ModelConfig) -> ModelDims:
     facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
     return facts.also(flags={"norms_at_ends": True})
 
 
-def _build_marian_facts(config: ModelConfig) -> FamilyFacts:
+def _build_marian_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of two languages, which may have a vocabulary each; then only the head is tied."""
     facts = _build_facts(config, config.size("max_position_embeddings", 1024))
     one = config.switch("share_encoder_decoder_embeddings", default=True)
@@ -161,11 +161,11 @@ def _build_marian_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_pegasus_facts(config: ModelConfig) -> FamilyFacts:
+def _build_pegasus_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config, config.size("max_position_embeddings", 1024)).also(flags={"norms_at_ends": True})
 
 
-def _build_whisper_facts(config: ModelConfig) -> FamilyFacts:
+def _build_whisper_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config, config.size("max_target_positions", 448)).also(
         dims={
             "mels": LogicalDim(config.size("num_mel_bins", 80)),
@@ -189,7 +189,9 @@ _ASSUMED: Final = {
     "encoder_ffn_dim": 4096,
     "encoder_layers": 12,
 }
-_TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.1), narrow_softmax=True)
+_TRAITS: Final = LayerFeatures(
+    activation=("activation_function", "gelu"), dropout=("dropout", 0.1), narrow_softmax=True
+)
 BART: Final = Family(
     name="bart",
     rows=_BART,
@@ -226,7 +228,7 @@ WHISPER: Final = Family(
     facts=_build_whisper_facts,
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0), narrow_softmax=True),
+    traits=LayerFeatures(activation=("activation_function", "gelu"), dropout=("dropout", 0.0), narrow_softmax=True),
     aliases={**_NAMES, "num_key_value_heads": "encoder_attention_heads"},
     assumed={
         "decoder_attention_heads": 6,
@@ -271,7 +273,7 @@ M2M_100: Final = Family(
     facts=_build_pegasus_facts,
     classes={"M2M100ForConditionalGeneration": ModelClass("model", "lm"), "M2M100Model": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "relu"),
         dropout=("dropout", 0.1),
         narrow_softmax=True,

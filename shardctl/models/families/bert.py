@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import assume_sizes
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -88,11 +88,11 @@ _BERT: Final = (
 )
 
 
-def build_encoder_facts(config: ModelConfig) -> FamilyFacts:
+def build_encoder_facts(config: ModelConfig) -> ModelDims:
     """Build what the tables of BERT and its descendants need to know."""
     hidden = config.size("hidden_size")
     head = config.divided("hidden_size", "num_attention_heads")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(config.size("max_position_embeddings", 512)),
@@ -107,7 +107,7 @@ def build_encoder_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-ENCODER_TRAITS: Final = LayerTraits(
+ENCODER_TRAITS: Final = LayerFeatures(
     activation=("hidden_act", "gelu"),
     dropout=("hidden_dropout_prob", 0.1),
     attention_dropout=("attention_probs_dropout_prob", 0.1),

@@ -23,7 +23,7 @@ from shardctl.models.tables.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BIASED: Final = (".self.query.bias", ".self.key.bias", ".self.value.bias")
 _BIG_BIRD: Final = (
@@ -45,7 +45,7 @@ _BIG_BIRD: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_encoder_facts(config.over({"max_position_embeddings": 4096}))
     return facts.also(flags={"biased": config.switch("use_bias", default=True)})
 

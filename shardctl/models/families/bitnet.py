@@ -19,18 +19,18 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _OF_HEADS: Final = Row(f"{LAYER}.self_attn.attn_sub_norm.weight", "all_heads")
 _OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")
 """Both norms are over what all tp ranks have together; no engine says how it cuts them, and so they are whole."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     return facts.also(dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))})
@@ -54,6 +54,6 @@ BITNET: Final = Family(
     facts=_build_facts,
     classes={"BitNetForCausalLM": ModelClass("model", "lm"), "BitNetModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "relu2"), norm="rms", further=(*_FURTHER, _INPUT)),
+    traits=LayerFeatures(activation=("hidden_act", "relu2"), norm="rms", further=(*_FURTHER, _INPUT)),
     assumed={**assume_sizes(128256, 2560, 6912, 30, 20), "num_key_value_heads": 5},
 )

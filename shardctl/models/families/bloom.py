@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -38,9 +38,9 @@ _NAMES: Final = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_
 """Keys of the configs, and what else they are called."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("hidden_size"), config.divided("hidden_size", "n_head")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -61,7 +61,7 @@ BLOOM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0), unfused=True),
+    traits=LayerFeatures(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0), unfused=True),
     aliases=_NAMES,
     assumed={"vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": 2},
 )

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -129,9 +129,9 @@ _SIGLIP_TEXT_DEFAULTS: Final = {**_SMALL, "vocab_size": 32000, "max_position_emb
 _SIGLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 16}
 
 
-def _build_tower_facts(config: ModelConfig) -> FamilyFacts:
+def _build_tower_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("hidden_size")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "q": LogicalDim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
@@ -143,14 +143,14 @@ def _build_tower_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_text_facts(config: ModelConfig) -> FamilyFacts:
+def _build_text_facts(config: ModelConfig) -> ModelDims:
     words = LogicalDim(config.size("vocab_size"), axis="tp", even=False)
     return _build_tower_facts(config).also(
         dims={"vocab": words, "positions": LogicalDim(config.size("max_position_embeddings"))}
     )
 
 
-def _build_vision_facts(config: ModelConfig, extra: int) -> FamilyFacts:
+def _build_vision_facts(config: ModelConfig, extra: int) -> ModelDims:
     patch = config.size("patch_size")
     return _build_tower_facts(config).also(
         dims={
@@ -162,55 +162,55 @@ def _build_vision_facts(config: ModelConfig, extra: int) -> FamilyFacts:
     )
 
 
-def _build_clip_text_facts(config: ModelConfig) -> FamilyFacts:
+def _build_clip_text_facts(config: ModelConfig) -> ModelDims:
     return _build_text_facts(config.over(_CLIP_TEXT_DEFAULTS))
 
 
-def build_clip_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_clip_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows of CLIP's vision model need to know; there is a position for the class token."""
     return _build_vision_facts(config.over(_CLIP_VISION_DEFAULTS), 1)
 
 
-def _build_siglip_text_facts(config: ModelConfig) -> FamilyFacts:
+def _build_siglip_text_facts(config: ModelConfig) -> ModelDims:
     config = config.over(_SIGLIP_TEXT_DEFAULTS)
     projection = LogicalDim(config.size("projection_size", config.size("hidden_size")))
     return _build_text_facts(config).also(dims={"projection": projection})
 
 
-def build_siglip_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_siglip_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows of SigLIP's vision model need to know."""
     return _build_vision_facts(config.over(_SIGLIP_VISION_DEFAULTS), 0)
 
 
-def _join_tower_facts(text: FamilyFacts, vision: FamilyFacts) -> FamilyFacts:
+def _join_tower_facts(text: ModelDims, vision: ModelDims) -> ModelDims:
     end = len(text.indices["layer"].values)
     facts = join_facts(nest_facts(text, "text_", layer=0), nest_facts(vision, "vision_", layer=end))
     return replace(facts, stages={"text_end": ("layer", end - 1), "vision_start": ("layer", end)})
 
 
-def _build_clip_facts(config: ModelConfig) -> FamilyFacts:
+def _build_clip_facts(config: ModelConfig) -> ModelDims:
     facts = _join_tower_facts(
         _build_clip_text_facts(config.part("text_config")), build_clip_vision_facts(config.part("vision_config"))
     )
     return facts.also(dims={"projection": LogicalDim(config.size("projection_dim", 512))})
 
 
-def _build_siglip_facts(config: ModelConfig) -> FamilyFacts:
+def _build_siglip_facts(config: ModelConfig) -> ModelDims:
     return _join_tower_facts(
         _build_siglip_text_facts(config.part("text_config")), build_siglip_vision_facts(config.part("vision_config"))
     )
 
 
-def _read_clip_text(config: ModelConfig) -> tuple[LayerTraits, ModelConfig]:
+def _read_clip_text(config: ModelConfig) -> tuple[LayerFeatures, ModelConfig]:
     return _CLIP_TRAITS, config.part("text_config")
 
 
-def _read_siglip_text(config: ModelConfig) -> tuple[LayerTraits, ModelConfig]:
+def _read_siglip_text(config: ModelConfig) -> tuple[LayerFeatures, ModelConfig]:
     return _SIGLIP_TRAITS, config.part("text_config")
 
 
-_CLIP_TRAITS: Final = LayerTraits(activation=("hidden_act", "quick_gelu"))
-_SIGLIP_TRAITS: Final = LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh"))
+_CLIP_TRAITS: Final = LayerFeatures(activation=("hidden_act", "quick_gelu"))
+_SIGLIP_TRAITS: Final = LayerFeatures(activation=("hidden_act", "gelu_pytorch_tanh"))
 CLIP: Final = Family(
     name="clip",
     rows=_CLIP,

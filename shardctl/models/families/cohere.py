@@ -15,12 +15,12 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _COHERE: Final = (
     *EMBEDDING,
@@ -35,7 +35,7 @@ _COHERE: Final = (
 """Each head of q and k has a norm of its own, which is cut with the heads."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     qk_norm = config.switch("use_qk_norm", default=False)
     facts = build_decoder_facts(config, tied=True, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
@@ -55,7 +55,7 @@ COHERE: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", side_by_side=("", True)),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="layer32", side_by_side=("", True)),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 256000,
@@ -70,7 +70,7 @@ COHERE2: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW, side_by_side=("", True)),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW, side_by_side=("", True)),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 256000,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -34,12 +34,12 @@ _DBRX: Final = (
 _ONE_EXPERT: Final = tuple(Row(f"{_EXPERTS}.{name}", "effn hidden") for name in ("gate", "up", "down"))
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     heads, head = config.size("n_heads"), config.divided("d_model", "n_heads")
     groups = config.part("attn_config").shared_by(heads, "kv_n_heads", 1)
     ffn = config.part("ffn_config")
     count, width = ffn.size("moe_num_experts", 4), ffn.size("ffn_hidden_size", 3584)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(config.size("d_model")),
@@ -54,7 +54,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-_TRAITS: Final = LayerTraits(
+_TRAITS: Final = LayerFeatures(
     activation=("hidden_act", "silu"),
     norm="layer",
     dropout=("resid_pdrop", 0.0),
@@ -68,7 +68,7 @@ _TRAITS: Final = LayerTraits(
 )
 
 
-def _read_text(config: ModelConfig) -> tuple[LayerTraits, ModelConfig]:
+def _read_text(config: ModelConfig) -> tuple[LayerFeatures, ModelConfig]:
     """Return the traits, and the config with what stands in the configs within it under the usual keys."""
     attention, ffn = config.part("attn_config").values, config.part("ffn_config").values
     activation = ffn.get("ffn_act_fn")

@@ -25,7 +25,7 @@ from shardctl.models.tables.layer_features import FurtherTensor
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _ATTENTION: Final = f"{BLOCK}.attention.self"
@@ -120,7 +120,7 @@ def _list_scores(config: ModelConfig) -> frozenset[str]:
     return frozenset(said)
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.size("attention_head_size", config.divided("hidden_size", "num_attention_heads"))
     width = config.size("embedding_size", hidden)
@@ -156,7 +156,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_first_facts(config: ModelConfig) -> FamilyFacts:
+def _build_first_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of the first DeBERTa, which keeps every distance up to the longest apart."""
     facts = _build_facts(replace(config, values={**config.values, "position_buckets": None}))
     width, head = facts.size("q"), config.divided("hidden_size", "num_attention_heads")

@@ -39,13 +39,13 @@ from shardctl.models.tables.experts import (
 )
 from shardctl.models.tables.family import Family, ModelClass, Row, RowIndex
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _SHARED: Final = build_shared_expert_rows("mlp.shared_experts")
 _SHARED_BIASES: Final = (
@@ -78,7 +78,7 @@ def build_balanced_rows(layer: tuple[Row, ...], conditions: str = "moe shared") 
     return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *following)
 
 
-def add_balanced_facts(facts: FamilyFacts, config: ModelConfig, *, moe: Collection[int], following: int) -> FamilyFacts:
+def add_balanced_facts(facts: ModelDims, config: ModelConfig, *, moe: Collection[int], following: int) -> ModelDims:
     """Return `facts`, and those of experts in the layers `moe` and of `following` layers that predict."""
     layers, ffn = config.size("num_hidden_layers"), config.size("moe_intermediate_size")
     return add_expert_facts(
@@ -90,28 +90,28 @@ def add_balanced_facts(facts: FamilyFacts, config: ModelConfig, *, moe: Collecti
     ).also(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", following)))})
 
 
-def _build_v2_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v2_facts(config: ModelConfig) -> ModelDims:
     facts = build_latent_facts(config, mlp_bias=config.switch("mlp_bias", default=False))
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 0), following=0)
 
 
-def _build_v1_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v1_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(config, qkv_bias=config.switch("attention_bias", default=False))
     return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 0), following=0)
 
 
-def _build_v3_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v3_facts(config: ModelConfig) -> ModelDims:
     facts = build_latent_facts(config, mlp_bias=False)
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 3), following=1)
 
 
-def _build_glm4_lite_facts(config: ModelConfig) -> FamilyFacts:
+def _build_glm4_lite_facts(config: ModelConfig) -> ModelDims:
     sizes = config.over({"q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192})
     facts = build_latent_facts(sizes, mlp_bias=False)
     return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=1)
 
 
-def _build_glm4_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_glm4_moe_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(
         config,
         kv_heads=8,
@@ -136,7 +136,7 @@ DEEPSEEK: Final = Family(
     classes={"DeepseekForCausalLM": ModelClass("model", "lm")},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
     aliases=_V2_NAMES,
     assumed=_V2_SIZES,
     inner_kinds={
@@ -167,7 +167,7 @@ DEEPSEEK_V2: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", wide_router=True),
     aliases=_V2_NAMES,
     assumed=_V2_SIZES,
     without_latents=DEEPSEEK.name,
@@ -184,7 +184,7 @@ DEEPSEEK_V3: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases=_NAMES,
     assumed={
         **assume_sizes(129280, 7168, 18432, 61, 128),
@@ -201,7 +201,7 @@ GLM4_MOE: Final = Family(
     classes={"Glm4MoeForCausalLM": ModelClass("model", "lm"), "Glm4MoeModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True, wide_router=True
     ),
     aliases=_NAMES,
@@ -227,7 +227,7 @@ GLM4_MOE_LITE: Final = Family(
     classes={"Glm4MoeLiteForCausalLM": ModelClass("model", "lm"), "Glm4MoeLiteModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, wide_router=True),
     aliases={**_NAMES, "head_dim": "qk_rope_head_dim"},
     assumed={
         **assume_sizes(154880, 2048, 10240, 47, 20),

@@ -15,13 +15,13 @@ from shardctl.models.tables.decoder import LAYER, NORMS, assume_sizes
 from shardctl.models.tables.experts import build_fused_experts, list_sparse_layers
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 INDEXER: Final = (
     Row(f"{LAYER}.self_attn.indexer.wq_b.weight", "index_q q_rank", needed="indexer"),
@@ -34,7 +34,7 @@ INDEXER: Final = (
 _KINDS: Final = {"F": "full", "S": "shared"}
 
 
-def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> FamilyFacts:
+def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> ModelDims:
     """Build the facts of a decoder with latent attention and, in the layers `indexer`, an indexer of `heads`."""
     count, width = config.size("index_n_heads", heads), config.size("index_head_dim", 128)
     return build_latent_facts(config, mlp_bias=False).also(
@@ -48,12 +48,12 @@ def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Coll
     )
 
 
-def _build_v32_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v32_facts(config: ModelConfig) -> ModelDims:
     facts = build_indexer_facts(config, heads=64)
     return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
 
 
-def _build_glm_facts(config: ModelConfig) -> FamilyFacts:
+def _build_glm_facts(config: ModelConfig) -> ModelDims:
     facts = build_indexer_facts(
         config.over({"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192}),
         heads=32,
@@ -86,7 +86,7 @@ _NAMES: Final = {
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 _EXPERTS: Final = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
-_TRAITS: Final = LayerTraits(
+_TRAITS: Final = LayerFeatures(
     activation=("hidden_act", "silu"),
     norm="rms",
     experts_per_token=8,

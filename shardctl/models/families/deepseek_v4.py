@@ -24,12 +24,12 @@ from shardctl.models.tables.experts import (
 )
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.tables.hyper_connections import list_mixed_streams
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _SPARSE, _DENSE = "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS: Final = {0: "sliding_attention", 4: _SPARSE, 128: _DENSE}
@@ -134,7 +134,7 @@ _SPELLINGS: Final = {
 }
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("hidden_size"), config.size("head_dim", 512)
     heads, groups = config.size("num_attention_heads"), config.size("o_groups", 8)
     if heads % groups:
@@ -261,7 +261,7 @@ DEEPSEEK_V4: Final = Family(
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
     },
-    traits=LayerTraits(
+    traits=LayerFeatures(
         unfused=True,
         shifted_scores=True,
         expert_steps=2,

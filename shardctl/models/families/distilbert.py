@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -53,9 +53,9 @@ _NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hi
 """Keys of the configs, and what else they are called."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("dim")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(config.size("max_position_embeddings", 512)),
@@ -82,7 +82,7 @@ DISTILBERT: Final = Family(
         "DistilBertForQuestionAnswering": ModelClass("distilbert", "question"),
     },
     prefixes=("distilbert",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation", "gelu"),
         dropout=("dropout", 0.1),
         attention_dropout=("attention_dropout", 0.1),

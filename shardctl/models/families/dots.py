@@ -22,18 +22,18 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import build_fused_experts, list_later_layers
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _SIZES: Final = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2}
 """Those of the published model where a config says null, as transformers' class assumes, which then has no layers."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     null = {key: usual for key, usual in _SIZES.items() if config.values.get(key) is None}
     config = replace(config, values={**config.values, **null})
@@ -48,7 +48,7 @@ DOTS1: Final = Family(
     classes=build_decoder_classes("Dots1", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(4096, "last", start=62),

@@ -13,7 +13,7 @@ from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WORDS: Final = ".embeddings.word_embeddings.weight"
 _ELECTRA: Final = (
@@ -49,7 +49,7 @@ _ELECTRA: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     width = config.size("embedding_size", 128)
     return build_encoder_facts(config).also(
         dims={"embedding": LogicalDim(width)},

@@ -31,11 +31,11 @@ from shardctl.models.tables.experts import (
     count_experts,
 )
 from shardctl.models.tables.family import Family, FusedArray, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BALANCE: Final = "moe_statics.e_score_correction_bias"
 _ERNIE: Final = (
@@ -58,7 +58,7 @@ _ERNIE: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, layers = config.switch("use_bias", default=False), config.size("num_hidden_layers")
     ffn, shared = config.size("moe_intermediate_size"), config.count("moe_num_shared_experts", 2)
     first, interval = config.count("moe_layer_start_index", 1), config.size("moe_layer_interval", 1)
@@ -81,7 +81,7 @@ ERNIE4_5_MOE: Final = Family(
     classes=build_decoder_classes("Ernie4_5_Moe", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     fused=(FusedArray(f"{LAYER}.mlp.gate.{_BALANCE}", (f"{LAYER}.mlp.{_BALANCE}",)), *build_fused_experts()),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         attention_dropout=("", 0.0),

@@ -23,13 +23,13 @@ from shardctl.models.tables.experts import (
     build_fused_experts,
     list_sparse_layers,
 )
-from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.layer_features import LayerTraits
+    from shardctl.models.tables.layer_features import LayerFeatures
 
 _MLP: Final = f"{LAYER}.mlp"
 _BIAS: Final = "moe_statics.e_score_correction_bias"
@@ -73,7 +73,7 @@ def _read_pair(config: ModelConfig, key: str, usual: tuple[int, int]) -> tuple[i
     return first, second
 
 
-def _build_text_facts(config: ModelConfig) -> FamilyFacts:
+def _build_text_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("use_bias", default=False)
     ffn, seeing = _read_pair(config, "moe_intermediate_size", (1536, 512))
     count, others = _read_pair(config, "moe_num_experts", (64, 64))
@@ -129,10 +129,10 @@ _EYES: Final = (
 )
 
 
-def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
+def _build_eye_facts(config: ModelConfig) -> ModelDims:
     config = config.called({"num_heads": "num_attention_heads", "num_hidden_layers": "depth"})
     hidden, ratio = config.size("hidden_size", 1280), config.count("mlp_ratio", 0)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "ffn": LogicalDim(config.size("intermediate_size", ratio * hidden if ratio else 4 * 1280)),
@@ -184,11 +184,11 @@ def _nest_flat_keys(config: ModelConfig) -> ModelConfig:
     return replace(config, values={**config.values, "text_config": config.values})
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return _TOWERS.facts(_nest_flat_keys(config))
 
 
-def _read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+def _read_text(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
     config = _nest_flat_keys(config)
     return _TEXT.traits, _TEXT.complete_config(config.part("text_config"))
 

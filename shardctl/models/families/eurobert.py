@@ -9,7 +9,7 @@ from typing import Final
 
 from shardctl.models.tables.decoder import EMBEDDING, GATED, LAST_NORM, NORMS, QKVO, assume_sizes, build_biased_facts
 from shardctl.models.tables.family import Family, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 _EUROBERT: Final = (
     *EMBEDDING,
@@ -35,6 +35,6 @@ EUROBERT: Final = Family(
         "EuroBertForTokenClassification": ModelClass("model", "classifier"),
     },
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(128256, 768, 3072, 12, 12),
 )

@@ -34,15 +34,15 @@ from shardctl.models.tables.experts import (
     list_sparse_layers,
 )
 from shardctl.models.tables.family import Family, FusedArray, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, kv_heads=32, qk_norm=True)
 
 
@@ -61,7 +61,7 @@ EXAONE4: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Exaone4", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
@@ -82,7 +82,7 @@ _MOE_LAYER: Final = (
 )
 
 
-def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_moe_facts(config: ModelConfig) -> ModelDims:
     ffn = config.size("moe_intermediate_size")
     return add_expert_facts(
         build_decoder_facts(config, qk_norm=True),
@@ -106,7 +106,7 @@ EXAONE_MOE: Final = Family(
     classes={"ExaoneMoeForCausalLM": ModelClass("model", "lm"), "ExaoneMoeModel": ModelClass()},
     prefixes=("model",),
     fused=(*build_fused_experts(), FusedArray(f"{LAYER}.mlp.gate.e_score_correction_bias", (_BALANCE,))),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),

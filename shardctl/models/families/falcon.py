@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -43,7 +43,7 @@ def _read_switch(config: ModelConfig, key: str) -> bool:
     return config.switch(key, default=key not in config.values)
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.divided("hidden_size", "num_attention_heads")
     grouped = config.switch("new_decoder_architecture", default=False)
@@ -62,7 +62,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
         qkv = (q, kv, kv)
     else:
         qkv = LogicalDim(3 * hidden, 3 * head, "tp", noun="attention heads")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -88,7 +88,7 @@ FALCON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation", "gelu"),
         dropout=("hidden_dropout", 0.0),
         side_by_side=("parallel_attn", True),

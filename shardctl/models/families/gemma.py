@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.tables.family import Family, ModelClass
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _HEAD_DIM: Final = 256
 """What the config classes assume where a config is silent."""
@@ -23,7 +23,7 @@ _HEAD_DIM: Final = 256
 
 def _build_facts(
     config: ModelConfig, *, kv_heads: int, sandwich_norm: bool = False, qk_norm: bool = False
-) -> FamilyFacts:
+) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     return build_decoder_facts(
         config,
@@ -37,15 +37,15 @@ def _build_facts(
     )
 
 
-def _build_gemma_facts(config: ModelConfig) -> FamilyFacts:
+def _build_gemma_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config, kv_heads=16)
 
 
-def _build_gemma2_facts(config: ModelConfig) -> FamilyFacts:
+def _build_gemma2_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config, kv_heads=4, sandwich_norm=True)
 
 
-def _build_gemma3_facts(config: ModelConfig) -> FamilyFacts:
+def _build_gemma3_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config, kv_heads=4, sandwich_norm=True, qk_norm=True)
 
 
@@ -55,7 +55,7 @@ GEMMA: Final = Family(
     facts=_build_gemma_facts,
     classes=build_decoder_classes("Gemma", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh"), norm="rms32"),
+    traits=LayerFeatures(activation=("hidden_act", "gelu_pytorch_tanh"), norm="rms32"),
     assumed=assume_sizes(256000, 3072, 24576, 28, 16),
 )
 GEMMA2: Final = Family(
@@ -64,7 +64,7 @@ GEMMA2: Final = Family(
     facts=_build_gemma2_facts,
     classes=build_decoder_classes("Gemma2", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms32",
         window=WindowRule(4096, "even"),
@@ -83,7 +83,7 @@ GEMMA3_TEXT: Final = Family(
         "Gemma3TextForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms32",
         window=WindowRule(4096, "all but every nth", period=6, period_key="sliding_window_pattern"),

@@ -22,12 +22,12 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_condition
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _ATTENTION, _ALTUP, _LAUREL = f"{LAYER}.self_attn", f"{LAYER}.altup", f"{LAYER}.laurel"
 _GATED: Final = tuple(row for row in GATED if not row.when)
@@ -73,7 +73,7 @@ _ROWS: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     sizes = _list_mlp_sizes(config)
     usual, *others = dict.fromkeys(sizes)
     bias, layers = config.switch("attention_bias", default=False), len(sizes)
@@ -144,7 +144,7 @@ GEMMA3N_TEXT: Final = Family(
     facts=_build_facts,
     classes={"Gemma3nForCausalLM": ModelClass("model", "lm"), "Gemma3nTextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms32",
         window=WindowRule(512, "all but every nth", period=5),

@@ -26,12 +26,12 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_condition, add_expert_facts, build_expert_rows, build_fused_experts
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _PERIOD: Final = 6
 """The last of so many layers sees every token, if `layer_types` does not say which do; the last of all always does."""
@@ -82,7 +82,7 @@ _TEXT: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, tied=True, head_dim=256, kv_heads=4, qkv_bias=bias)
     layers, heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
@@ -155,7 +155,7 @@ def _read_full_heads(config: ModelConfig, full: frozenset[int], groups: int, *, 
     return found.pop()
 
 
-def _read_seeing(config: ModelConfig, family: Family) -> tuple[LayerTraits, ModelConfig]:
+def _read_seeing(config: ModelConfig, family: Family) -> tuple[LayerFeatures, ModelConfig]:
     """Return the traits of the text model of one that sees: it may get masks, because pictures are seen both ways."""
     texts = family.complete_config(config.part("text_config"))
     usual = "vision" if family is GEMMA4_UNIFIED_TEXT else ""
@@ -163,7 +163,7 @@ def _read_seeing(config: ModelConfig, family: Family) -> tuple[LayerTraits, Mode
     return replace(family.traits or _TRAITS, masked=seeing), texts
 
 
-_TRAITS: Final = LayerTraits(
+_TRAITS: Final = LayerFeatures(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     norm="rms32",
     window=WindowRule(512, "all but every nth", period=_PERIOD),
@@ -241,7 +241,7 @@ _SEEING_UNIFIED: Final = build_tower_family(
 GEMMA4_UNIFIED: Final = replace(_SEEING_UNIFIED, text=partial(_read_seeing, family=GEMMA4_UNIFIED_TEXT))
 
 
-def _build_assistant_facts(config: ModelConfig) -> FamilyFacts:
+def _build_assistant_facts(config: ModelConfig) -> ModelDims:
     facts = GEMMA4_TEXT.facts(_complete_assistant(config))
     backbone = config.size("backbone_hidden_size", 1536)
     return facts.also(
@@ -264,7 +264,7 @@ def _complete_assistant(config: ModelConfig) -> ModelConfig:
     return GEMMA4_TEXT.complete_config(config.part("text_config")).over({"hidden_size_per_layer_input": 0})
 
 
-def _read_assistant(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+def _read_assistant(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
     return _TRAITS, _complete_assistant(config)
 
 

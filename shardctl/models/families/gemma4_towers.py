@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError
 from shardctl.models.submodels.towers import ModelTower
-from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -81,9 +81,9 @@ _AUDIO: Final = (
 )
 
 
-def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+def _build_vision_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("hidden_size", 768), config.size("head_dim", 64)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "output": LogicalDim(hidden),
@@ -102,11 +102,11 @@ def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_audio_facts(config: ModelConfig) -> FamilyFacts:
+def _build_audio_facts(config: ModelConfig) -> ModelDims:
     hidden, channels = config.size("hidden_size", 1024), config.values.get("subsampling_conv_channels", [128, 32])
     if not isinstance(channels, list) or len(channels) != 2 or not all(isinstance(n, int) for n in channels):  # noqa: PLR2004
         raise SourceError(f"config.json has subsampling_conv_channels = {channels!r} where two numbers are expected")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "head": LogicalDim(hidden // config.size("num_attention_heads", 8)),
@@ -131,9 +131,9 @@ _PATCHES: Final = (
 )
 
 
-def _build_patch_facts(config: ModelConfig) -> FamilyFacts:
+def _build_patch_facts(config: ModelConfig) -> ModelDims:
     side = config.size("patch_size", 16) * config.size("pooling_kernel_size", 3)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(config.size("mm_embed_dim", 3840)),
             "output": LogicalDim(config.size("output_proj_dims", 3840)),
@@ -144,8 +144,8 @@ def _build_patch_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_sound_facts(config: ModelConfig) -> FamilyFacts:
-    return FamilyFacts(dims={"output": LogicalDim(config.size("audio_embed_dim", 640))}, indices={})
+def _build_sound_facts(config: ModelConfig) -> ModelDims:
+    return ModelDims(dims={"output": LogicalDim(config.size("audio_embed_dim", 640))}, indices={})
 
 
 GEMMA4_PATCHES: Final = ModelTower("vision_config", "embed_vision", _PATCHES, _build_patch_facts, optional=True)

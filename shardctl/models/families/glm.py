@@ -21,13 +21,13 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import build_predicting_ends, build_predicting_rows
 from shardctl.models.tables.family import Family, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = 128
@@ -54,12 +54,12 @@ _SEEING: Final[Mapping[str, object]] = {"rms_norm_eps": 1e-5, "partial_rotary_fa
 """What the text models of GLM-4.1V and GLM-OCR assume otherwise."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=True)
     return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, qkv_bias=bias)
 
 
-def _build_glm4_facts(config: ModelConfig) -> FamilyFacts:
+def _build_glm4_facts(config: ModelConfig) -> ModelDims:
     layers = config.size("num_hidden_layers")
     following = range(layers, layers + config.count("num_nextn_predict_layers", 0))
     return _build_facts(config).also(indices={"next": RowIndex(following)})
@@ -71,7 +71,7 @@ GLM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Glm", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(151552, 4096, 13696, 40, 32),
 )
 GLM4: Final = Family(
@@ -87,7 +87,7 @@ GLM4: Final = Family(
     facts=_build_glm4_facts,
     classes=build_decoder_classes("Glm4", question=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(151552, 4096, 13696, 40, 32),
     inner_kinds={
         "glm4v_text": {**_SEEING, "max_position_embeddings": 32768},

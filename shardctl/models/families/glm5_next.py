@@ -24,10 +24,10 @@ from shardctl.models.tables.experts import (
     build_predicting_rows,
     list_sparse_layers,
 )
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
 from shardctl.models.tables.hyper_connections import list_mixed_streams
 from shardctl.models.tables.latent_attention import LATENT
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 _FP32: Final = (".dt_bias", ".A_log")
 _KDA: Final = tuple(
@@ -60,7 +60,7 @@ _SIZES: Final = {
 }
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     # The class takes `head_dim` for that of rotary positions, which it has none of.
     sizes = replace(config.over(_SIZES), values={**config.over(_SIZES).values, "head_dim": None})
     facts = build_indexer_facts(sizes, heads=32, indexer=list_indexer_layers(config))
@@ -127,7 +127,7 @@ _TEXT: Final = Family(
     classes={"Glm5NextTextModel": ModelClass("model", "lm")},
     prefixes=("model",),
     fused=(*KDA_ARRAYS, *build_fused_experts()),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         experts_per_token=8,
@@ -181,10 +181,10 @@ _EYES: Final = (
 )
 
 
-def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+def _build_vision_facts(config: ModelConfig) -> ModelDims:
     config = config.called({"num_attention_heads": "num_heads", "num_hidden_layers": "depth"})
     sizes = config.over({"hidden_size": 1024, "num_heads": 16})
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(sizes.size("hidden_size")),
             "head": LogicalDim(sizes.divided("hidden_size", "num_heads")),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -60,10 +60,10 @@ NAMES: Final = {
 """Keys of GPT-2's and GPT-J's configs, and what else they are called."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("n_embd")
     head = config.divided("n_embd", "n_head")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(config.size("n_positions", 1024)),
@@ -97,7 +97,7 @@ GPT2: Final = Family(
         "GPT2ForQuestionAnswering": ModelClass("transformer", "question"),
     },
     prefixes=("transformer",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "gelu_new"),
         dropout=("resid_pdrop", 0.1),
         narrow_softmax=True,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.families.gpt2 import GPT2, NAMES
 from shardctl.models.tables.decoder import build_decoder_classes
 from shardctl.models.tables.family import Family, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
 def _turn_row(row: Row) -> Row:
@@ -25,7 +25,7 @@ def _turn_row(row: Row) -> Row:
     return replace(row, dims=" ".join(dims[::-1] if row.name.startswith(".h.") else dims))
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("n_embd"), config.divided("n_embd", "n_head")
     q = LogicalDim(hidden, head, "tp", noun="attention heads")
     kv = LogicalDim(head, head, "tp", shared=True, noun="key/value heads")
@@ -44,7 +44,7 @@ GPT_BIGCODE: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("GPTBigCode", prefix="transformer", question=None, tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "gelu_pytorch_tanh"),
         dropout=("resid_pdrop", 0.1),
         attention_dropout=("attn_pdrop", 0.1),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -41,9 +41,9 @@ _NEO: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("hidden_size"), config.divided("hidden_size", "num_heads")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "positions": LogicalDim(config.size("max_position_embeddings", 2048)),
@@ -63,7 +63,7 @@ GPT_NEO: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("GPTNeo", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "gelu_new"), dropout=("resid_dropout", 0.0), fp32_scores=True
     ),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -43,10 +43,10 @@ _NEOX: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("hidden_size")
     head = config.divided("hidden_size", "num_attention_heads")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -72,7 +72,7 @@ GPT_NEOX: Final = Family(
     prefixes=("gpt_neox",),
     legacy={"embed_out": "lm_head"},
     fused=(FusedArray("lm_head.weight", ("embed_out.weight",)),),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "gelu"),
         dropout=("hidden_dropout", 0.0),
         side_by_side=("use_parallel_residual", True),

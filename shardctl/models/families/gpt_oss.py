@@ -22,12 +22,12 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_expert_facts, count_experts
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BLOCK: Final = 32
 _EXPERTS: Final = f"{LAYER}.mlp.experts"
@@ -51,7 +51,7 @@ _GPT_OSS: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, ffn = config.switch("attention_bias", default=True), config.size("intermediate_size")
     quantized = config.values.get("quantization_config")
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
@@ -81,7 +81,7 @@ GPT_OSS: Final = Family(
         "GptOssForTokenClassification": ModelClass("model", "score score_bias"),
     },
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms32",
         narrow_softmax=True,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.families.gpt2 import NAMES
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -38,9 +38,9 @@ _GPTJ: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("n_embd")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -64,7 +64,7 @@ GPTJ: Final = Family(
         "GPTJForQuestionAnswering": ModelClass("transformer", "question"),
     },
     prefixes=("transformer",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "gelu_new"),
         dropout=("resid_pdrop", 0.0),
         side_by_side=("", True),

@@ -18,11 +18,11 @@ from shardctl.models.tables.decoder import (
     build_decoder_classes,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _CLOVA: Final = (
     *EMBEDDING,
@@ -36,7 +36,7 @@ _CLOVA: Final = (
 )
 
 
-def _build_clova_facts(config: ModelConfig) -> FamilyFacts:
+def _build_clova_facts(config: ModelConfig) -> ModelDims:
     return build_biased_facts(config).also(flags={"post_norm": config.switch("use_post_norm", default=True)})
 
 
@@ -46,7 +46,7 @@ GRANITE: Final = Family(
     facts=build_biased_facts,
     classes=build_decoder_classes("Granite", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
     inner_kinds={
         "granite4_vision_text": {},
@@ -68,6 +68,6 @@ HYPERCLOVAX: Final = Family(
     facts=_build_clova_facts,
     classes=build_decoder_classes("HyperCLOVAX", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
 )

@@ -20,11 +20,11 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_expert_facts, count_experts
 from shardctl.models.tables.family import Family, FusedArray, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MODULE: Final = f"{LAYER}.block_sparse_moe"
 MOE: Final = (
@@ -43,7 +43,7 @@ FUSED: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     return add_expert_facts(
         build_decoder_facts(config, qkv_bias=bias, o_bias=bias),
@@ -53,7 +53,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True)
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True)
 GRANITE_MOE: Final = Family(
     name="granitemoe",
     rows=(*EMBEDDING, *QKVO, *NORMS, *MOE, *LAST_NORM, *HEADS),

@@ -34,11 +34,11 @@ from shardctl.models.tables.experts import (
     list_sparse_layers,
 )
 from shardctl.models.tables.family import Family, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _LAYER: Final = (
     *QKVO,
@@ -62,7 +62,7 @@ _ENDS: Final = {
 """What a layer that predicts has besides; not all have an embedding and a head."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, layers = config.switch("attention_bias", default=False), config.size("num_hidden_layers")
     facts = build_decoder_facts(config, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
     ffn = config.size("moe_intermediate_size")
@@ -94,7 +94,7 @@ HY_V3: Final = Family(
         "mlp.shared_mlp": "mlp.shared_experts",
     },
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={
         **assume_sizes(120832, 4096, 13312, 80, 64),
@@ -111,7 +111,7 @@ _V1_ATTENTION: Final = (
 )
 
 
-def _build_v1_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v1_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     return build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
 
@@ -126,7 +126,7 @@ HUNYUAN_V1_DENSE: Final = Family(
         "HunYuanDenseV1ForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms"),
     assumed=assume_sizes(290943, 4096, 11008, 32, 32),
     inner_kinds={"hunyuan_vl_text": {"tie_word_embeddings": True}},
 )
@@ -138,7 +138,7 @@ _V1_MOE: Final = (
 """A router in fp32, whatever the model's type; each expert, routed or shared, is as wide as a dense MLP would be."""
 
 
-def _build_v1_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v1_moe_facts(config: ModelConfig) -> ModelDims:
     ffn = config.size("intermediate_size")
     return add_expert_facts(_build_v1_facts(config), config.size("num_experts"), ffn, shared=ffn)
 
@@ -154,7 +154,7 @@ HUNYUAN_V1_MOE: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=1, wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=1, wide_router=True),
     aliases={"moe_topk": "num_experts_per_tok", "num_local_experts": "num_experts"},
     assumed={**assume_sizes(290943, 4096, 11008, 32, 32), "num_experts": 1},
 )

@@ -24,11 +24,11 @@ from shardctl.models.tables.experts import (
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.tables.hyper_connections import list_added_streams
 from shardctl.models.tables.latent_attention import LATENT
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.sinks", "heads", dtype="F32"),
@@ -59,7 +59,7 @@ _SPELLINGS: Final = {
 }
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     sizes = config.over({"qk_nope_head_dim": 192, "v_head_dim": 256})
     facts = build_indexer_facts(sizes, heads=16, indexer=_list_choosing_layers(config))
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=1)
@@ -106,7 +106,7 @@ HY_V4: Final = Family(
     prefixes=("model",),
     legacy=_SPELLINGS,
     fused=(*build_fused_experts(), *build_fused_experts(layer=_NEXT)),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         experts_per_token=8,

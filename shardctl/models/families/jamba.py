@@ -17,8 +17,8 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_fused_experts
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -47,7 +47,7 @@ _KV_HEADS: Final = 8
 """What `JambaConfig` assumes where a config is silent."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     period, offset = config.size("attn_layer_period", 8), config.values.get("attn_layer_offset", 4)
     facts = build_decoder_facts(config, kv_heads=_KV_HEADS)
     return add_expert_facts(
@@ -84,7 +84,7 @@ JAMBA: Final = Family(
     classes=build_decoder_classes("Jamba", question=None, tokens=None),
     prefixes=("model",),
     fused=build_fused_experts("feed_forward"),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed=assume_sizes(65536, 4096, 14336, 32, 32),
 )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, build_decoder_facts
 from shardctl.models.tables.experts import add_expert_facts
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _ATTENTION: Final = f"{LAYER}.self_attention"
 _JETMOE: Final = (
@@ -36,7 +36,7 @@ _JETMOE: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     """Build the facts; an expert of attention has as many heads as there are of keys and values."""
     head, heads = config.size("kv_channels"), config.size("num_key_value_heads")
     one = {"num_attention_heads": heads, "head_dim": head}
@@ -60,7 +60,7 @@ JETMOE: Final = Family(
         "JetMoeForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("activation_function", "silu"),
         norm="rms",
         experts_per_token=2,

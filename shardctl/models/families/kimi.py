@@ -14,11 +14,11 @@ from shardctl.base.errors import SourceError
 from shardctl.models.families.deepseek import DEEPSEEK_V3
 from shardctl.models.families.kimi_linear import KIMI_LINEAR
 from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_tower_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.layer_features import LayerTraits
+    from shardctl.models.tables.layer_features import LayerFeatures
 
 _BLOCK: Final = ".encoder.blocks.{layer}"
 _EYES: Final = (
@@ -58,7 +58,7 @@ _NAMES: Final = {f"vt_{key}": key for key in _SIZES} | {
 }
 
 
-def add_moon_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+def add_moon_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     """Return `facts`, and those of the vision model and the projector; raises SourceError for patches that are none."""
     eyes = config.part("vision_config").called(_NAMES)
     hidden, merging = eyes.size("hidden_size", 1152), eyes.values.get("merge_kernel_size", [2, 2])
@@ -67,7 +67,7 @@ def add_moon_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
     joined = 1
     for one in merging:
         joined *= one
-    seen = FamilyFacts(
+    seen = ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "heads": LogicalDim(eyes.size("qkv_hidden_size", hidden)),
@@ -105,12 +105,12 @@ def nest_text_rows(text: Family) -> tuple[Row, ...]:
 def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Family:
     """Build the family of a `text` model behind MoonViT; `renamed` are other names of its class."""
 
-    def build_facts(config: ModelConfig) -> FamilyFacts:
+    def build_facts(config: ModelConfig) -> ModelDims:
         facts = add_moon_facts(text.facts(text.complete_config(config.part("text_config"))), config)
         tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
         return facts.also(flags={"tied": tied})
 
-    def read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+    def read_text(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
         return text.traits, text.complete_config(config.part("text_config"))
 
     return Family(

@@ -25,12 +25,12 @@ from shardctl.models.tables.experts import (
 )
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MIXER: Final = f"{LAYER}.self_attn"
 _MODULE: Final = "block_sparse_moe"
@@ -113,7 +113,7 @@ def build_kda_dims(heads: int, width: int, window: int) -> Mapping[str, LogicalD
     }
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     linear = ModelConfig(_get_linear_config(config))
     facts = build_latent_facts(config.over({"q_lora_rank": None}), mlp_bias=False)
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=0)
@@ -178,7 +178,7 @@ KIMI_LINEAR: Final = Family(
         *build_fused_experts(_MODULE, _NAMES, within="mlp"),
         *(FusedArray(f"{LAYER}.mlp.{one}", (f"{LAYER}.{_MODULE}.{one}",)) for one in (*_ROUTER, *_SHARED)),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         experts_per_token=8,

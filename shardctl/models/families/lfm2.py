@@ -19,11 +19,11 @@ from shardctl.models.tables.experts import (
     count_experts,
 )
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MAX_MULTIPLIER: Final = 1e6
 """Of the width of an MLP; published ones are 1 and 1.3."""
@@ -69,7 +69,7 @@ _LFM2_MOE: Final = (
 )
 
 
-def _build_mixer_facts(config: ModelConfig) -> FamilyFacts:
+def _build_mixer_facts(config: ModelConfig) -> ModelDims:
     """A short convolution remembers its last inputs, and has no state besides."""
     tied = config.switch("tie_embedding", default=config.switch("tie_word_embeddings", default=True))
     facts = build_decoder_facts(config, kv_heads=8)
@@ -95,7 +95,7 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(config.size("num_hidden_layers")) if listed is None else listed)
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts, width = _build_mixer_facts(config), config.size("block_ff_dim", config.size("intermediate_size"))
     if config.switch("block_auto_adjust_ff_dim", default=True):
         factor, multiple = config.values.get("block_ffn_dim_multiplier", 1.0), config.size("block_multiple_of", 256)
@@ -108,7 +108,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     return facts.also(dims={"ffn": LogicalDim(width, axis="tp")})
 
 
-def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_moe_facts(config: ModelConfig) -> ModelDims:
     facts = add_expert_facts(
         _build_mixer_facts(config),
         count_experts(config, "num_experts"),
@@ -118,7 +118,7 @@ def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
     return facts.also(flags={"balanced": config.switch("use_expert_bias", default=True)})
 
 
-_TRAITS: Final = LayerTraits(activation=("", "silu"), norm="rms", attention_dropout=("", 0.0))
+_TRAITS: Final = LayerFeatures(activation=("", "silu"), norm="rms", attention_dropout=("", 0.0))
 LFM2: Final = Family(
     name="lfm2",
     rows=_LFM2,

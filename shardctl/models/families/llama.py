@@ -13,17 +13,17 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, LogicalDim
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms")
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
 
 
-def _build_helium_facts(config: ModelConfig) -> FamilyFacts:
+def _build_helium_facts(config: ModelConfig) -> ModelDims:
     """The last projection of attention is as wide as the hidden size, whatever the heads (`HeliumAttention`)."""
     width, head = config.size("hidden_size"), config.divided("hidden_size", "num_attention_heads")
     facts = build_decoder_facts(
@@ -36,7 +36,7 @@ def _build_helium_facts(config: ModelConfig) -> FamilyFacts:
     return facts.also(dims={"attended": LogicalDim(width, head, "tp", noun="attention heads")})
 
 
-def _build_cwm_facts(config: ModelConfig) -> FamilyFacts:
+def _build_cwm_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, head_dim=128, kv_heads=8, mlp_bias=config.switch("mlp_bias", default=False))
 
 

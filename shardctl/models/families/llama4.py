@@ -22,8 +22,8 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.experts import add_expert_facts, build_shared_expert_rows, count_experts
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule, mark_rotary_layers
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _CHUNKS: Final = WindowRule(8192, "rotary", period=4, key="attention_chunk_size"
 """Layers with rotary positions attend within chunks, and norm queries and keys."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
     facts = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
     count = count_experts(config, "num_local_experts")
@@ -78,7 +78,7 @@ LLAMA4_TEXT: Final = Family(
     facts=_build_facts,
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=_CHUNKS,
@@ -117,10 +117,10 @@ _VISION: Final = (
 )
 
 
-def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+def _build_vision_facts(config: ModelConfig) -> ModelDims:
     patch, image = config.size("patch_size", 14), config.size("image_size", 448)
     hidden, adapted = config.size("hidden_size", 768), config.size("projector_output_dim", 4096)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "seen": LogicalDim(hidden, axis="tp"),
@@ -138,7 +138,7 @@ def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _add_projector_facts(_: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_projector_facts(_: ModelConfig, facts: ModelDims) -> ModelDims:
     return facts.also(dims={"joint": LogicalDim(facts.size("hidden"), tower_axis="tp")})
 
 

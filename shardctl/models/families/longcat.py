@@ -15,11 +15,11 @@ from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, L
 from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_predicting_rows, count_experts
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _EXPERTS: Final = f"{LAYER}.mlp.experts"
 _MLP: Final = tuple(row for row in GATED if not row.when)
@@ -42,7 +42,7 @@ _PREDICTING: Final = tuple(
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     routed = count_experts(config, "n_routed_experts")
     idle, ffn = config.count("zero_expert_num", 256), config.size("moe_intermediate_size")
     facts = build_latent_facts(config.called({"num_layers": "num_hidden_layers"}), mlp_bias=False)
@@ -97,7 +97,7 @@ LONGCAT_FLASH: Final = Family(
         ),
         FusedArray(f"{_EXPERTS}.down_proj", (_DOWN,)),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         experts_per_token=12,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,8 +97,8 @@ _MAMBA2: Final = (
 )
 
 
-def _build_common_facts(config: ModelConfig, *, tied: bool) -> FamilyFacts:
-    return FamilyFacts(
+def _build_common_facts(config: ModelConfig, *, tied: bool) -> ModelDims:
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(config.size("hidden_size")),
@@ -113,7 +113,7 @@ def _build_common_facts(config: ModelConfig, *, tied: bool) -> FamilyFacts:
     )
 
 
-def _build_mamba_facts(config: ModelConfig) -> FamilyFacts:
+def _build_mamba_facts(config: ModelConfig) -> ModelDims:
     """The width that a config says itself goes before that which `expand` gives (falcon-mamba-7b has both)."""
     inner = config.size("intermediate_size", config.size("expand", 2) * config.size("hidden_size"))
     return _build_common_facts(config, tied=True).also(
@@ -125,7 +125,7 @@ def _build_mamba_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_mamba2_facts(config: ModelConfig) -> FamilyFacts:
+def _build_mamba2_facts(config: ModelConfig) -> ModelDims:
     return _build_common_facts(config, tied=False).also(
         dims=build_mixer2_dims(
             config.size("num_heads", 128),
@@ -138,7 +138,7 @@ def _build_mamba2_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", fp32_sums=("residual_in_fp32", True))
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", fp32_sums=("residual_in_fp32", True))
 MAMBA: Final = Family(
     name="mamba",
     rows=_MAMBA,

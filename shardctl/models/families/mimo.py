@@ -36,12 +36,12 @@ from shardctl.models.tables.experts import (
     list_sparse_layers,
 )
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
 _LAYER: Final = tuple(row for row in (*QKVO, *GATED, *NORMS) if row.when in ("", "qkv_bias"))
@@ -49,7 +49,7 @@ _NEXT: Final = ".mtp_layers.{next}"
 _ENDS: Final = {"token_layernorm": "hidden", "hidden_layernorm": "hidden", "final_layernorm": "hidden"}
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     following = config.count("num_nextn_predict_layers", 1)
     facts = build_decoder_facts(config, qkv_bias=config.switch("attention_bias", default=True))
     return facts.also(indices={"next": RowIndex(range(following))})
@@ -68,7 +68,7 @@ MIMO: Final = Family(
     facts=_build_facts,
     classes={"MiMoForCausalLM": ModelClass("model", "lm")},
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096, "last", start=28, switched=True)
     ),
 )
@@ -97,7 +97,7 @@ _V2_NEXT: Final = ".mtp.layers.{next}"
 _PREDICTING: Final = (*_QUERIES, *_WINDOWED, _OUTPUT, _SINKS, *(row for row in GATED if not row.when), NORMS[0])
 
 
-def _build_v2_facts(config: ModelConfig) -> FamilyFacts:
+def _build_v2_facts(config: ModelConfig) -> ModelDims:
     heads, groups = config.size("num_attention_heads"), config.size("num_key_value_heads")
     head, value = config.size("head_dim", 192), config.size("v_head_dim", 128)
     more = config.size("swa_num_key_value_heads", 2 * groups)
@@ -172,7 +172,7 @@ MIMO_V2_FLASH: Final = Family(
     prefixes=("model",),
     legacy={"attention_sink_bias": "sinks"},
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(129, "all but first and every nth", period=_PERIOD),

@@ -23,16 +23,16 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_expert_facts, count_experts
 from shardctl.models.tables.family import Family, FusedArray, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BALANCE: Final = f"{LAYER}.{MODULE}.e_score_correction_bias"
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(config, head_dim=128, kv_heads=8)
     return add_expert_facts(facts, count_experts(config, "num_local_experts"), facts.size("ffn"))
 
@@ -58,7 +58,7 @@ MINIMAX_M2: Final = Family(
         FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)),
         *FUSED,
     ),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True),
     aliases={"num_experts": "num_local_experts"},
     assumed={**assume_sizes(200064, 3072, 1536, 62, 48), "num_local_experts": 256},
 )

@@ -33,8 +33,8 @@ from shardctl.models.tables.experts import (
     build_shared_expert_rows,
     count_experts,
 )
-from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -69,7 +69,7 @@ def _join_gated(module: str, within: str) -> tuple[FusedArray, FusedArray]:
     )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     sparse = _read_sparse_config(config)
     ffn, heads, width = (
         config.size("intermediate_size"),
@@ -149,7 +149,7 @@ MINIMAX_M3_TEXT: Final = Family(
             for name in ("q_proj", "k_proj", "q_norm", "k_norm")
         ),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("", "silu"),
         norm="rms32",
         experts_per_token=4,
@@ -191,8 +191,8 @@ _EYES: Final = (
 )
 
 
-def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
-    return FamilyFacts(
+def _build_vision_facts(config: ModelConfig) -> ModelDims:
+    return ModelDims(
         dims={
             "hidden": LogicalDim(config.size("hidden_size", 1280)),
             "ffn": LogicalDim(config.size("intermediate_size", 5120)),
@@ -204,7 +204,7 @@ def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _add_projector_facts(config: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     merged = facts.size("hidden") * config.part("vision_config").size("spatial_merge_size", 2) ** 2
     return facts.also(
         dims={"merged": LogicalDim(merged), "projected": LogicalDim(config.size("projector_hidden_size", 6144))}

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _KV_HEADS: Final = 8
 """What the three config classes assume where a config is silent."""
@@ -19,16 +19,16 @@ _HEAD_DIM: Final = 128
 """What `Ministral3Config` assumes where a config is silent; null is the hidden size divided by the heads."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, kv_heads=_KV_HEADS)
 
 
-def _build_ministral3_facts(config: ModelConfig) -> FamilyFacts:
+def _build_ministral3_facts(config: ModelConfig) -> ModelDims:
     silent = "head_dim" not in config.values
     return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
 
 
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
 MISTRAL: Final = Family(
     name="mistral",
     rows=DECODER,
@@ -53,6 +53,6 @@ MINISTRAL3: Final = Family(
     facts=_build_ministral3_facts,
     classes=build_decoder_classes("Ministral3"),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None)),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None)),
     assumed=assume_sizes(131072, 4096, 14336, 34, 32),
 )

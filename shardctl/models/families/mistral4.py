@@ -21,14 +21,14 @@ from shardctl.models.tables.experts import (
 )
 from shardctl.models.tables.family import Family, ModelClass
 from shardctl.models.tables.latent_attention import LATENT, build_latent_facts
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     ranks = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
     ffn = config.size("moe_intermediate_size")
     return add_expert_facts(
@@ -62,7 +62,7 @@ MISTRAL4: Final = Family(
     },
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, narrow_experts=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, narrow_experts=True),
     aliases={"num_local_experts": "n_routed_experts"},
     assumed={
         **assume_sizes(131072, 4096, 12288, 36, 32),

@@ -28,11 +28,11 @@ from shardctl.models.tables.experts import (
     list_sparse_layers,
 )
 from shardctl.models.tables.family import Family, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _ATTENTION: Final = f"{LAYER}.self_attn"
 _INDEXER: Final = f"{_ATTENTION}.indexer"
@@ -62,7 +62,7 @@ _LATENT: Final = (
 _EXPERTS: Final = ("w1", "w3", "w2")
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     layers, heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
     facts = build_indexer_facts(config.over({"qk_nope_head_dim": 64}), heads=32, indexer=list_indexer_layers(config))
     rotated, ffn = _list_rotated_layers(config, layers), config.size("moe_intermediate_size")
@@ -116,7 +116,7 @@ _TEXT: Final = Family(
     classes={},
     prefixes=(),
     fused=build_fused_experts(names=_EXPERTS),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         experts_per_token=4,
@@ -146,7 +146,7 @@ def _rename_eyes(row: Row) -> Row:
     return replace(row, name="vision_encoder" + ".".join(words))
 
 
-def _add_projector_facts(config: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     seen = facts.size("vision_hidden")
     return facts.also(
         dims={"merged": LogicalDim(seen * config.size("spatial_merge_size", 2) ** 2)},

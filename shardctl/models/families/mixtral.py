@@ -23,12 +23,12 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
 from shardctl.models.tables.family import Family, FusedArray, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _NAMES: Final = ("w1", "w3", "w2")
 MODULE: Final = "block_sparse_moe"
@@ -37,15 +37,15 @@ MOE: Final = (Row(ROUTER, "experts hidden"), *build_expert_rows(MODULE, _NAMES))
 FUSED: Final = build_fused_experts(MODULE, _NAMES, within="mlp")
 
 
-def _add_expert_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+def _add_expert_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     return add_expert_facts(facts, count_experts(config, "num_local_experts"), config.size("intermediate_size"))
 
 
-def _build_mixtral_facts(config: ModelConfig) -> FamilyFacts:
+def _build_mixtral_facts(config: ModelConfig) -> ModelDims:
     return _add_expert_facts(build_decoder_facts(config, kv_heads=8), config)
 
 
-def _build_phimoe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_phimoe_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, kv_heads=8, qkv_bias=bias, o_bias=bias)
     head = config.switch("lm_head_bias", default=False)
@@ -59,7 +59,7 @@ MIXTRAL: Final = Family(
     classes=build_decoder_classes("Mixtral"),
     prefixes=("model",),
     fused=(FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)), *FUSED),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
     aliases={"num_experts": "num_local_experts"},
     assumed={**assume_sizes(32000, 4096, 14336, 32, 32), "num_local_experts": 8},
 )
@@ -83,7 +83,7 @@ PHIMOE: Final = Family(
     prefixes=("model",),
     renamed={"PhiMoEForCausalLM": "PhimoeForCausalLM"},
     fused=(FusedArray(f"{LAYER}.mlp.router.weight", (ROUTER,)), *FUSED),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2, narrow_experts=True
     ),
     assumed={**assume_sizes(32064, 4096, 6400, 32, 32), "num_local_experts": 16},

@@ -21,8 +21,8 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.experts import add_condition
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -53,7 +53,7 @@ _TEXT: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(config, kv_heads=8)
     crossing = config.values.get("cross_attention_layers")
     if crossing is not None and not (isinstance(crossing, list) and all(type(n) is int for n in crossing)):
@@ -70,7 +70,7 @@ MLLAMA_TEXT: Final = Family(
     facts=_build_facts,
     classes={"MllamaForCausalLM": ModelClass("model", "lm"), "MllamaTextModel": ModelClass()},
     prefixes=("model", "language_model.model"),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         attention_dropout=("dropout", 0.0),
@@ -116,11 +116,11 @@ _RATIOS: Final = 8
 """Shapes of a picture cut into four tiles, where `supported_aspect_ratios` does not list them."""
 
 
-def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+def _build_vision_facts(config: ModelConfig) -> ModelDims:
     hidden, patch, tiles = config.size("hidden_size", 1280), config.size("patch_size", 14), _count_tiles(config)
     ratios = config.values.get("supported_aspect_ratios")
     places = _count_tile_tokens(config)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "ffn": LogicalDim(config.size("intermediate_size", 5120)),
@@ -148,7 +148,7 @@ def _count_tile_tokens(config: ModelConfig) -> int:
     return (config.size("image_size", 448) // config.size("patch_size", 14)) ** 2 + 1
 
 
-def _add_picture(config: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_picture(config: ModelConfig, facts: ModelDims) -> ModelDims:
     """Say how many vectors a picture has that layers attend to: those of all its tiles."""
     seen = config.part("vision_config")
     return facts.also(dims={"picture": LogicalDim(_count_tiles(seen) * _count_tile_tokens(seen))})

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import LAYER, assume_sizes
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ _DECODER: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -110,7 +110,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 _WINDOW: Final = WindowRule(
     128, "all but first of every n", period=3, key="local_attention", period_key="global_attn_every_n_layers"
 )
-_TRAITS: Final = LayerTraits(
+_TRAITS: Final = LayerFeatures(
     activation=("hidden_activation", "gelu"),
     norm="layer",
     dropout=("mlp_dropout", 0.0),

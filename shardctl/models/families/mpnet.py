@@ -24,7 +24,7 @@ from shardctl.models.tables.family import Family, LogicalDim, Row
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MPNET: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
@@ -49,7 +49,7 @@ _MPNET: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return build_encoder_facts(config).also(
         dims={
             "heads": LogicalDim(config.size("num_attention_heads")),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes, build_head_rows
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -28,9 +28,9 @@ _MPT: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, head = config.size("d_model"), config.divided("d_model", "n_heads")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(hidden),
@@ -50,7 +50,7 @@ MPT: Final = Family(
     classes=build_decoder_classes("Mpt", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     renamed={"MPTForCausalLM": "MptForCausalLM"},
-    traits=LayerTraits(activation=("", "gelu"), norm="layer", dropout=("resid_pdrop", 0.0), unfused=True),
+    traits=LayerFeatures(activation=("", "gelu"), norm="layer", dropout=("resid_pdrop", 0.0), unfused=True),
     aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
     assumed={"vocab_size": 50368, "d_model": 2048, "n_heads": 16, "n_layers": 24},
 )

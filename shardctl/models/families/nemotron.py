@@ -16,14 +16,14 @@ from shardctl.models.tables.decoder import (
     build_decoder_classes,
 )
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return build_biased_facts(config).also(flags={"sequential": True})
 
 
@@ -33,6 +33,6 @@ NEMOTRON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Nemotron", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(activation=("hidden_act", "relu2"), joined_queries=True),
+    traits=LayerFeatures(activation=("hidden_act", "relu2"), joined_queries=True),
     assumed=assume_sizes(256000, 6144, 24576, 32, 48),
 )

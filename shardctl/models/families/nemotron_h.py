@@ -16,11 +16,11 @@ from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.decoder import build_decoder_facts
 from shardctl.models.tables.experts import add_expert_facts, build_predicting_ends, build_predicting_rows
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _LAYER: Final = ".layers.{layer}"
 _MIXER: Final = f"{_LAYER}.mixer"
@@ -96,7 +96,7 @@ def _list_kinds(config: ModelConfig, listed: str, pattern: str, usual: list[str]
     return [_KINDS[kind] for kind in said]
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     kinds = _list_kinds(config, "layers_block_type", "hybrid_override_pattern", ["mamba", "moe", "attention", "mlp"])
     following = _list_kinds(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", ["attention", "moe"])
     following *= config.count("num_nextn_predict_layers", 0)
@@ -150,7 +150,7 @@ NEMOTRON_H: Final = Family(
         FusedArray(f"{_MIXER}.experts.up_proj", (f"{_EXPERT}.up_proj.weight",)),
         FusedArray(f"{_MIXER}.experts.down_proj", (f"{_EXPERT}.down_proj.weight",)),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("mlp_hidden_act", "relu2"),
         norm="rms32",
         dropout=("hidden_dropout", 0.0),

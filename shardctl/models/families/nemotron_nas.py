@@ -13,11 +13,11 @@ from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAST_NORM, NORMS, QKVO, build_decoder_facts
 from shardctl.models.tables.experts import add_condition
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WIDTHS: Final = 32
 """The most widths of MLPs that one model may have; the released ones have up to a dozen."""
@@ -31,7 +31,7 @@ _MLPS: Final = tuple(
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     blocks = _list_blocks(config)
     groups = {_read_group(config, n, block) for n, (block, _) in enumerate(blocks) if not _is_absent(block)}
     if len(groups) > 1:
@@ -124,5 +124,5 @@ NEMOTRON_NAS: Final = Family(
     facts=_build_facts,
     classes={"DeciLMForCausalLM": ModelClass("model", "lm"), "DeciLMModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", alone=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", alone=True),
 )

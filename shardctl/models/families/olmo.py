@@ -16,12 +16,12 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _OLMO: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
 ALL_HEAD_NORMS: Final = (
@@ -42,7 +42,7 @@ _OLMO2: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     q, kv = facts.size("q"), facts.size("kv")
@@ -55,7 +55,7 @@ OLMO: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Olmo", question=None, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="bare32"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="bare32"),
     weightless=(
         Row(f"{LAYER}.input_layernorm.weight", "hidden"),
         Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
@@ -68,7 +68,7 @@ OLMO2: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32"),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms32"),
     assumed=assume_sizes(50304, 4096, 11008, 32, 32),
 )
 OLMO3: Final = Family(
@@ -77,7 +77,7 @@ OLMO3: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Olmo3", question=None, tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(4096, "all but every nth", period=4)
     ),
     assumed=assume_sizes(50304, 4096, 11008, 32, 32),

@@ -24,11 +24,11 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import add_condition
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _MIXER: Final = f"{LAYER}.linear_attn"
 _LINEAR: Final = (
@@ -54,7 +54,7 @@ _NORMS: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     keys = config.size("linear_num_key_heads", heads)
@@ -91,7 +91,7 @@ OLMO_HYBRID: Final = Family(
     prefixes=("model",),
     legacy={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
     fused=(FusedArray(f"{_MIXER}.conv1d.weight", tuple(f"{_MIXER}.{one}_conv1d.weight" for one in "qkv")),),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms32",
         further=(FurtherTensor("strengths before they are doubled", dims="value_heads", when="!attention doubled"),),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import build_decoder_classes
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -47,11 +47,11 @@ _OFFSET: Final = 2
 """Rows of the positions before the first (`OPTLearnedPositionalEmbedding`)."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("hidden_size")
     embedding = config.size("word_embed_proj_dim", hidden)
     bare = config.switch("_remove_final_layer_norm", default=False)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "embedding": LogicalDim(embedding),
@@ -78,7 +78,7 @@ OPT: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("OPT", tokens=None),
     prefixes=("model",),
-    traits=LayerTraits(activation=("activation_function", "relu"), norm="layer", dropout=("dropout", 0.1)),
+    traits=LayerFeatures(activation=("activation_function", "relu"), norm="layer", dropout=("dropout", 0.1)),
     weightless=(
         Row(f"{_LAYER}.self_attn_layer_norm.weight", "hidden", when="!affine"),
         Row(f"{_LAYER}.final_layer_norm.weight", "hidden", when="!affine"),

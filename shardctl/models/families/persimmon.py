@@ -15,11 +15,11 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, LogicalDim, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _PERSIMMON: Final = (
     *EMBEDDING,
@@ -38,7 +38,7 @@ _PERSIMMON: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=True))
     q, head = facts.size("q"), facts.size("head")
     return facts.also(
@@ -52,7 +52,7 @@ PERSIMMON: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Persimmon", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "relu2"), dropout=("hidden_dropout", 0.0), rotated_product=True, joined_queries=True
     ),
     assumed=assume_sizes(262144, 4096, 16384, 36, 64),

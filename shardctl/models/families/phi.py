@@ -19,12 +19,12 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 BIASED_HEAD_NORMS: Final = tuple(
     Row(f"{LAYER}.self_attn.{norm}_layernorm.{part}", "head", when="qk_norm")
@@ -66,7 +66,7 @@ _PHI3: Final = (
 )
 
 
-def _build_phi_facts(config: ModelConfig) -> FamilyFacts:
+def _build_phi_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=False))
 
 
@@ -76,7 +76,7 @@ PHI: Final = Family(
     facts=_build_phi_facts,
     classes=build_decoder_classes("Phi", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "gelu_new"),
         dropout=("resid_pdrop", 0.0),
         side_by_side=("", True),
@@ -90,7 +90,7 @@ PHI3: Final = Family(
     facts=build_decoder_facts,
     classes=build_decoder_classes("Phi3", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         dropout=("resid_pdrop", 0.0),

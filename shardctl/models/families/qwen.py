@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _HEAD_DIM: Final = 128
 """What `Qwen3Config` assumes where a config is silent."""
 
 
-def _build_qwen2_facts(config: ModelConfig) -> FamilyFacts:
+def _build_qwen2_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, qkv_bias=True)
 
 
-def _build_qwen3_facts(config: ModelConfig) -> FamilyFacts:
+def _build_qwen3_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     return build_decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 _WINDOW: Final = WindowRule(4096, "last", start=28, switched=True)
-_QWEN2_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW)
+_QWEN2_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW)
 QWEN2: Final = Family(
     name="qwen2",
     rows=DECODER,
@@ -56,7 +56,7 @@ QWEN3: Final = Family(
     classes=build_decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
     outer_classes=("MiniCPMO", "MiniCPMV"),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
     inner_kinds={"qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000}},
 )

@@ -25,11 +25,11 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import ROUTER, add_condition, build_expert_rows, build_fused_experts
 from shardctl.models.tables.family import Family, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _LINEAR: Final = (
     Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),
@@ -44,7 +44,7 @@ _LINEAR: Final = (
 )
 _MLP: Final = tuple(row for row in GATED if not row.when)
 _MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms32", joined_queries=True)
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms32", joined_queries=True)
 
 
 def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
@@ -60,13 +60,13 @@ def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
     )
 
 
-def _build_facts(config: ModelConfig, kv_heads: int = 4) -> FamilyFacts:
+def _build_facts(config: ModelConfig, kv_heads: int = 4) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, head_dim=256, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias)
     return add_delta_facts(facts, config)
 
 
-def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_moe_facts(config: ModelConfig) -> ModelDims:
     shared, ffn = config.size("shared_expert_intermediate_size", 512), config.size("moe_intermediate_size")
     facts = _build_facts(config.over({"intermediate_size": ffn}), kv_heads=2)
     return add_qwen_experts(facts, config, shared=shared).also(flags={"moe": True})

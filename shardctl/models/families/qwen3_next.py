@@ -28,11 +28,11 @@ from shardctl.models.tables.experts import (
     build_predicting_rows,
 )
 from shardctl.models.tables.family import Family, LogicalDim, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 GATED_ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "gated_q hidden"),
@@ -73,7 +73,7 @@ def build_mtp_rows(layer: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
     )
 
 
-def add_delta_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+def add_delta_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     """Return `facts`, and those of linear attention and of queries with gates."""
     keys, values = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
     key, value = config.size("linear_key_head_dim", 128), config.size("linear_value_head_dim", 128)
@@ -105,7 +105,7 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(interval - 1, layers, interval))
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, head_dim=256, kv_heads=2, qkv_bias=bias, o_bias=bias)
     shared = config.size("shared_expert_intermediate_size", 512)
@@ -128,7 +128,7 @@ QWEN3_NEXT: Final = Family(
     classes=build_decoder_classes("Qwen3Next", question="transformer"),
     prefixes=("model", "transformer"),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True, joined_queries=True
     ),
     aliases={"num_local_experts": "num_experts"},

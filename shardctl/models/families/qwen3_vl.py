@@ -26,11 +26,11 @@ from shardctl.models.tables.decoder import (
 )
 from shardctl.models.tables.experts import DENSE, ROUTER
 from shardctl.models.tables.family import FusedArray, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _GATE_UP, _DOWN = f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"
 _EXPERTS: Final = (
@@ -39,13 +39,13 @@ _EXPERTS: Final = (
 )
 
 
-def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_moe_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return add_qwen_experts(facts, config, shared=None)
 
 
-_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms")
+_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
 _TEXT: Final = replace(QWEN3, name="qwen3_vl_text", traits=_TRAITS)
 _MOE_TEXT: Final = replace(
     QWEN3_MOE,

@@ -27,13 +27,13 @@ from shardctl.models.tables.experts import (
     build_predicting_rows,
 )
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _LINEAR: Final = tuple(row for row in QWEN3_5_MOE_TEXT.rows if ".layers.{layer}.linear_attn." in row.name)
 _INDEXER: Final = (
@@ -92,7 +92,7 @@ _MTP: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = QWEN3_5_MOE_TEXT.facts(config)
     hidden, streams = facts.size("hidden"), config.size("hc_count", 4)
     heads, width = config.count("indexer_n_heads", 0), config.size("indexer_head_dim", 128)
@@ -227,7 +227,7 @@ QWEN4_EXP_TEXT: Final = Family(
         *build_fused_experts(),
         *build_fused_experts(layer=MTP_LAYER),
     ),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms32",
         experts_per_token=10,

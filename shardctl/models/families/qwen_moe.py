@@ -30,12 +30,12 @@ from shardctl.models.tables.experts import (
     list_expert_layers,
 )
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 SHARED: Final = (
     *build_shared_expert_rows("mlp.shared_expert"),
@@ -50,7 +50,7 @@ _OLMOE_NORMS: Final = (
 """Norms over all heads at once: whole on every rank, as transformers keeps them by gathering q and k."""
 
 
-def add_qwen_experts(facts: FamilyFacts, config: ModelConfig, *, shared: int | None) -> FamilyFacts:
+def add_qwen_experts(facts: ModelDims, config: ModelConfig, *, shared: int | None) -> ModelDims:
     """Return `facts`, and those of Qwen's experts."""
     count = count_experts(config, "num_experts")
     return add_expert_facts(
@@ -58,7 +58,7 @@ def add_qwen_experts(facts: FamilyFacts, config: ModelConfig, *, shared: int | N
     )
 
 
-def _build_qwen2_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_qwen2_moe_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("qkv_bias", default=True)
     return add_qwen_experts(
         build_decoder_facts(config, qkv_bias=bias, kv_heads=16),
@@ -67,13 +67,13 @@ def _build_qwen2_moe_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_qwen3_moe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_qwen3_moe_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4)
     return add_qwen_experts(facts, config, shared=None)
 
 
-def _build_olmoe_facts(config: ModelConfig) -> FamilyFacts:
+def _build_olmoe_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     facts = add_expert_facts(facts, count_experts(config, "num_experts"), config.size("intermediate_size"))
@@ -88,7 +88,7 @@ QWEN2_MOE: Final = Family(
     classes=build_decoder_classes("Qwen2Moe"),
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", window=_WINDOW, experts_per_token=4, narrow_experts=True
     ),
     aliases={"num_local_experts": "num_experts"},
@@ -116,7 +116,7 @@ QWEN3_MOE: Final = Family(
     classes=build_decoder_classes("Qwen3Moe", question="transformer"),
     prefixes=("model", "transformer"),
     fused=build_fused_experts(),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(4096, switched=True),
@@ -146,7 +146,7 @@ OLMOE: Final = Family(
     classes={"OlmoeForCausalLM": ModelClass("model", "lm"), "OlmoeModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={**assume_sizes(50304, 2048, 2048, 16, 16), "num_experts": 64},
 )
@@ -167,7 +167,7 @@ FLEX_OLMO: Final = Family(
     classes={"FlexOlmoForCausalLM": ModelClass("model", "lm"), "FlexOlmoModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=5, narrow_experts=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=5, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={**assume_sizes(100352, 4096, 11008, 32, 32), "num_experts": 7},
 )

@@ -13,12 +13,12 @@ from shardctl.base.errors import SourceError
 from shardctl.models.tables.decoder import EMBEDDING, GATED, HEADS, LAYER, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.tables.experts import add_condition
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BLOCK: Final = f"{LAYER}.temporal_block"
 _GATES: Final = f"{_BLOCK}.rg_lru"
@@ -61,7 +61,7 @@ def _list_attention(config: ModelConfig) -> frozenset[int]:
     return frozenset(n for n in range(config.size("num_hidden_layers")) if kinds[n % len(kinds)] == "attention")
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     heads, kernel = config.size("num_attention_heads"), config.size("conv1d_width", 4)
     width = config.size("lru_width", config.size("hidden_size"))
     if width % heads:
@@ -89,7 +89,7 @@ RECURRENT_GEMMA: Final = Family(
     facts=_build_facts,
     classes={"RecurrentGemmaForCausalLM": ModelClass("model", "lm"), "RecurrentGemmaModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms32",
         joined_queries=True,

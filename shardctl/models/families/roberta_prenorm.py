@@ -25,7 +25,7 @@ from shardctl.models.tables.family import Row
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WORDS: Final = (
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
@@ -59,7 +59,7 @@ _LARGE: Final = (
 )
 
 
-def _build_large_facts(config: ModelConfig) -> FamilyFacts:
+def _build_large_facts(config: ModelConfig) -> ModelDims:
     return build_encoder_facts(config.over({"max_position_embeddings": 514, "type_vocab_size": 1}))
 
 

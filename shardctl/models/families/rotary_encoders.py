@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _LAYER: Final = ".layers.{layer}"
 _WORDS: Final = ".embeddings.word_embeddings.weight"
@@ -110,7 +110,7 @@ def _build_fused_attention(name: str, *, bias: bool) -> Iterator[FusedArray]:
         yield FusedArray(f"{_LAYER}.{name}.{kind}", tuple(f"{part}.{kind}" for part in _QKV), stored=True)
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_encoder_facts(config)
     heads = config.size("num_attention_heads")
     head = config.size("head_dim", facts.size("hidden") // heads)
@@ -120,7 +120,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_gte_facts(config: ModelConfig) -> FamilyFacts:
+def _build_gte_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config.over({"type_vocab_size": 1}))
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(
         config,
         head_dim=None if "head_dim" in config.values else 128,
@@ -30,7 +30,7 @@ SEED_OSS: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("SeedOss", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         dropout=("residual_dropout", 0.1),

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.tables.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.tables.family import Family
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
     mlp_bias = config.switch("mlp_bias", default=False)
     return build_decoder_facts(config, tied=True, kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
@@ -26,7 +26,7 @@ SMOLLM3: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("SmolLM3", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
         window=WindowRule(None, "not rotary", period=4, switched=True, period_key="no_rope_layer_interval"),

@@ -19,14 +19,14 @@ from shardctl.models.tables.experts import (
     count_experts,
 )
 from shardctl.models.tables.family import Family, ModelClass
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     ffn, bias = config.size("moe_intermediate_size"), config.switch("attention_bias", default=False)
     facts = build_decoder_facts(
         replace(config, values={**config.values, "intermediate_size": ffn}), head_dim=128, kv_heads=8, qkv_bias=bias
@@ -52,7 +52,7 @@ SOLAR_OPEN: Final = Family(
     classes={"SolarOpenForCausalLM": ModelClass("model", "lm"), "SolarOpenModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
     aliases={"num_local_experts": "n_routed_experts"},
     assumed={
         "vocab_size": 196608,

@@ -17,11 +17,11 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _KV_HEADS: Final = 32
 """What `StableLmConfig` assumes where a config is silent."""
@@ -38,7 +38,7 @@ _STABLELM: Final = (
 """A head's norm is a tensor of its own: every tp rank holds those of all heads, a few kilobytes, and uses its own."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(
         config,
         kv_heads=_KV_HEADS,
@@ -61,7 +61,7 @@ STABLELM: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("StableLm", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="layer",
         dropout=("hidden_dropout", 0.0),

@@ -16,12 +16,12 @@ from shardctl.models.tables.decoder import (
     build_decoder_facts,
 )
 from shardctl.models.tables.family import Family, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _KV_HEADS: Final = 2
 """What `Starcoder2Config` assumes where a config is silent."""
@@ -38,7 +38,7 @@ _STARCODER2: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("use_bias", default=True)
     facts = build_decoder_facts(config, tied=True, kv_heads=_KV_HEADS, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
     return facts.also(flags={"sequential": True})
@@ -50,7 +50,7 @@ STARCODER2: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Starcoder2", question=None),
     prefixes=("model",),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "gelu_pytorch_tanh"), dropout=("residual_dropout", 0.0), window=WindowRule(None)
     ),
     assumed=assume_sizes(49152, 3072, 12288, 30, 24),

@@ -35,12 +35,12 @@ from shardctl.models.tables.experts import (
     count_experts,
 )
 from shardctl.models.tables.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _WINDOWED: Final = (
     *(row for row in QKVO if not row.buffer),
@@ -68,7 +68,7 @@ _STACKS: Final = tuple(
 """The experts of a layer on the Hub."""
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     bias, ffn = config.switch("attention_bias", default=False), config.size("moe_intermediate_size")
     whole = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias, qk_norm=True)
     windowed = _read_windowed_heads(config)
@@ -160,7 +160,7 @@ STEP3P5: Final = Family(
         "transformer.shared_head": "shared_head",
     },
     fused=(*_STACKS, *build_fused_experts()),
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("", "silu"), norm="rms32", window=WindowRule(None, "none"), experts_per_token=8, narrow_experts=True
     ),
     aliases={

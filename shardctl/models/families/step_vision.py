@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.errors import SourceError
 from shardctl.models.families.step import STEP3P5
 from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
-from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,13 +48,13 @@ _EYES: Final = (
 )
 
 
-def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
+def _build_eye_facts(config: ModelConfig) -> ModelDims:
     config = config.called({"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"})
     hidden, patch = config.size("hidden_size", 1536), config.size("patch_size", 14)
     ratio = config.values.get("mlp_ratio", _RATIO)
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < hidden:
         raise SourceError(f"{config.file} has mlp_ratio = {ratio!r} where a positive number is expected")
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "ffn": LogicalDim(int(hidden * ratio)),
@@ -68,7 +68,7 @@ def _build_eye_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _add_projector_facts(config: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     return facts.also(flags={"projector_bias": config.switch("projector_bias", default=False)})
 
 

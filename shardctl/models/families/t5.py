@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,11 +119,11 @@ _LONG: Final = tuple(
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     heads, head = config.size("num_heads"), config.size("d_kv")
     encoder = config.size("num_layers")
     decoder = config.size("num_decoder_layers", encoder)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(config.size("d_model")),
@@ -143,13 +143,13 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _build_gated_facts(config: ModelConfig, *, own_positions: bool) -> FamilyFacts:
+def _build_gated_facts(config: ModelConfig, *, own_positions: bool) -> ModelDims:
     """Build the facts of mT5's kin, whose MLPs have a gate where a config is silent."""
     facts = _build_facts(config.over({"feed_forward_proj": "gated-gelu"}))
     return facts.also(flags={"first_block": True}) if own_positions else facts
 
 
-def _build_long_facts(config: ModelConfig) -> FamilyFacts:
+def _build_long_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of LongT5, whose checkpoints have one embedding for all, whatever the config says."""
     kind = config.text("encoder_attention_type", "local")
     if kind not in {"local", "transient-global"}:
@@ -168,7 +168,7 @@ def _build_classes(stem: str) -> Mapping[str, ModelClass]:
     }
 
 
-_TRAITS: Final = LayerTraits(
+_TRAITS: Final = LayerFeatures(
     activation=("feed_forward_proj", "relu"),
     norm="rms16",
     dropout=("dropout_rate", 0.1),

@@ -26,8 +26,8 @@ from shardctl.models.families.vision_towers import (
 )
 from shardctl.models.submodels.nesting import join_facts, nest_facts, nest_rows, nest_tower_rows
 from shardctl.models.tables.decoder import DECODER, assume_sizes
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row
+from shardctl.models.tables.layer_features import LayerFeatures
 from shardctl.models.tables.windows import WindowRule
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _QWEN2_VL_TEXT: Final = replace(
     QWEN2,
     name="qwen2_vl_text",
     assumed={**assume_sizes(152064, 8192, 29568, 80, 64), "num_key_value_heads": 8},
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096, "last", start=80, switched=True)
     ),
 )
@@ -61,7 +61,7 @@ _TEXTS: Final[Mapping[str, Family]] = {
     )
 }
 """The text models, by `model_type`."""
-_EYES: Final[Mapping[str, Callable[[ModelConfig], FamilyFacts]]] = {
+_EYES: Final[Mapping[str, Callable[[ModelConfig], ModelDims]]] = {
     "clip_vision_model": build_clip_vision_facts,
     "siglip_vision_model": build_siglip_vision_facts,
     "pixtral": build_pixtral_vision_facts,
@@ -133,12 +133,12 @@ def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelCon
     return _TEXTS.get(words.text("model_type", usual) if words is not config else usual), words
 
 
-def _read_text(config: ModelConfig, usual: str) -> tuple[LayerTraits | None, ModelConfig]:
+def _read_text(config: ModelConfig, usual: str) -> tuple[LayerFeatures | None, ModelConfig]:
     family, words = _find_text(config, usual)
     return (None, words) if family is None else (family.traits, family.complete_config(words))
 
 
-def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, either: bool) -> FamilyFacts:
+def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, either: bool) -> ModelDims:
     """Build the facts of both models; `text` and `vision` are their `model_type` where a config is silent.
 
     The outer config says whether the head is tied, else the inner one or what its class assumes; with `either`, one of

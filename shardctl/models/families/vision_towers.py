@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError
-from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -85,10 +85,10 @@ def build_seeing_heads(hidden: int, heads: int) -> LogicalDim:
     return LogicalDim(hidden, hidden // heads, "tp", noun="heads of the vision model")
 
 
-def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> FamilyFacts:
+def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> ModelDims:
     config = config.called({"in_chans": "in_channels", "num_hidden_layers": "depth"})
     merged = hidden * config.size("spatial_merge_size", 2) ** 2
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "q": build_seeing_heads(hidden, config.size("num_heads", 16)),
@@ -105,14 +105,14 @@ def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, outp
     )
 
 
-def build_qwen2_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_qwen2_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows need to know of Qwen2-VL's; its `hidden_size` is that of the text model."""
     hidden = config.size("embed_dim", 1280)
     ffn, output = hidden * config.size("mlp_ratio", 4), config.size("hidden_size", 3584)
     return _build_qwen_vision_facts(config, hidden=hidden, ffn=ffn, output=output, gated=False)
 
 
-def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_qwen25_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows need to know of that of Qwen2.5-VL."""
     hidden, ffn = config.size("hidden_size", 3584), config.size("intermediate_size", 3420)
     return _build_qwen_vision_facts(
@@ -120,7 +120,7 @@ def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_qwen3_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows need to know of that of Qwen3.5 or Qwen3-VL."""
     deep = config.values.get("deepstack_visual_indexes", (8, 16, 24))
     if not isinstance(deep, list | tuple):
@@ -138,10 +138,10 @@ def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def build_pixtral_vision_facts(config: ModelConfig) -> FamilyFacts:
+def build_pixtral_vision_facts(config: ModelConfig) -> ModelDims:
     """Build what the rows need to know of Pixtral's."""
     hidden = config.size("hidden_size", 1024)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "q": build_seeing_heads(hidden, config.size("num_attention_heads", 16)),

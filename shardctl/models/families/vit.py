@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.tables.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import LayerTraits
+from shardctl.models.tables.family import Family, LogicalDim, ModelClass, ModelDims, Row, RowIndex
+from shardctl.models.tables.layer_features import LayerFeatures
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -48,10 +48,10 @@ _VIT: Final = (
 )
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, patch = config.size("hidden_size"), config.size("patch_size", 16)
     channels = config.size("num_channels", 3)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(hidden),
             "channels": LogicalDim(channels),
@@ -88,7 +88,7 @@ VIT: Final = Family(
         "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
     },
-    traits=LayerTraits(
+    traits=LayerFeatures(
         activation=("hidden_act", "gelu"),
         dropout=("hidden_dropout_prob", 0.0),
         attention_dropout=("attention_probs_dropout_prob", 0.0),

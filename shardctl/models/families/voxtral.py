@@ -13,7 +13,7 @@ from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.mistral import MISTRAL
 from shardctl.models.submodels.towers import ModelTower, build_tower_classes, build_tower_family
 from shardctl.models.tables.decoder import DECODER, LAYER
-from shardctl.models.tables.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 from shardctl.models.tables.layer_features import FurtherTensor
 from shardctl.models.tables.windows import WindowRule
 
@@ -68,9 +68,9 @@ _NAMES: Final = {
 }
 
 
-def _build_ear_facts(config: ModelConfig) -> FamilyFacts:
+def _build_ear_facts(config: ModelConfig) -> ModelDims:
     config, heads = config.called(_NAMES), 32
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "hidden": LogicalDim(config.size("hidden_size", 1280)),
             "ffn": LogicalDim(config.size("intermediate_size", 5120)),
@@ -82,7 +82,7 @@ def _build_ear_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
-def _add_joined_facts(config: ModelConfig, facts: FamilyFacts) -> FamilyFacts:
+def _add_joined_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     """Add what is projected at once: of Realtime some moments together, of the first Voxtral as wide as an MLP."""
     joined = facts.size("audio_hidden") * config.size("downsample_factor", 4)
     return facts.also(dims={"joined": LogicalDim(joined)})

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
 from shardctl.models.tables.decoder import EMBEDDING, HEADS, LAYER, build_decoder_facts
 from shardctl.models.tables.family import Family, LogicalDim, ModelClass, Row, RowIndex
-from shardctl.models.tables.layer_features import FurtherTensor, LayerTraits
+from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _BLOCK: Final = f"{LAYER}.shared_transformer"
 _USUAL: Final = (6, 12, 18, 24, 30, 36, 42, 47, 51)
@@ -63,7 +63,7 @@ def _build_layer_rows() -> Iterator[Row]:
         yield replace(row, when=f"hybrid {row.when}".strip(), tie=row.name, tied="shared")
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
+def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     sizes = {"intermediate_size": config.size("intermediate_size", 4 * hidden), "head_dim": 2 * hidden // heads}
     facts = build_decoder_facts(replace(config, values={**config.values, **sizes}), tied=True)
@@ -126,7 +126,7 @@ ZAMBA2: Final = Family(
         "Zamba2ForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "gelu"), norm="rms", further=_FURTHER),
+    traits=LayerFeatures(activation=("hidden_act", "gelu"), norm="rms", further=_FURTHER),
     assumed={"vocab_size": 32000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32},
     aliases={"layer_types": "layers_block_type"},
 )

@@ -18,8 +18,8 @@ from shardctl.models.quantization.storage import (
     OUT,
     AlongDim,
     ByteRows,
-    FlatCodes,
     OpenDim,
+    PackedIntegers,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
@@ -55,7 +55,7 @@ _EIGHT: Final = WeightStorage(
 def _build_four_bit_storage(kind: str, word: str, *, nested: bool) -> WeightStorage:
     scales = ("U8", *FLOAT) if nested else (*FLOAT, "U8")
     words = (word, *(other for other in _WORDS.values() if other != word))
-    decoder = FlatCodes(
+    decoder = PackedIntegers(
         codes=QuantisedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
         scale=QuantisedArray("weight.absmax", scales, ((OpenDim(block=_BLOCK),),)),
         table=QuantisedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),

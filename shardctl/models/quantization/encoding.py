@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.models.quantization.storage import Form, WeightDecoder
     from shardctl.models.tables.family import Row
-    from shardctl.tensors.placement import AxisCut
+    from shardctl.tensors.placement import AxisPartition
 
 
 @value_class
@@ -25,7 +25,7 @@ class WeightArray:
     """How its dims follow those of the weight."""
     shape: tuple[int, ...]
     dtype: DType
-    cuts: tuple[tuple[AxisCut, ...], ...]
+    cuts: tuple[tuple[AxisPartition, ...], ...]
     row: Row
     optional: bool
     """Whether a checkpoint may lack it."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.quantization.storage import AlongDim
 from shardctl.tensors.mesh import EXPERT_FSDP
-from shardctl.tensors.placement import AxisCut, CutSection
+from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.models.quantization.storage import Form
 
-Cuts = tuple[tuple[AxisCut, ...], ...]
+Cuts = tuple[tuple[AxisPartition, ...], ...]
 """For each dim, the cuts in the order they are made."""
 _SPREADING: Final = ("fsdp", EXPERT_FSDP)
 
@@ -43,7 +43,7 @@ def follow_cuts(
 
     `together` is what `compute_blocks` says of all arrays of the weight, `uncut` the dims that may not be cut, and why.
     """
-    cuts: list[tuple[AxisCut, ...]] = [
+    cuts: list[tuple[AxisPartition, ...]] = [
         tuple(
             _follow_cut(cut, shape[extent.dim], extent, together[extent.dim], uncut.get(extent.dim, ""))
             for cut in weight[extent.dim]
@@ -64,34 +64,37 @@ def refuse_cuts(weight: Cuts, shape: Sequence[int], noun: str) -> Cuts:
     `noun` is why.
     """
     axes = dict.fromkeys(cut.axis for cuts in weight for cut in cuts)
-    return (tuple(AxisCut(axis, (_build_uncut_section(shape[0], noun),)) for axis in axes), *((),) * (len(shape) - 1))
+    return (
+        tuple(AxisPartition(axis, (_build_uncut_section(shape[0], noun),)) for axis in axes),
+        *((),) * (len(shape) - 1),
+    )
 
 
-def _follow_cut(cut: AxisCut, size: int, along: AlongDim, together: int, why: str) -> AxisCut:
+def _follow_cut(cut: AxisPartition, size: int, along: AlongDim, together: int, why: str) -> AxisPartition:
     """Return `cut` of the weight's dim of `size` as a cut of the array's dim."""
     if why:
-        return AxisCut(cut.axis, (_build_uncut_section(along.extent(size), why),))
+        return AxisPartition(cut.axis, (_build_uncut_section(along.extent(size), why),))
     if not cut.sections and together == 1:
         return cut
-    sections = cut.sections or (CutSection(size),)
+    sections = cut.sections or (PartitionSection(size),)
     *starts, _ = accumulate(section.size for section in sections)
     if any(start % together for start in starts):
-        return AxisCut(
+        return AxisPartition(
             cut.axis,
             (_build_uncut_section(along.extent(size), f"stretch, whose parts do not begin at blocks of {together}"),),
         )
-    return AxisCut(cut.axis, tuple(_follow_section(section, along, together) for section in sections))
+    return AxisPartition(cut.axis, tuple(_follow_section(section, along, together) for section in sections))
 
 
-def _follow_section(section: CutSection, along: AlongDim, together: int) -> CutSection:
+def _follow_section(section: PartitionSection, along: AlongDim, together: int) -> PartitionSection:
     """Return a section of the weight's dim in elements of the array; units grow to whole blocks."""
     unit, extent = lcm(section.unit, together), along.extent(section.size)
     if section.size % unit:
         return _build_uncut_section(extent, f"stretch of {section.size}, which blocks of {unit} do not divide")
     if unit == section.unit:
-        return CutSection(extent, along.extent(unit), section.shared, section.noun)
-    return CutSection(extent, along.extent(unit), noun=f"blocks of {unit}")
+        return PartitionSection(extent, along.extent(unit), section.shared, section.noun)
+    return PartitionSection(extent, along.extent(unit), noun=f"blocks of {unit}")
 
 
-def _build_uncut_section(extent: int, noun: str) -> CutSection:
-    return CutSection(extent, max(extent, 1), noun=noun)
+def _build_uncut_section(extent: int, noun: str) -> PartitionSection:
+    return PartitionSection(extent, max(extent, 1), noun=noun)

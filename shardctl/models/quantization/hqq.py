@@ -18,7 +18,7 @@ from shardctl.models.quantization.storage import (
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
-    StackedCodes,
+    StackedIntegers,
     WeightStorage,
 )
 from shardctl.models.tables.config import ModelConfig
@@ -60,7 +60,7 @@ def _build_storage(said: Mapping[str, Any], file: str) -> WeightStorage:
         (OpenDim(block=group * together), OpenDim(group)) if by_row else (OpenDim(-(-group // together)), grouped)
     )
     factors: Form = (grouped, alone) if by_row else (alone, grouped)
-    decoder = StackedCodes(
+    decoder = StackedIntegers(
         codes=QuantisedArray("W_q", (kind, "U8", "I32"), (codes,)),
         scale=QuantisedArray("scale", FLOAT, (factors,), plain=True),
         zero=QuantisedArray("zero", FLOAT, (factors,), plain=True),

@@ -27,8 +27,8 @@ from shardctl.models.quantization.storage import (
     build_packed_dim,
 )
 from shardctl.models.quantization.stored_weight import (
-    CodedArray,
-    CodedWeight,
+    QuantizedArray,
+    QuantizedWeight,
     StoredQuantization,
     WeightListing,
     flatten_shape,
@@ -173,7 +173,7 @@ def _list_weights(
     declared: Mapping[str, Any],
     config: Mapping[str, object],
     listing: WeightListing,
-) -> Mapping[str, CodedWeight]:
+) -> Mapping[str, QuantizedWeight]:
     """List the weights by their names on the Hub; raises UnsupportedError where MLX keeps other values than the Hub."""
     kind = str(config.get("model_type", ""))
     if kind in _CHANGED:
@@ -186,7 +186,7 @@ def _list_weights(
 
 def _build_weights(
     tensors: Mapping[str, Tensor], modules: Iterable[str], declared: Mapping[str, Any], listing: WeightListing
-) -> Iterator[tuple[str, CodedWeight]]:
+) -> Iterator[tuple[str, QuantizedWeight]]:
     for module in modules:
         weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES}"]
         settings = _choose_settings(tensors, module, declared, listing.shapes)
@@ -195,7 +195,7 @@ def _build_weights(
         decoder, arrays = _build_arrays(tensors, module, settings, flat=not stack)
         yield (
             f"{module}.weight",
-            CodedWeight(shape[1:] if stack else shape, decoder, arrays, stack),
+            QuantizedWeight(shape[1:] if stack else shape, decoder, arrays, stack),
         )
 
 
@@ -215,16 +215,16 @@ def _list_stacked_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 def _build_arrays(
     tensors: Mapping[str, Tensor], module: str, settings: _PackingSettings, *, flat: bool
-) -> tuple[WeightDecoder, Mapping[str, CodedArray]]:
+) -> tuple[WeightDecoder, Mapping[str, QuantizedArray]]:
     """Build what decodes a module's weight, and where its arrays are; `flat` reads all rows as those of one matrix."""
     scales = f"{module}{_SCALES}"
     by_group = build_block_form(1, settings.group)
 
-    def locate(name: str, form: Any, dtype: str = "", units: int = 1) -> CodedArray:  # noqa: ANN401 - a form
+    def locate(name: str, form: Any, dtype: str = "", units: int = 1) -> QuantizedArray:  # noqa: ANN401 - a form
         stored = tensors[name].shape
         rows, columns = flatten_shape(stored)
         shape = (rows, columns * units) if flat else (*stored[:-1], columns * units)
-        return CodedArray(name, form, shape, dtype)
+        return QuantizedArray(name, form, shape, dtype)
 
     if settings.mode == "affine":
         biases = f"{module}.biases"
@@ -260,4 +260,4 @@ def _build_arrays(
         raise UnsupportedError(f"{peak} has the shape {list(tensors[peak].shape)} where one number is expected")
     whole = QuantisedArray("global_scale", ("F32",), ((),))
     decoder = PackedFloats(codes, scale, whole, largest=_LARGEST)
-    return decoder, {**located, "global_scale": CodedArray(peak, ())}
+    return decoder, {**located, "global_scale": QuantizedArray(peak, ())}

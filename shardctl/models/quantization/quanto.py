@@ -23,7 +23,12 @@ from shardctl.models.quantization.storage import (
     ScaledFloats,
     ScaledIntegers,
 )
-from shardctl.models.quantization.stored_weight import CodedArray, CodedWeight, StoredQuantization, WeightListing
+from shardctl.models.quantization.stored_weight import (
+    QuantizedArray,
+    QuantizedWeight,
+    StoredQuantization,
+    WeightListing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -67,19 +72,19 @@ def _name_type(tensors: Mapping[str, Tensor], name: str) -> str:
 
 def _list_weights(
     tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
-) -> Mapping[str, CodedWeight]:
+) -> Mapping[str, QuantizedWeight]:
     return dict(_build_weights(tensors, weights, listing))
 
 
 def _build_weights(
     tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
-) -> Iterator[tuple[str, CodedWeight]]:
+) -> Iterator[tuple[str, QuantizedWeight]]:
     for name in weights:
         plain = tensors.get(f"{name}{_BYTES}")
         yield name, _build_packed(tensors, name, listing) if plain is None else _build_plain(plain, name, tensors)
 
 
-def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> CodedWeight:
+def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     """Build a weight of one byte an element; raises SourceError for a scale that is not one a row."""
     scale, outputs = tensors[f"{name}{_SCALE}"], codes.shape[0] if codes.shape else 0
     if codes.dtype.name not in ("I8", *FP8) or scale.shape != (outputs, *(1 for _ in codes.shape[1:])):
@@ -95,13 +100,13 @@ def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> Cod
     floats = codes.dtype.name in FP8
     decoder: WeightDecoder = ScaledFloats(array, factor, by_scale=True) if floats else ScaledIntegers(array, factor)
     arrays = {
-        "_data": CodedArray(codes.name, MATRIX, matrix),
-        "_scale": CodedArray(scale.name, _PER_ROW, (outputs, 1)),
+        "_data": QuantizedArray(codes.name, MATRIX, matrix),
+        "_scale": QuantizedArray(scale.name, _PER_ROW, (outputs, 1)),
     }
-    return CodedWeight(codes.shape, decoder, arrays)
+    return QuantizedWeight(codes.shape, decoder, arrays)
 
 
-def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListing) -> CodedWeight:
+def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListing) -> QuantizedWeight:
     """Build a weight of packed integers; raises SourceError where its shape does not follow from its arrays."""
     codes, scale, shift = (tensors.get(f"{name}{own}") for own in (_PACKED, _SCALE, _SHIFT))
     if codes is None or scale is None or shift is None or not codes.shape or not scale.shape:
@@ -117,9 +122,9 @@ def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListi
         )
     matrix = (codes.shape[0], width)
     arrays = {
-        "_data": CodedArray(codes.name, _GROUP_ROWS, matrix),
-        "_scale": CodedArray(scale.name, _GROUP_ROWS, (rows, 1)),
-        "_shift": CodedArray(shift.name, _GROUP_ROWS, (rows, 1)),
+        "_data": QuantizedArray(codes.name, _GROUP_ROWS, matrix),
+        "_scale": QuantizedArray(scale.name, _GROUP_ROWS, (rows, 1)),
+        "_shift": QuantizedArray(shift.name, _GROUP_ROWS, (rows, 1)),
     }
     decoder = PackedGroups(
         QuantisedArray("_data", ("U8",), (_GROUP_ROWS,)),
@@ -128,7 +133,7 @@ def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListi
         bits,
         inputs=prod(shape[1:]),
     )
-    return CodedWeight(tuple(shape), decoder, arrays)
+    return QuantizedWeight(tuple(shape), decoder, arrays)
 
 
 def _find_bits(tensors: Mapping[str, Tensor], name: str) -> int:

@@ -230,7 +230,7 @@ class KernelTiles:
 
 
 @value_class
-class FlatCodes:
+class PackedIntegers:
     """bitsandbytes' codes of four bits, each an index of a table, in blocks that run on from row to row."""
 
     codes: QuantisedArray
@@ -258,7 +258,7 @@ class ByteRows:
 
 
 @value_class
-class StackedCodes:
+class StackedIntegers:
     """HQQ's integers: groups of the flattened weight as rows or columns, of which the first share bytes with later."""
 
     codes: QuantisedArray
@@ -302,9 +302,9 @@ WeightDecoder = (
     | PackedByInput
     | PackedRows
     | KernelTiles
-    | FlatCodes
+    | PackedIntegers
     | ByteRows
-    | StackedCodes
+    | StackedIntegers
     | AffineWords
     | PackedGroups
 )

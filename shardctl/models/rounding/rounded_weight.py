@@ -199,7 +199,7 @@ class RoundedWeight:
 
 
 @value_class
-class RoundedCodes:
+class RoundedIntegers:
     """The array of a weight's codes."""
 
     weight: RoundedWeight

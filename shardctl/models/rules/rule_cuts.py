@@ -13,7 +13,7 @@ from typing import Final
 from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
 from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.tensors.placement import AxisCut, CutSection
+from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 CUTTING: Final = ("tp", "fsdp", "ep", "etp")
 """The mesh axes that can cut a dim."""
@@ -22,18 +22,18 @@ _SECTION: Final = re.compile(r"(?P<count>[1-9]\d{0,11})x(?P<unit>[1-9]\d{0,11})(
 
 
 @value_class
-class WrittenCut:
+class WrittenPartition:
     """One mesh axis that cuts one dim, as a rule file says it."""
 
     axis: str
-    sections: tuple[CutSection, ...] | None = None
+    sections: tuple[PartitionSection, ...] | None = None
     """What is cut by itself, none for ceil-sized parts; None for the whole dim, whatever its extent."""
 
-    def cut(self, extent: int, *, expert: bool) -> AxisCut:
+    def cut(self, extent: int, *, expert: bool) -> AxisPartition:
         """Return the cut of a dim of `extent`; fsdp cuts an `expert` by what ep and etp leave of it."""
         if self.axis == "fsdp":
-            return AxisCut(EXPERT_FSDP if expert else "fsdp")
-        return AxisCut(self.axis, (CutSection(extent),) if self.sections is None else self.sections)
+            return AxisPartition(EXPERT_FSDP if expert else "fsdp")
+        return AxisPartition(self.axis, (PartitionSection(extent),) if self.sections is None else self.sections)
 
 
 @value_class
@@ -42,10 +42,10 @@ class Rule:
 
     pattern: str
     """Over whole dotted parts; see `PatternList`."""
-    dims: tuple[tuple[WrittenCut, ...], ...]
+    dims: tuple[tuple[WrittenPartition, ...], ...]
     """For each dim, what cuts it, in the order of cutting; dims not mentioned are not cut."""
 
-    def cuts(self, name: str, shape: tuple[int, ...], *, expert: bool = False) -> tuple[tuple[AxisCut, ...], ...]:
+    def cuts(self, name: str, shape: tuple[int, ...], *, expert: bool = False) -> tuple[tuple[AxisPartition, ...], ...]:
         """Return the cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
 
         A 0-d tensor is never cut. `fsdp` cuts unevenly, all other axes exactly unless the rule says otherwise.
@@ -62,10 +62,10 @@ class Rule:
         )
 
 
-def format_cut(cut: AxisCut) -> str:
+def format_cut(cut: AxisPartition) -> str:
     """Return the words for a cut.
 
-    >>> format_cut(AxisCut("tp", (CutSection(64, 16), CutSection(32, 16, shared=True))))
+    >>> format_cut(AxisPartition("tp", (PartitionSection(64, 16), PartitionSection(32, 16, shared=True))))
     'tp of 4x16 + 2x16 shared'
     """
     if cut.axis in {"fsdp", EXPERT_FSDP}:
@@ -107,20 +107,22 @@ def _list_words(dim: object, where: str) -> list[str]:
     return words
 
 
-def _parse_cut(text: str, where: str) -> WrittenCut:
+def _parse_cut(text: str, where: str) -> WrittenPartition:
     """Return one axis of one dim; raises UsageError for words that mean nothing."""
     axis, _, rest = text.partition(" ")
     if not rest or axis not in CUTTING:
-        return WrittenCut(text if axis not in CUTTING else axis)
+        return WrittenPartition(text if axis not in CUTTING else axis)
     if rest == "unevenly":
-        return WrittenCut(axis, ())
+        return WrittenPartition(axis, ())
     found = [_SECTION.fullmatch(part) for part in rest.removeprefix("of ").split(" + ")]
     if not rest.startswith("of ") or not all(found):
         raise UsageError(
             f"{where} has the cut {text!r}, which is not understood",
             hint='write "tp", "tp unevenly", or "tp of 32x128 + 8x128 shared": how many heads of how many elements',
         )
-    return WrittenCut(
+    return WrittenPartition(
         axis,
-        tuple(CutSection(int(m["count"]) * int(m["unit"]), int(m["unit"]), bool(m["shared"])) for m in found if m),
+        tuple(
+            PartitionSection(int(m["count"]) * int(m["unit"]), int(m["unit"]), bool(m["shared"])) for m in found if m
+        ),
     )

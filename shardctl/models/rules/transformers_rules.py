@@ -16,7 +16,7 @@ from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.family import Row
 from shardctl.models.tables.model import Model, ModelTensor
 from shardctl.models.tables.name_pattern import LayerPattern, PatternList, list_name_patterns
-from shardctl.tensors.placement import AxisCut, CutSection, PartitionSpec
+from shardctl.tensors.placement import AxisPartition, PartitionSection, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,7 @@ class _PlanRules:
 
     def tensor(self, stored: Tensor) -> ModelTensor:
         """Return one tensor, cut as its module's style says."""
-        cuts: list[tuple[AxisCut, ...]] = [() for _ in stored.shape]
+        cuts: list[tuple[AxisPartition, ...]] = [() for _ in stored.shape]
         pattern = "**"
         for patterns, kind in ((self.weights, "weight"), (self.biases, "bias"), (self.own, "weight")):
             found = patterns.first(stored.name)
@@ -106,11 +106,11 @@ class _PlanRules:
             if len(stored.shape) >= _MATRIX and self.layers.number(stored.name) is not None:
                 self.whole.append(stored.name)
         if cuts:
-            cuts[0] += (AxisCut("fsdp"),)
+            cuts[0] += (AxisPartition("fsdp"),)
         spec = PartitionSpec(tuple(cuts), (self.where(stored.name),))
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(pattern, ""))
 
-    def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, AxisCut] | None:
+    def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, AxisPartition] | None:
         """Return the dim that tp cuts, and how; None if the tensor stays whole."""
         style, dims = self.styles[place], len(stored.shape)
         if style in _WHOLE or not dims:
@@ -121,7 +121,7 @@ class _PlanRules:
         if style in _ROWS:
             return None if kind == "bias" else (dims - 1, self.exact(stored.shape[-1], heads=self.attention[place]))
         if style in _EMBEDDINGS:
-            return _EMBEDDINGS[style], AxisCut("tp")
+            return _EMBEDDINGS[style], AxisPartition("tp")
         if style in _PACKED:
             return self.cut_packed(stored, style)
         raise UnsupportedError(
@@ -129,7 +129,7 @@ class _PlanRules:
             hint="write a rule file and give it with --rules FILE",
         )
 
-    def cut_packed(self, stored: Tensor, style: str) -> tuple[int, AxisCut] | None:
+    def cut_packed(self, stored: Tensor, style: str) -> tuple[int, AxisPartition] | None:
         """Return how an array of gate and up is cut: in halves, unless the files have it in an order of their own."""
         dims = len(stored.shape)
         if dims < _MATRIX:
@@ -140,24 +140,24 @@ class _PlanRules:
         if order is None:
             self.whole.append(stored.name)
             return None
-        half = CutSection(extent // 2, noun="columns of each half")
-        pairs = (CutSection(extent, 2, noun="pairs of columns"),)
-        return dim, AxisCut("tp", pairs if order == "interleaved" else (half, half))
+        half = PartitionSection(extent // 2, noun="columns of each half")
+        pairs = (PartitionSection(extent, 2, noun="pairs of columns"),)
+        return dim, AxisPartition("tp", pairs if order == "interleaved" else (half, half))
 
-    def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> AxisCut:
+    def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> AxisPartition:
         """Return a cut into equal parts, of whole heads in attention.
 
         A vocabulary need not be cut into `even` parts.
         """
         if not even:
-            return AxisCut("tp")
+            return AxisPartition("tp")
         size = self.config.values.get("head_dim")
         count = self.config.values.get("num_attention_heads")
         if not isinstance(size, int) and isinstance(count, int) and count:
             size = self.config.size("hidden_size", 0) // count
         if heads and isinstance(size, int) and size > 0 and extent % size == 0:
-            return AxisCut("tp", (CutSection(extent, size, noun="heads"),))
-        return AxisCut("tp", (CutSection(extent),))
+            return AxisPartition("tp", (PartitionSection(extent, size, noun="heads"),))
+        return AxisPartition("tp", (PartitionSection(extent),))
 
     def where(self, name: str) -> tuple[Where, int]:
         """Return the stage: a layer's, or the first or last for what comes before or after the layers."""

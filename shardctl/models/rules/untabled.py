@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.manifest import Manifest, Tensor
     from shardctl.tensors.mesh import Mesh
-    from shardctl.tensors.placement import AxisCut, Where
+    from shardctl.tensors.placement import AxisPartition, Where
 
 NEEDING_TABLE: Final = ("tp", *EXPERT_AXES)
 """The mesh axes that only a table, or rules, say how to cut with; of the others a name and a shape say enough."""
@@ -128,7 +128,7 @@ def _build_spec(dims: int, where: tuple[tuple[Where, int], ...]) -> PartitionSpe
 
 
 @cache
-def _build_cuts(dims: int) -> tuple[tuple[AxisCut, ...], ...]:
+def _build_cuts(dims: int) -> tuple[tuple[AxisPartition, ...], ...]:
     """Build the cuts that tensors of as many dims share; tensors that are cut alike are known by this object."""
     return ((FSDP,), *((),) * (dims - 1)) if dims else ()
 

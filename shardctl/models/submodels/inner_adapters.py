@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import Family, FamilyFacts
+    from shardctl.models.tables.family import Family, ModelDims
     from shardctl.tensors.manifest import Manifest
 
 _DOWN: Final = re.compile(r".*\.lora_A\.(\w+)\.weight")
@@ -46,7 +46,7 @@ def add_inner_adapters(family: Family, adapters: Mapping[str, int], stored: Mani
         return family
     wrapped = [name for name in stored.tensors if name.endswith(_WRAPPED)]
 
-    def build_facts(config: ModelConfig) -> FamilyFacts:
+    def build_facts(config: ModelConfig) -> ModelDims:
         dims = {f"rank_{name}": LogicalDim(rank) for name, rank in adapters.items()}
         return family.facts(config).also(dims=dims)
 

@@ -47,7 +47,7 @@ def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, sh
     """
     problem: UnsupportedError | None = None
     for family, inner in list_text_models(config):
-        half = TextHalf(family, inner, config, stored, share_kv=share_kv)
+        half = TextBackbone(family, inner, config, stored, share_kv=share_kv)
         try:
             model = half.model()
         except (SourceError, UnsupportedError) as error:
@@ -67,7 +67,7 @@ def describe_text_half(config: Mapping[str, object], *, share_kv: bool) -> Model
     if not found or len(list_flat_families(config)) > 1:
         return None
     family, inner = found[0]
-    return TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
+    return TextBackbone(family, inner, config, nothing, share_kv=share_kv).alone()
 
 
 def has_text_half(config: Mapping[str, object]) -> bool:
@@ -85,7 +85,7 @@ def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Map
         yield family, {key: value for key, value in config.items() if key not in _OUTER}
 
 
-class TextHalf:
+class TextBackbone:
     """A text model inside another, and the checkpoint of that."""
 
     def __init__(

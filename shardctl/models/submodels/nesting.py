@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.tables.family import INDEX, FamilyFacts, LogicalDim, Row
+from shardctl.models.tables.family import INDEX, LogicalDim, ModelDims, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -55,13 +55,13 @@ def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArr
     )
 
 
-def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole: bool = False) -> FamilyFacts:
+def nest_facts(facts: ModelDims, word: str, *, layer: int | None = None, whole: bool = False) -> ModelDims:
     """Return what the rows that `nest_rows` made need to know.
 
     `layer` is the pipeline layer of the inner model's first, None if its layers are none of the pipeline's; `whole`
     keeps every tensor whole under tp unless towers are cut.
     """
-    return FamilyFacts(
+    return ModelDims(
         dims={f"{word}{name}": _mark_dims_whole(dims) if whole else dims for name, dims in facts.dims.items()},
         indices={
             f"{word}{name}": replace(index, layer=None if index.layer is None or layer is None else index.layer + layer)
@@ -71,7 +71,7 @@ def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole
     )
 
 
-def join_facts(one: FamilyFacts, other: FamilyFacts) -> FamilyFacts:
+def join_facts(one: ModelDims, other: ModelDims) -> ModelDims:
     """Return the facts of two models that are parts of a third."""
     return replace(one.also(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
 

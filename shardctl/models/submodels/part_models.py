@@ -15,7 +15,7 @@ from shardctl.models.submodels.inner_kinds import (
     list_flat_families,
     name_plain_kind,
 )
-from shardctl.models.submodels.multimodal import TextHalf, list_text_models
+from shardctl.models.submodels.multimodal import TextBackbone, list_text_models
 from shardctl.models.tables.config import ModelConfig
 from shardctl.models.tables.name_pattern import list_name_patterns
 from shardctl.models.tables.windows import list_windows
@@ -38,7 +38,7 @@ _VISION: Final = re.compile(r"(visual|img_processor|image_encoder|vision(_tower|
 
 
 @value_class
-class ModelHalf:
+class PartModel:
     """A part of a model that is a model by itself."""
 
     title: str
@@ -52,7 +52,7 @@ class ModelHalf:
     """What is known of other names that its class has for its tensors; empty for nothing."""
 
 
-def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable[str]) -> ModelHalf:
+def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable[str]) -> PartModel:
     """Find the text model inside another, whose tensors have the names of `stored`, and the `arrays` that hold some.
 
     Raises UnsupportedError where there is none, or no table knows it.
@@ -64,7 +64,7 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
             hint="--only takes a pattern of names, too, such as 'model.language_model.**'",
         )
     family, inner = found
-    half = TextHalf(family, inner, config, stored, share_kv=False)
+    half = TextBackbone(family, inner, config, stored, share_kv=False)
     plain = half.build("", "")
     base = half.find_base(plain)
     if base is None:
@@ -73,12 +73,12 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
     values = _build_text_config(config, inner, family)
     heads = [row.name for row in family.rows if row.tie and not row.name.startswith(".")]
     values[_TIED] = bool(heads) and not any(head in names.values() for head in heads)
-    return ModelHalf(
+    return PartModel(
         f"the {family.name} inside {half.title}", values, names, _find_strange_layers(family, inner, values)
     )
 
 
-def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
+def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> PartModel:
     """Find the vision model inside another; raises UnsupportedError where there is none, or more than one."""
     modules: dict[str, None] = {}
     for name in stored.tensors:
@@ -97,7 +97,7 @@ def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> ModelHalf:
     values = {**{key: config[key] for key in _OUTER[:2] if key in config}, **inner}
     names = {name: name.removeprefix(module) for name in stored.tensors if name.startswith(module)}
     title = f"the vision model {module}** of {_title(config)}"
-    return ModelHalf(title, values, names, renamed=_describe_renamed_tensors(config, inner, names))
+    return PartModel(title, values, names, renamed=_describe_renamed_tensors(config, inner, names))
 
 
 def group_left_tensors(tensors: Iterable[Tensor], kept: Iterable[str]) -> list[tuple[str, list[Tensor]]]:
@@ -162,7 +162,7 @@ def _find_text_model(config: Mapping[str, Any], stored: Manifest) -> tuple[Famil
 def _is_stored(family: Family, inner: Mapping[str, Any], config: Mapping[str, Any], stored: Manifest) -> bool:
     """Return whether the files have a text model of the family, and nothing in it that its table lacks."""
     try:
-        return TextHalf(family, inner, config, stored, share_kv=False).model() is not None
+        return TextBackbone(family, inner, config, stored, share_kv=False).model() is not None
     except (SourceError, UnsupportedError):
         return False
 

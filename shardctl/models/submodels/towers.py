@@ -14,8 +14,8 @@ from shardctl.models.tables.family import Family, ModelClass
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardctl.models.tables.family import FamilyFacts, Row
-    from shardctl.models.tables.layer_features import LayerTraits
+    from shardctl.models.tables.family import ModelDims, Row
+    from shardctl.models.tables.layer_features import LayerFeatures
 
 
 @value_class
@@ -27,7 +27,7 @@ class ModelTower:
     module: str
     """The module that it is, inside the base model."""
     rows: tuple[Row, ...]
-    facts: Callable[[ModelConfig], FamilyFacts]
+    facts: Callable[[ModelConfig], ModelDims]
     """What its own config says."""
     optional: bool = False
     """Whether a config may have none: then the flag `vision_tower`, or as it is called, is false."""
@@ -51,7 +51,7 @@ def build_tower_family(
     *,
     after: Sequence[ModelTower | Row] = (),
     under: str = "language_model",
-    facts: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None = None,
+    facts: Callable[[ModelConfig, ModelDims], ModelDims] | None = None,
     legacy: Mapping[str, str] | None = None,
     assumed: Mapping[str, object] | None = None,
     hub_modules: tuple[str, ...] = (),
@@ -101,8 +101,8 @@ def _build_facts(
     config: ModelConfig,
     text: Family,
     towers: Sequence[ModelTower],
-    more: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None,
-) -> FamilyFacts:
+    more: Callable[[ModelConfig, ModelDims], ModelDims] | None,
+) -> ModelDims:
     """Build the facts of all; the outer config says whether the head is tied, else the inner one or its class."""
     facts = text.facts(text.complete_config(config.part("text_config")))
     for tower in towers:
@@ -115,5 +115,5 @@ def _build_facts(
     return more(config, facts) if more is not None else facts
 
 
-def _read_text(config: ModelConfig, text: Family) -> tuple[LayerTraits | None, ModelConfig]:
+def _read_text(config: ModelConfig, text: Family) -> tuple[LayerFeatures | None, ModelConfig]:
     return text.traits, text.complete_config(config.part("text_config"))

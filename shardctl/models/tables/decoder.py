@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError
-from shardctl.models.tables.family import FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.tables.family import LogicalDim, ModelClass, ModelDims, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +131,7 @@ def build_decoder_facts(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sandwich_norm: bool = False,
-) -> FamilyFacts:
+) -> ModelDims:
     """Build what the table needs to know.
 
     `tied`, `head_dim` and `kv_heads` are what the family's config class assumes if the config is silent; a
@@ -147,7 +147,7 @@ def build_decoder_facts(
         raise SourceError(f"config.json has {heads} attention heads and a hidden_size of {config.size('hidden_size')}")
     silent = "num_key_value_heads" not in config.values
     groups = config.shared_by(heads, "num_key_value_heads", kv_heads if silent and kv_heads else heads)
-    return FamilyFacts(
+    return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": LogicalDim(config.size("hidden_size")),
@@ -173,7 +173,7 @@ def build_decoder_facts(
     )
 
 
-def build_biased_facts(config: ModelConfig) -> FamilyFacts:
+def build_biased_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of a decoder whose config says which matrices have biases."""
     bias = config.switch("attention_bias", default=False)
     return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False))

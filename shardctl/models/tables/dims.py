@@ -9,14 +9,14 @@ from shardctl.base.value import value_class
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.tables.family import FamilyFacts, Row
+    from shardctl.models.tables.family import ModelDims, Row
 
 
 @value_class
 class RowDims:
     """Those of some rows."""
 
-    facts: FamilyFacts
+    facts: ModelDims
     index: str
     rows: list[Row]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 _EXPERTS: Final = "%s.experts.{expert}.%s.weight"
 ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
@@ -94,8 +94,8 @@ def build_predicting_ends(layer: str, dims: Mapping[str, str]) -> tuple[Row, ...
 
 
 def add_expert_facts(
-    facts: FamilyFacts, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
-) -> FamilyFacts:
+    facts: ModelDims, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
+) -> ModelDims:
     """Return `facts`, and those of experts.
 
     The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and

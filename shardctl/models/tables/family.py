@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.layer_features import LayerTraits
+    from shardctl.models.tables.layer_features import LayerFeatures
     from shardctl.tensors.placement import Where
 
 INDEX: Final = pattern(r"\{(\w+)\}")
@@ -57,7 +57,7 @@ class RowIndex:
 
 
 @value_class
-class FamilyFacts:
+class ModelDims:
     """What a family reads from a config."""
 
     dims: Mapping[str, LogicalDim | tuple[LogicalDim, ...]]
@@ -81,7 +81,7 @@ class FamilyFacts:
         dims: Mapping[str, LogicalDim | tuple[LogicalDim, ...]] | None = None,
         indices: Mapping[str, RowIndex] | None = None,
         flags: Mapping[str, bool | Collection[int]] | None = None,
-    ) -> FamilyFacts:
+    ) -> ModelDims:
         """These facts and more, or others under the same names."""
         return replace(
             self,
@@ -172,7 +172,7 @@ class Family:
     """The `model_type` of its configs."""
     rows: tuple[Row, ...]
     """The table, in the order of transformers' state dict."""
-    facts: Callable[[ModelConfig], FamilyFacts]
+    facts: Callable[[ModelConfig], ModelDims]
     """What the config says about dims, indices and conditions."""
     classes: Mapping[str, ModelClass]
     """The classes by name; the first is assumed when a config names none."""
@@ -185,12 +185,12 @@ class Family:
     """Older names of classes, which configs on the Hub still have."""
     fused: tuple[FusedArray, ...] = ()
     """Where the names of transformers' state dict are not those of the table, which are those of the Hub."""
-    traits: LayerTraits | None = None
+    traits: LayerFeatures | None = None
     """What its layers compute that rows do not show. `reshard` needs none of it; without, `plan` knows weights only."""
     weightless: tuple[Row, ...] = ()
     """Norms without weights, and what layers compute at once with several experts: no tensors, but counted as rows
     are."""
-    text: Callable[[ModelConfig], tuple[LayerTraits | None, ModelConfig]] | None = None
+    text: Callable[[ModelConfig], tuple[LayerFeatures | None, ModelConfig]] | None = None
     """Of a model with a text model inside: the traits and the config of that."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """What the config class assumes of those keys that `facts` cannot do without, where a config is silent."""

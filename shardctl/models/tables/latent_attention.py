@@ -13,7 +13,7 @@ from shardctl.models.tables.family import LogicalDim, Row
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import FamilyFacts
+    from shardctl.models.tables.family import ModelDims
 
 LATENT: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "qs hidden", when="!q_lora"),
@@ -31,7 +31,7 @@ LATENT: Final = (
 """Multi-head latent attention; one switch gives biases to all of its projections that have any."""
 
 
-def build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> FamilyFacts:
+def build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> ModelDims:
     """Build the facts of a decoder with latent attention."""
     bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
     rope, nope = config.count("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)

@@ -48,7 +48,7 @@ class FurtherTensor:
 
 
 @settings_class
-class LayerTraits:
+class LayerFeatures:
     """What the layers of a family compute besides their rows.
 
     A pair is a key of the config and what the config class assumes where a config is silent; an empty key is in none.
@@ -178,13 +178,13 @@ class LayerStyle:
         return ACTIVATION_STEPS.get(self.activation, 0)
 
 
-def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> LayerStyle:
+def read_style(traits: LayerFeatures, norm: NormKind, config: ModelConfig) -> LayerStyle:
     """Read the style of a model with norms of the kind `norm`.
 
     Raises SourceError for a value that is not what it should be.
 
     >>> from shardctl.models.tables.config import ModelConfig
-    >>> traits = LayerTraits(activation=("hidden_act", "silu"), dropout=("resid_pdrop", 0.1))
+    >>> traits = LayerFeatures(activation=("hidden_act", "silu"), dropout=("resid_pdrop", 0.1))
     >>> read_style(traits, "rms", ModelConfig({"hidden_act": "gelu_new"}))
     LayerStyle(norm='rms', dropout=True, attention_dropout=False, activation='gelu_new', ...)
     """

@@ -21,20 +21,20 @@ from shardctl.models.tables.family import INDEX, LogicalDim
 from shardctl.models.tables.fusion import TensorFusion, join_tensors, stack_tensors, transpose_tensor
 from shardctl.models.tables.model import Model, ModelTensor
 from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.tensors.placement import AxisCut, CutSection, GroupMember, PartitionSpec, build_member_spec
+from shardctl.tensors.placement import AxisPartition, GroupMember, PartitionSection, PartitionSpec, build_member_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.base.dtype import DType
     from shardctl.models.tables.config import ModelConfig
-    from shardctl.models.tables.family import Family, FamilyFacts, FusedArray, ModelClass, Row
+    from shardctl.models.tables.family import Family, FusedArray, ModelClass, ModelDims, Row
     from shardctl.tensors.placement import Where
 
-FSDP: Final = AxisCut("fsdp")
+FSDP: Final = AxisPartition("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
 _ENDS: Final[tuple[tuple[Where, int], ...]] = (("first", 0), ("last", 0))
-_EXPERT_FSDP: Final = AxisCut(EXPERT_FSDP)
+_EXPERT_FSDP: Final = AxisPartition(EXPERT_FSDP)
 """The same for what ep and etp left of experts."""
 MOST_TENSORS: Final = 500_000
 """Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
@@ -50,7 +50,7 @@ class _RowPlan:
     indices: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
-    cuts: tuple[tuple[AxisCut, ...], ...]
+    cuts: tuple[tuple[AxisPartition, ...], ...]
     free: tuple[int, ...]
     only: tuple[tuple[frozenset[int], bool], ...]
     """Conditions on the outermost index: its values, and whether it must be one of them."""
@@ -74,7 +74,7 @@ class _RowPlan:
 class _ModelBuilder:
     """The tensors of one model, while they are made."""
 
-    facts: FamilyFacts
+    facts: ModelDims
     member: ModelClass
     dtype: DType
     share: bool
@@ -83,7 +83,9 @@ class _ModelBuilder:
     spares: frozenset[str] = frozenset()
     tensors: dict[str, ModelTensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    cuts: dict[tuple[tuple[AxisCut, ...], ...], tuple[tuple[AxisCut, ...], ...]] = field(default_factory=dict)
+    cuts: dict[tuple[tuple[AxisPartition, ...], ...], tuple[tuple[AxisPartition, ...], ...]] = field(
+        default_factory=dict
+    )
     """Cuts that are equal as one object, so that tensors that are cut alike share their specs, too."""
     specs: dict[tuple[object, ...], PartitionSpec] = field(default_factory=dict)
     members: dict[tuple[str, int], GroupMember] = field(default_factory=dict)
@@ -153,10 +155,10 @@ class _ModelBuilder:
 
     def extents(
         self, dims: str, *, mine: bool, expert: bool
-    ) -> tuple[tuple[int, ...], tuple[tuple[AxisCut, ...], ...], tuple[int, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[tuple[AxisPartition, ...], ...], tuple[int, ...]]:
         """Return shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
         shape: list[int] = []
-        cuts: list[tuple[AxisCut, ...]] = []
+        cuts: list[tuple[AxisPartition, ...]] = []
         free: list[int] = []
         for place, word in enumerate(dims.split()):
             if word == "*":
@@ -179,7 +181,7 @@ class _ModelBuilder:
         dims = self.facts.dims[name]
         return dims if isinstance(dims, tuple) else (dims,)
 
-    def cut(self, fused: Sequence[LogicalDim]) -> tuple[AxisCut, ...]:
+    def cut(self, fused: Sequence[LogicalDim]) -> tuple[AxisPartition, ...]:
         """Return the cut that the logical dims fused along one dim ask for, if any."""
         axis, *others = {dim.axis or (dim.tower_axis if self.cut_towers else "") for dim in fused}
         if others:
@@ -187,9 +189,9 @@ class _ModelBuilder:
         if not axis:
             return ()
         if any(not dim.even and not dim.noun for dim in fused):
-            return (AxisCut(axis),)
-        sections = (CutSection(d.size, d.unit, d.shared and self.share, d.noun, d.even) for d in fused)
-        return (AxisCut(axis, tuple(sections)),)
+            return (AxisPartition(axis),)
+        sections = (PartitionSection(d.size, d.unit, d.shared and self.share, d.noun, d.even) for d in fused)
+        return (AxisPartition(axis, tuple(sections)),)
 
     def expand(self, plans: Sequence[_RowPlan], at: tuple[int, ...] = ()) -> None:
         """Add every tensor of `plans`, whose first ``len(at)`` indices are `at`."""

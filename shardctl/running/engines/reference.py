@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.running.forward.lazy_state_dict import build_lens
+from shardctl.running.forward.lazy_state_dict import build_lazy_state_dict
 from shardctl.running.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.verify.engine_result import TokenScores
 from shardctl.verify.transformers_classes import build_config, get_model_class, silence_transformers
@@ -36,7 +36,7 @@ class SourceReference:
                 self.model: Torch = kind.from_pretrained(
                     None,
                     config=build_config(kind, config, torch.float32),
-                    state_dict=build_lens(manifest, reader, model),
+                    state_dict=build_lazy_state_dict(manifest, reader, model),
                     dtype=torch.float32,
                     attn_implementation="eager",
                 ).eval()

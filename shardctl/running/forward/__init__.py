@@ -25,25 +25,31 @@ from shardctl.running.forward.by_processes import choose_process_count
 from shardctl.running.forward.check import compare_forward_passes, runs_in_processes
 from shardctl.running.forward.compared_checkpoints import CandidateCheckpoint, OriginalCheckpoint
 from shardctl.running.forward.comparison import ForwardOptions
-from shardctl.running.forward.lazy_state_dict import CheckpointLens, FusedTensor, LazyTensor, StoredTensor, build_lens
+from shardctl.running.forward.lazy_state_dict import (
+    FusedTensor,
+    LazyStateDict,
+    LazyTensor,
+    StoredTensor,
+    build_lazy_state_dict,
+)
 from shardctl.verify.forward_result import BlockError, ForwardResult, GeneratedTexts, PromptContinuation, SecondOpinion
 from shardctl.verify.tolerance import DistanceTolerance
 
 __all__ = [
     "BlockError",
     "CandidateCheckpoint",
-    "CheckpointLens",
     "DistanceTolerance",
     "ForwardOptions",
     "ForwardResult",
     "FusedTensor",
     "GeneratedTexts",
+    "LazyStateDict",
     "LazyTensor",
     "OriginalCheckpoint",
     "PromptContinuation",
     "SecondOpinion",
     "StoredTensor",
-    "build_lens",
+    "build_lazy_state_dict",
     "choose_process_count",
     "compare_forward_passes",
     "runs_in_processes",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardctl.base.errors import format_first_few
 from shardctl.base.value import state_class, value_class
 from shardctl.running.forward.adapter import set_start_values
-from shardctl.running.forward.lazy_state_dict import StoredTensor, build_lens
+from shardctl.running.forward.lazy_state_dict import StoredTensor, build_lazy_state_dict
 from shardctl.running.forward.places import list_places
 from shardctl.running.forward.rank_runner import RankRunner
 from shardctl.running.forward.rank_views import build_rank_views
@@ -120,13 +120,15 @@ class ComparedSides:
         Else as shardctl does, and that is noted.
         """
         skeleton, conversion = executor.skeleton, executor.conversion
-        found = place_weights("source", skeleton, build_lens(self.original.stored, self._readers[0]), conversion)
+        found = place_weights(
+            "source", skeleton, build_lazy_state_dict(self.original.stored, self._readers[0]), conversion
+        )
         model = self.original.model
         if conversion.problem:
             self.notes.append(conversion.problem)
         if model is None or not model.family or not (found.groups or conversion.problem):
             return found
-        bound = build_lens(self.original.manifest, self._readers[0], model)
+        bound = build_lazy_state_dict(self.original.manifest, self._readers[0], model)
         if conversion.problem:
             self.notes.append("the names of the source are read by shardctl, not by transformers")
             return place_weights("source", skeleton, bound, conversion)
@@ -156,7 +158,7 @@ class ComparedSides:
             else:
                 self.notes.append("the model is not known, so shards were joined as their headers say")
         named = model if model is not None and model.family else None
-        entries = shards.entries() if shards else build_lens(self.candidate.manifest, reader, named)
+        entries = shards.entries() if shards else build_lazy_state_dict(self.candidate.manifest, reader, named)
         return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards)
 
     def gather_ranks(self, executor: ModelExecutor, shards: ModelWeights) -> RankRunner | None:

@@ -14,9 +14,9 @@ from shardctl.base.value import state_class
 from shardctl.base.workers import NullWatcher
 from shardctl.running.forward.inputs import copy_arguments
 from shardctl.running.forward.numerics import record_unstable_kernels, use_plain_float32
-from shardctl.running.forward.rendezvous import FAILURES, CutConflictError
+from shardctl.running.forward.rendezvous import FAILURES, PartitionConflictError
 from shardctl.running.forward.stacks import ExpertStack, is_stack
-from shardctl.running.forward.streamed_modules import ComputePrecision, LeafModule, find_leaf
+from shardctl.running.forward.streamed_modules import ComputePrecision, StreamedLinear, find_leaf
 from shardctl.running.forward.team import RankTeam
 from shardctl.running.machine_failure import raise_machine_error
 from shardctl.verify.finding import CheckFinding
@@ -194,7 +194,7 @@ class ModelExecutor:
         outputs, failure = self.ranks.run_unit(unit, *given)
         if failure is not None:
             raise_machine_error(failure, self.precision.device)
-            if self.known and not isinstance(failure, CutConflictError):
+            if self.known and not isinstance(failure, PartitionConflictError):
                 self.ranks.joined[unit.name] = f"ranks cannot run it by themselves: {_format_first_line(failure)}"
                 return -1, self._measure_joined(unit, usual, output, beside, before)
             self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", failure))))
@@ -268,7 +268,7 @@ class ModelExecutor:
         """Return a part's output with whole weights."""
         resident, part = self._resident and not unit.block, type(unit.module).__name__
         while True:
-            leaves: list[LeafModule] = []
+            leaves: list[StreamedLinear] = []
             output, failure = None, None
             try:
                 leaves, own = self._fill(unit, weights)
@@ -304,9 +304,9 @@ class ModelExecutor:
             self._note(f"stacks of experts of {part} are read whole, because code does not take them one by one")
         return bool(stacks)
 
-    def _fill(self, unit: ModelUnit, weights: ModelWeights) -> tuple[list[LeafModule], Callable[..., Torch] | None]:
+    def _fill(self, unit: ModelUnit, weights: ModelWeights) -> tuple[list[StreamedLinear], Callable[..., Torch] | None]:
         """Fill a part; the leaves in it, and what the part itself is to run if it is one."""
-        leaves, own, groups = list[LeafModule](), None, dict[str, None]()
+        leaves, own, groups = list[StreamedLinear](), None, dict[str, None]()
         for slot in unit.slots:
             if not weights.fills(slot):
                 continue
@@ -343,7 +343,7 @@ class ModelExecutor:
                 if made is not slot.empty:
                     slot.put(weights.typed(slot, made.data, self.precision.dtype))
 
-    def _empty(self, unit: ModelUnit, leaves: list[LeafModule]) -> None:
+    def _empty(self, unit: ModelUnit, leaves: list[StreamedLinear]) -> None:
         for leaf in leaves:
             if leaf.module is not unit.module:
                 leaf.module.__dict__.pop("forward", None)

@@ -181,7 +181,7 @@ class FusedTensor(LazyTensor):
 
 
 @dataclass(frozen=True)
-class CheckpointLens(Mapping[str, LazyTensor]):
+class LazyStateDict(Mapping[str, LazyTensor]):
     """A checkpoint as a state dict, by name; nothing is read before an entry is indexed.
 
     It must not outlive the reader it was made with.
@@ -199,14 +199,14 @@ class CheckpointLens(Mapping[str, LazyTensor]):
         return len(self.entries)
 
 
-def build_lens(manifest: Manifest, reader: ByteReader, model: Model | None = None) -> CheckpointLens:
+def build_lazy_state_dict(manifest: Manifest, reader: ByteReader, model: Model | None = None) -> LazyStateDict:
     """Build a lazy state dict over the bytes that `reader` reads, for any layout.
 
     Names are those of the manifest, a tie by each of its names; with a `model`, to whose names the manifest is bound,
     those of the state dict of transformers' class, with the arrays that it has in place of several tensors. Tensors
     that the class does not have keep their own names.
     """
-    return CheckpointLens(
+    return LazyStateDict(
         build_entries(manifest, model, lambda name, called: StoredTensor(manifest.tensors[name], reader, called))
     )
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.running.forward.rendezvous import CutConflictError
+from shardctl.running.forward.rendezvous import PartitionConflictError
 from shardctl.running.forward.stacks import ExpertStack, is_stack
-from shardctl.running.forward.streamed_modules import LeafModule, find_leaf, find_leaf_kind
+from shardctl.running.forward.streamed_modules import StreamedLinear, find_leaf, find_leaf_kind
 from shardctl.tensors.mesh import EXPERT_AXES
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class RankModule:
         weights = views.views[self.number].weights
         self.slots = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
         self.copies: dict[int, Torch] = {}
-        leaves: dict[TensorSlot, LeafModule] = {}
+        leaves: dict[TensorSlot, StreamedLinear] = {}
         stacks: dict[TensorSlot, ExpertStack] = {}
         for slot in unit.slots:
             if slot in whole or not weights.fills(slot):
@@ -206,11 +206,11 @@ class RankModule:
         return add
 
     def _refuse_equal(self, mine: Torch, axes: tuple[str, ...]) -> None:
-        """Raise CutConflictError if all ranks are given the same where each should have its own."""
+        """Raise PartitionConflictError if all ranks are given the same where each should have its own."""
         shown = self.meeting.exchange(mine)
         first, *others = [shown[each] for each in self.views.list_group(self.number, *axes)]
         if others and bool(first.any()) and all(other.equal(first) for other in others):
-            raise CutConflictError("its inputs are cut, and every rank is given all of them")
+            raise PartitionConflictError("its inputs are cut, and every rank is given all of them")
 
     def _is_expert(self, slot: TensorSlot) -> bool:
         spec = self.views.specs.get(slot)

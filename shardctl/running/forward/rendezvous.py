@@ -21,7 +21,7 @@ FAILURES: Final = (RuntimeError, NotImplementedError, TypeError, AttributeError,
 """What code raises that finds a tensor without memory, or a stand-in, where it wants values, or lacks an input."""
 
 
-class CutConflictError(ValueError):
+class PartitionConflictError(ValueError):
     """Ranks have weights that cannot be cut as they are."""
 
 

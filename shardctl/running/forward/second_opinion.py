@@ -20,7 +20,7 @@ from shardctl.base.errors import CoverageError, UnsupportedError, format_first_f
 from shardctl.running.device import has_cuda_device
 from shardctl.running.forward.by_processes import attach_readers, detach_readers
 from shardctl.running.forward.comparison import ForwardComparison
-from shardctl.running.forward.lazy_state_dict import CheckpointLens
+from shardctl.running.forward.lazy_state_dict import LazyStateDict
 from shardctl.running.forward.shards import CheckpointShards
 from shardctl.running.forward.verdict import select_output
 from shardctl.running.processes import NotStartedError, RankError, run_ranks
@@ -148,7 +148,7 @@ def _run_native_ranks(
             model = kind.from_pretrained(
                 None,
                 config=build_config(kind, config, torch.float32),
-                state_dict=CheckpointLens(shards.entries()),
+                state_dict=LazyStateDict(shards.entries()),
                 dtype=torch.float32,
                 attn_implementation="eager",
                 distributed_config=native.DistributedConfig(tp_size=degree),

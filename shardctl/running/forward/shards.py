@@ -30,7 +30,7 @@ Array = Any
 
 
 @value_class
-class TensorHolding:
+class TensorShards:
     """What one rank is to hold of one tensor, and what its own files have of it."""
 
     rank: int
@@ -45,7 +45,7 @@ class HeldTensor(LazyTensor):
 
     __slots__ = ("_compared", "_shards", "holdings")
 
-    def __init__(self, name: str, tensor: Tensor, holdings: Sequence[TensorHolding], shards: CheckpointShards) -> None:
+    def __init__(self, name: str, tensor: Tensor, holdings: Sequence[TensorShards], shards: CheckpointShards) -> None:
         super().__init__(name, tensor.dtype, tensor.shape)
         self.holdings, self._shards = tuple(holdings), shards
         self._compared = False
@@ -72,7 +72,7 @@ class HeldTensor(LazyTensor):
 
     def read_from(
         self,
-        holdings: Iterable[TensorHolding],
+        holdings: Iterable[TensorShards],
         box: Box,
         *,
         compare: bool = False,
@@ -103,7 +103,7 @@ class HeldTensor(LazyTensor):
             raise CoverageError(f"{self.name}: no rank is to hold {missing[0]}")
         return result
 
-    def read_copy(self, holdings: Sequence[TensorHolding], ranks: tuple[int, ...], box: Box) -> Array:
+    def read_copy(self, holdings: Sequence[TensorShards], ranks: tuple[int, ...], box: Box) -> Array:
         """Read the elements of `box` from what some of `ranks` hold, and note a sum of them to compare copies by."""
         result = self.read_from(holdings, box, compare=True, ranks=ranks)
         if box.size and holdings:
@@ -111,7 +111,7 @@ class HeldTensor(LazyTensor):
             self._shards.compare_copies({(self.name, box): (holdings[0].rank, found)})
         return result
 
-    def _part(self, holding: TensorHolding, box: Box) -> Array:
+    def _part(self, holding: TensorShards, box: Box) -> Array:
         if sum(chunk.box.size for chunk in holding.own.within(box)) != box.size:
             rest = subtract_all(box, [chunk.box for chunk in holding.own.chunks])
             at = self._shards.placed.mesh.label(holding.rank)
@@ -150,7 +150,7 @@ class CheckpointShards:
     """Copies that differ, and what ranks lack, found while reading."""
     sums: dict[tuple[str, Box], tuple[int, int]] = field(default_factory=dict)
     """By name and box, the first rank that was read and a sum of what it has."""
-    _holdings: dict[str, list[tuple[TensorHolding, tuple[str, ...]]]] = field(default_factory=dict)
+    _holdings: dict[str, list[tuple[TensorShards, tuple[str, ...]]]] = field(default_factory=dict)
     """By tensor name, each with the names that the rank has it by."""
 
     @classmethod
@@ -171,7 +171,7 @@ class CheckpointShards:
         for rank, held in shards.placed.ranks():
             for piece in held:
                 name = piece.tensor.name
-                holding = TensorHolding(rank, piece.boxes, own[name].get(rank, _NOTHING))
+                holding = TensorShards(rank, piece.boxes, own[name].get(rank, _NOTHING))
                 shards._holdings.setdefault(name, []).append((holding, piece.names))
         return shards
 

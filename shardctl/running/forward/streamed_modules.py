@@ -58,7 +58,7 @@ class WeightPart:
 
 
 @state_class
-class LeafModule:
+class StreamedLinear:
     """A module whose weight stays in the files until its forward is called.
 
     Of a rank's part, what it computes is as long as that of the whole, and zero where others have the weight.
@@ -162,7 +162,7 @@ def _find_row_position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
     return None
 
 
-def find_leaf(slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision) -> LeafModule | None:
+def find_leaf(slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision) -> StreamedLinear | None:
     """Find the leaf for a module whose weight is a rank's part or too large to hold.
 
     None if the module is to run as it is.
@@ -173,10 +173,10 @@ def find_leaf(slot: TensorSlot, weights: ModelWeights, precision: ComputePrecisi
         return None
     whole = tuple(((0, extent),) for extent in slot.shape)
     if isinstance(lazy, PlacedTensor) and lazy.runs != whole:
-        return LeafModule(slot.module, WeightPart(RankPart(lazy), slot, weights, precision, lazy.runs), kind)
+        return StreamedLinear(slot.module, WeightPart(RankPart(lazy), slot, weights, precision, lazy.runs), kind)
     if prod(slot.shape) * precision.dtype.itemsize <= precision.limit:
         return None
-    return LeafModule(slot.module, WeightPart(lazy, slot, weights, precision, whole), kind)
+    return StreamedLinear(slot.module, WeightPart(lazy, slot, weights, precision, whole), kind)
 
 
 _LINEAR: Final = {"FalconLinear"}
