@@ -21,11 +21,13 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "verify"))
 from fault_models import LIBRARIES, MODELS, list_meshes
-from fault_states import CODE_KINDS, NAME_KINDS, SETTING_KINDS
+from fault_states import NAME_KINDS, SETTING_KINDS
 from fault_trials import FOUND, KINDS, MISSED, SEVERAL, FaultBench, FaultTrial
 
 LEVELS = (*FOUND, MISSED)
 TRIALS = "trials.jsonl"
+READ_BY_ALL = "code that the source lacks"
+"""Of the kinds of code and tokenizers, the one that is a fault in what a trainer loads, too."""
 INTRODUCTION = """\
 A case is one fault in one checkpoint. Each column counts the cases that its check finds and that no check to its left
 finds. `structure` is plain `verify`, which reads headers; `full` is `--level full`, which reads every element; with
@@ -47,7 +49,7 @@ def run_trials(base, only):
     with (base / TRIALS).open("w") as lines:
         for model in (model for model in MODELS if only in model):
             for mesh in list_places(model):
-                kinds = KINDS if mesh not in LIBRARIES else (*SETTING_KINDS, *NAME_KINDS, *CODE_KINDS)
+                kinds = KINDS if mesh not in LIBRARIES else (*SETTING_KINDS, *NAME_KINDS, READ_BY_ALL)
                 for trial in (bench.try_sound(model, mesh), *bench.list_trials(model, mesh, kinds)):
                     lines.write(json.dumps(asdict(trial)) + "\n")
                 lines.flush()
