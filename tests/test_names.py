@@ -1,9 +1,11 @@
 """Names can be guessed and searched for, and docstrings of functions begin with a verb, with few exceptions."""
 
 import importlib.util
+import re
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "benchmarks" / "names.py"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "docs" / "benchmarks" / "names.py"
 MOST = 0.25
 """The share of names of one word that the house rules allow: verbs of the command line, and words of the glossary."""
 
@@ -34,3 +36,16 @@ def test_a_docstring_begins_with_a_verb_or_not():
     spec.loader.exec_module(names)
     assert not any(map(names.begins_without_verb, ["List the boxes.", "Return whether it is one.", "Raise it."]))
     assert all(map(names.begins_without_verb, ["The boxes.", "Whether it is one.", "`x` as it is.", "What, if any."]))
+
+
+def test_former_terms_do_not_return():
+    """`docs/terms.md` says what is used in their place."""
+    page = (ROOT / "docs" / "terms.md").read_text(encoding="utf-8")
+    former = {word for line in page.splitlines() if line.startswith("| ") for word in re.findall(r"`(\w+)`", line)}
+    assert len(former) > 25
+    named = {
+        (path.relative_to(ROOT).as_posix(), word)
+        for path in (ROOT / "shardctl").rglob("*.py")
+        for word in former.intersection(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    }
+    assert named == set()

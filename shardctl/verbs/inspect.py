@@ -16,7 +16,7 @@ from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
 from shardctl.models import build_rule_table
 from shardctl.models.names.binding import list_ungathered_weights
 from shardctl.models.names.wrapping import AmbiguousNamesError, list_whole_readings
-from shardctl.models.submodels.draft_models import name_drafter
+from shardctl.models.submodels.draft_models import name_draft_model
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.training import split_state_name
@@ -134,7 +134,7 @@ class InspectResult(NotebookView):
     hypothetical: bool = False
     """Whether there are no weights: all this is what the config describes."""
     drafter: str = ""
-    """Which kind of drafter it is, such as `EAGLE-3`; empty for a model that stands alone."""
+    """Which kind of draft model it is, such as `EAGLE-3`; empty for a model that stands alone."""
     adapter: AdapterSummary | None = None
     """What the adapter is, if it is one and no model."""
     parts: tuple[PipelinePart, ...] = ()
@@ -186,7 +186,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
-        drafter=name_drafter(
+        drafter=name_draft_model(
             checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.stored.tensors.items()}
         ),
         adapter=_summarise_adapter(checkpoint) if checkpoint.adapter else None,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from shardctl.cli.program import run
 from shardctl.models import describe_model
-from shardctl.models.submodels.draft_models import name_drafter
+from shardctl.models.submodels.draft_models import name_draft_model
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 CLASSES = {
@@ -46,12 +46,12 @@ NAMES = {
 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_classes_say_it(architecture):
-    assert name_drafter({"architectures": [architecture]}, {}) == CLASSES[architecture]
+    assert name_draft_model({"architectures": [architecture]}, {}) == CLASSES[architecture]
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_say_it_without_a_config(kind, tmp_path, capfd):
-    assert name_drafter(None, NAMES[kind]) == kind
+    assert name_draft_model(None, NAMES[kind]) == kind
     tensors = {name: torch.ones(shape) for name, shape in NAMES[kind].items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert run(["inspect", str(tmp_path)]) == 0
@@ -61,12 +61,12 @@ def test_names_say_it_without_a_config(kind, tmp_path, capfd):
 
 
 def test_keys_say_it():
-    assert name_drafter({"speculators_model_type": "eagle3"}, {}) == "EAGLE-3"
-    assert name_drafter({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"block_size": 8}}, {}) == "DFlash"
+    assert name_draft_model({"speculators_model_type": "eagle3"}, {}) == "EAGLE-3"
+    assert name_draft_model({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"block_size": 8}}, {}) == "DFlash"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_no_other_model_is_taken_for_one(path):
     config = json.loads(path.read_text())
     shapes = {tensor.name: tensor.shape for tensor in describe_model(config).tensors.values()}
-    assert name_drafter(config, shapes) == ""
+    assert name_draft_model(config, shapes) == ""

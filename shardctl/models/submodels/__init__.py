@@ -1,1 +1,1 @@
-"""Describes models inside models: towers, text models, drafters."""
+"""Describes models inside models: towers, text models, draft models."""

@@ -1,4 +1,4 @@
-"""Recognises drafters, which guess tokens for another model to check, by their configs and names.
+"""Recognizes draft models, which propose tokens for another model (speculative decoding), by their configs and names.
 
 Classes, keys and names are those of vLLM 0.32 (`model_executor/models/registry.py`, `config/speculative.py`,
 `transformers_utils/configs/speculators`) and of the projects that train them.
@@ -35,22 +35,22 @@ _CLASSES: Final = (
     (re.compile(r"^MLPSpeculator"), "mlp_speculator"),
     (re.compile(r"MTP(Model)?$"), "mtp"),
 )
-"""What classes of drafters are called; Eagle 2.5-VL is a model that sees."""
+"""What classes of draft models are called; Eagle 2.5-VL is a vision-language model."""
 _KEYS: Final = (("dflash_config", "dflash"), ("eagle_config", "eagle3"), ("medusa_num_heads", "medusa"))
-"""Keys that only configs of such drafters have."""
+"""Keys that only configs of such draft models have."""
 _TABLES: Final = frozenset({"d2t", "t2d"})
-"""Tables between the drafter's vocabulary and its target's, which only EAGLE-3 has."""
+"""Tables between the vocabulary of the draft model and its target's, which only EAGLE-3 has."""
 _JOIN: Final = re.compile(r"(model\.)?fc\.weight")
 _STREAMS: Final = {2: "eagle", 3: "eagle3"}
 """How many streams are joined: the embedding and one hidden state, or hidden states of three layers."""
 
 
-def name_drafter(config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Name the kind of drafter that has this config and tensors of these names and shapes; empty for other models.
+def name_draft_model(config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Name the kind of draft model that has this config and tensors of these names and shapes; empty for other models.
 
-    >>> name_drafter({"architectures": ["LlamaForCausalLMEagle3"]}, {})
+    >>> name_draft_model({"architectures": ["LlamaForCausalLMEagle3"]}, {})
     'EAGLE-3'
-    >>> name_drafter({"architectures": ["LlamaForCausalLM"]}, {"fc.weight": (64, 128), "layers.0.up.weight": (8, 8)})
+    >>> name_draft_model({"architectures": ["LlamaForCausalLM"]}, {"fc.weight": (64, 128), "layers.0.up.weight": (8, 8)})
     'EAGLE'
     """
     kind = _find_declared_kind(config or {}) or _find_kind_by_names(config or {}, shapes)
