@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs import engines_quantised, engines_resumed
+from docs import engines_quantized, engines_resumed
 from shardctl.api import Mesh, ReshardOptions, VerifyOptions, reshard, verify
 from shardctl.base.errors import ShardctlError
 from shardctl.report.documents import build_verify_document
@@ -348,7 +348,7 @@ is allowed. A case that is not in the table was not run.
 def build_page(kept: dict[str, dict[str, Any]]) -> str:
     """The page of the cases that were run."""
     rows = "".join(f"{describe(each.name, kept[each.name])}\n" for each in CASES if each.name in kept)
-    further = (each.build_section(json.loads(each.KEPT.read_text())) for each in (engines_quantised, engines_resumed))
+    further = (each.build_section(json.loads(each.KEPT.read_text())) for each in (engines_quantized, engines_resumed))
     return HEAD + rows + "".join(further)
 
 

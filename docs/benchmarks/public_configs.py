@@ -4,7 +4,7 @@ python docs/benchmarks/public_configs.py [FOLDER] > docs/benchmarks/public_confi
 
 The configs are those of the package aiconfigurator-core (Apache-2.0), which is found where it is installed and not
 imported, or any folder of files called `OWNER--NAME_config.json`. What `OWNER--NAME_hf_quant_config.json` says of how
-weights are quantised lies beside the config, as on the Hub.
+weights are quantized lies beside the config, as on the Hub.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from shardctl.base.errors import ShardctlError
 from shardctl.options.plan_options import find_device
 
 PACKAGE = "aiconfigurator_core"
-CONFIG, QUANTISATION = "_config.json", "_hf_quant_config.json"
+CONFIG, QUANTIZATION = "_config.json", "_hf_quant_config.json"
 GIB = 1 << 30
 
 
@@ -40,7 +40,7 @@ def plan_config(path):
     """The cells of a model's row: its parameters, what each rank holds and needs, or why there is no plan."""
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(path, Path(place, "config.json"))
-        beside = path.with_name(path.name.removesuffix(CONFIG) + QUANTISATION)
+        beside = path.with_name(path.name.removesuffix(CONFIG) + QUANTIZATION)
         if beside.exists():
             shutil.copy(beside, Path(place, "hf_quant_config.json"))
         began = time.perf_counter()
@@ -62,7 +62,7 @@ def plan_config(path):
 def main():
     """Print the page."""
     folder = find_folder()
-    paths = sorted(path for path in folder.glob(f"*{CONFIG}") if not path.name.endswith(QUANTISATION))
+    paths = sorted(path for path in folder.glob(f"*{CONFIG}") if not path.name.endswith(QUANTIZATION))
     rows = [(path.name.removesuffix(CONFIG).replace("--", "/"), *plan_config(path)) for path in paths]
     try:
         whose = f" {version(PACKAGE.replace('_', '-'))}"

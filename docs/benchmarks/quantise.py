@@ -1,8 +1,8 @@
-"""Time and memory of quantising bf16 to fp8 blocks, beside a script with the functions of compressed-tensors.
+"""Time and memory of quantizing bf16 to fp8 blocks, beside a script with the functions of compressed-tensors.
 
-python docs/benchmarks/quantise.py WORKDIR [--gigabytes 2] [--runs 1]
+python docs/benchmarks/quantize.py WORKDIR [--gigabytes 2] [--runs 1]
 
-The script quantises file by file, whole, with the functions that LLM Compressor calls; it cuts nothing for ranks.
+The script quantizes file by file, whole, with the functions that LLM Compressor calls; it cuts nothing for ranks.
 `cp -r` copies the result, whose bytes everybody has to write. Every contender ends with `sync`.
 """
 

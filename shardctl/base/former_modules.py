@@ -75,6 +75,7 @@ _RENAMED: Final = {
     "models.halves": "models.submodels.part_models",
     "models.layer_traits": "models.tables.layer_features",
     "models.quantisation": "models.quantization",
+    "models.quantisation.quantiser": "models.quantization.quantizer",
     "options.talk_options": "options.logging_options",
     "verify.engines.asking": "running.engines.engine_client",
     "verify.engines.judging": "running.engines.score_check",

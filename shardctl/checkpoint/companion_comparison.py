@@ -12,7 +12,7 @@ from shardctl.checkpoint.pipeline_parts import is_pipeline
 from shardctl.checkpoint.settings_comparison import compare_library_settings
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.registry import is_plain_safetensors, is_served
-from shardctl.models.quantization.settings import QUANTISATION_FILES
+from shardctl.models.quantization.settings import QUANTIZATION_FILES
 from shardctl.models.tables.config import ModelConfig
 from shardctl.tensors.record import RECORD, SUMS
 from shardctl.tensors.training import SETTINGS
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.tensors.manifest import OpaqueObject
 
-_MADE_ANEW: Final = frozenset({CONFIG, RECORD, SUMS, SETTINGS, *QUANTISATION_FILES})
+_MADE_ANEW: Final = frozenset({CONFIG, RECORD, SUMS, SETTINGS, *QUANTIZATION_FILES})
 
 
 _TYPE_KEYS: Final = ("dtype", "torch_dtype")

@@ -36,7 +36,7 @@ _FREE: Final = frozenset(
     {*("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"), *PREDICTING_KEYS}
 )
 """Keys of configs that may differ here: tokens that only a tokenizer gives, and how many layers predict."""
-_QUANTISED: Final = "quantization_config"
+_QUANTIZED: Final = "quantization_config"
 
 
 def complete_checkpoint(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
@@ -187,10 +187,10 @@ def _merge_configs(
 
 
 def _list_contradictions(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what two configs of one class say differently, and a quantisation that only one of them names."""
-    quantised = ["absent" if config.get(_QUANTISED) is None else "given" for config in (mine, theirs)]
+    """Yield what two configs of one class say differently, and a quantization that only one of them names."""
+    quantised = ["absent" if config.get(_QUANTIZED) is None else "given" for config in (mine, theirs)]
     if quantised[0] != quantised[1]:
-        yield f"{_QUANTISED} is {quantised[0]} and {quantised[1]}"
+        yield f"{_QUANTIZED} is {quantised[0]} and {quantised[1]}"
     named = {"architectures": theirs.get("architectures")}
     compared = [{**_drop_free_keys(config), **named} for config in (mine, theirs)]
     for change in compare_configs(*compared, common_only=True, cast=True).changes:

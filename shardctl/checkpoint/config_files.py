@@ -1,4 +1,4 @@
-"""Reads the config of a model: its `config.json`, and what a sidecar says of how its weights are quantised.
+"""Reads the config of a model: its `config.json`, and what a sidecar says of how its weights are quantized.
 
 NVIDIA's ModelOpt up to 0.33 says that in `hf_quant_config.json` alone. vLLM reads the sidecar where `config.json` has
 no `quantization_config` (transformers_utils/config.py), or has one that leaves out which layer has which precision

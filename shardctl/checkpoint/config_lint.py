@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import SourceError
 from shardctl.libraries.peft.whole_model import list_live_adapters
-from shardctl.models import find_quantisation_config
+from shardctl.models import find_quantization_config
 from shardctl.models.tables.layer_names import count_layers
 from shardctl.models.tables.predicting import LAYER_KEYS, PREDICTING_KEYS, get_count, list_predicting_names
 from shardctl.models.tables.text_config import merge_text_config
@@ -48,7 +48,7 @@ def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
             yield from _lint_counts(checkpoint, config)
             yield from _lint_tie(checkpoint, config)
     yield from _lint_rotary_base(config)
-    yield from _lint_quantisation(checkpoint)
+    yield from _lint_quantization(checkpoint)
     yield from _lint_generation(checkpoint, config)
 
 
@@ -180,14 +180,14 @@ def _lint_rotary_base(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
-    settings = find_quantisation_config(checkpoint.config or {})
+def _lint_quantization(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    settings = find_quantization_config(checkpoint.config or {})
     if settings is None or checkpoint.stored_quantization is not None:
         return
     if not any(tensor.dtype.name.startswith(_NARROW) for tensor in checkpoint.manifest.tensors.values()):
         yield (
-            "config.json says that the weights are quantised, but the files hold no quantised weights; "
-            "remove quantization_config from it, or give the quantised files"
+            "config.json says that the weights are quantized, but the files hold no quantized weights; "
+            "remove quantization_config from it, or give the quantized files"
         )
 
 

@@ -65,7 +65,7 @@ def build_model_from_config(
     """Build the model of a config, and a manifest of its tensors that are stored nowhere.
 
     `rules` say instead how tensors are cut. Tensors have the types that the config declares, and the arrays of
-    quantised weights those that their method usually has. What only some checkpoints hold (buffers, layers that predict
+    quantized weights those that their method usually has. What only some checkpoints hold (buffers, layers that predict
     further tokens) is not counted; of such layers a warning says so, because they are large.
     Raises UnsupportedError for an architecture that is not known.
     """
@@ -113,7 +113,7 @@ def _note_assumed(config: Mapping[str, object]) -> list[str]:
 
 
 def _note_stacks(model: Model) -> list[str]:
-    """Return a warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
+    """Return a warning about experts that are stacked in one array, which the methods to quantize do not speak of."""
     if not model.encodings:
         return []
     size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)

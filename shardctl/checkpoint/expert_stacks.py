@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _STACK: Final = 3
 
 
-def unstack_experts(checkpoint: OpenedCheckpoint, quantisation: Mapping[str, Any]) -> OpenedCheckpoint:
-    """Return a checkpoint whose experts have the names and matrices that a `quantisation` config is about.
+def unstack_experts(checkpoint: OpenedCheckpoint, quantization: Mapping[str, Any]) -> OpenedCheckpoint:
+    """Return a checkpoint whose experts have the names and matrices that a `quantization` config is about.
 
     Itself, if they have them already, or if nobody reads them so.
     """
@@ -31,7 +31,7 @@ def unstack_experts(checkpoint: OpenedCheckpoint, quantisation: Mapping[str, Any
         return checkpoint
     shared = any(part.shared for t in model.own() for cuts in t.spec.cuts for cut in cuts for part in cut.sections)
     described = models.describe_model(
-        {**config, "quantization_config": quantisation}, kv_heads="replicate" if shared else "error"
+        {**config, "quantization_config": quantization}, kv_heads="replicate" if shared else "error"
     )
     plain = described.plain or described
     tensors: dict[str, Tensor] = {}

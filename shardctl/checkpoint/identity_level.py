@@ -13,7 +13,7 @@ from shardctl.checkpoint.adapters.merging import MERGED
 from shardctl.checkpoint.companion_comparison import check_companions, compare_companions
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.opening import in_file_order
-from shardctl.checkpoint.quantization.dequantizing import QUANTISED, dequantise_checkpoint
+from shardctl.checkpoint.quantization.dequantizing import QUANTIZED, dequantize_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.checkpoint.state_comparison import check_optimizer_settings, pair_states
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, is_extra_name
@@ -128,7 +128,7 @@ def _find_unrecorded_casts(
     """Find tensors of other types than the recorded cast gives; layouts that choose types of their own are left out."""
     options = checkpoint.record.options if checkpoint.record is not None else {}
     dtype = FLOATS.get(options.get("dtype", ""))
-    if dtype is None or "retyped" in options or QUANTISED in options:
+    if dtype is None or "retyped" in options or QUANTIZED in options:
         return
     for name, tensor in mine.items():
         if name not in theirs or tensor.dtype in (dtype, theirs[name].dtype) or tensor.dtype.name not in CASTABLE:
@@ -183,7 +183,7 @@ def _measure_quantization(
 ) -> None:
     """Note how far quantized weights, once decoded, are from those of the source."""
     try:
-        decoded = dequantise_checkpoint(checkpoint, BY_NAME["F32"], effort.threads)
+        decoded = dequantize_checkpoint(checkpoint, BY_NAME["F32"], effort.threads)
         theirs = unquantized.manifest.tensors
         pairs = [
             (tensor, theirs[name])

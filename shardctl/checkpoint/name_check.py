@@ -96,10 +96,10 @@ def _build_reader(checkpoint: OpenedCheckpoint) -> ClassReader | None:
     try:
         if models.find_family(config) is None:
             return None
-        model = models.describe_model(models.drop_quantisation_config(config))
+        model = models.describe_model(models.drop_quantization_config(config))
     except ShardctlError:  # the config cannot be understood, of which other checks speak
         return None
-    quantized = models.find_quantisation_config(config) is not None
+    quantized = models.find_quantization_config(config) is not None
     return ClassReader(model, stored.tensors, any_array=quantized)
 
 

@@ -64,7 +64,7 @@ class OpenedCheckpoint:
     """The mesh whose ranks the files are, if a caller says it and no record does."""
     given_stages: tuple[int, ...] = ()
     encoded: tuple[Tensor, ...] = ()
-    """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
+    """The arrays that the weights are worked out of, if they were quantized and are taken for numbers."""
     adapted: tuple[Tensor, ...] = ()
     """The tensors as they are stored of which adapters have changed some."""
     resources: ExitStack = field(default_factory=ExitStack)

@@ -82,7 +82,7 @@ def _find_padded_tensors(stored: Manifest, config: Mapping[str, Any]) -> Mapping
     if not longer:
         return {}
     try:
-        model = models.describe_model(models.drop_quantisation_config(config))
+        model = models.describe_model(models.drop_quantization_config(config))
     except ShardctlError:
         return {}
     found = {}

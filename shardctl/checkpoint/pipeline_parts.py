@@ -8,7 +8,7 @@ from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.base.value import value_class
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.libraries.files.file_names import PIPELINE, PIPELINE_FORMAT
-from shardctl.models import find_quantisation_config
+from shardctl.models import find_quantization_config
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class PipelinePart:
     nbytes: int
     dtypes: tuple[str, ...]
     quantised: bool
-    """Whether its config says that its weights are quantised."""
+    """Whether its config says that its weights are quantized."""
 
 
 def is_pipeline(stored: Manifest) -> bool:
@@ -57,7 +57,7 @@ def list_pipeline_parts(source: Source, stored: Manifest) -> tuple[PipelinePart,
                 parameters=sum(tensor.size for tensor in own),
                 nbytes=sum(tensor.nbytes for tensor in own),
                 dtypes=tuple(dict.fromkeys(tensor.dtype.name for tensor in own)),
-                quantised=find_quantisation_config(read_part_config(source, name)) is not None,
+                quantised=find_quantization_config(read_part_config(source, name)) is not None,
             )
         )
     return tuple(parts)
@@ -102,6 +102,6 @@ def check_pipeline_options(checkpoint: OpenedCheckpoint, reshard_options: Reshar
     quantised = [part.name for part in parts if part.quantised]
     if quantised and reshard_options.dtype != "keep":
         raise UnsupportedError(
-            f"--dtype {reshard_options.dtype} would cast the scales of {', '.join(quantised)}, which is quantised",
+            f"--dtype {reshard_options.dtype} would cast the scales of {', '.join(quantised)}, which is quantized",
             hint=f"leave --dtype out, or give the folder {checkpoint.source.name}/{quantised[0]} by itself",
         )

@@ -117,7 +117,7 @@ def _split_half(checkpoint: OpenedCheckpoint, only: str, half: PartModel) -> Ope
     )
     told = (f"{half.title}: {half.renamed}",) if half.renamed else ()
     manifest = replace(whole, tensors=tensors, objects=objects, warnings=(*whole.warnings, *told))
-    config = _rename_quantised_modules(half.config, half.names)
+    config = _rename_quantized_modules(half.config, half.names)
     model, problem = _find_model(checkpoint, config, manifest)
     if model is not None:
         _check_encodings(checkpoint.model, model, half)
@@ -175,7 +175,7 @@ def _swap_last_dims(tensor: Tensor) -> Tensor:
     return replace(tensor, shape=swap(tensor.shape), chunks=tuple(chunks))
 
 
-def _rename_quantised_modules(config: Mapping[str, object], names: Mapping[str, str]) -> Mapping[str, object]:
+def _rename_quantized_modules(config: Mapping[str, object], names: Mapping[str, str]) -> Mapping[str, object]:
     """Return a config whose `quantization_config` calls modules as the half does, in its lists of names."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict):
@@ -193,7 +193,7 @@ def _rename_quantised_modules(config: Mapping[str, object], names: Mapping[str, 
 
 
 def _check_encodings(whole: Model | None, model: Model, half: PartModel) -> None:
-    """Raise UnsupportedError if by its own config other weights of a half would be quantised than are."""
+    """Raise UnsupportedError if by its own config other weights of a half would be quantized than are."""
     if _count_encoded(whole, half.names.keys()) != _count_encoded(model, half.names.values()):
         raise UnsupportedError(
             f"a config of {half.title} alone would not say which of its weights are quantised",
@@ -202,6 +202,6 @@ def _check_encodings(whole: Model | None, model: Model, half: PartModel) -> None
 
 
 def _count_encoded(model: Model | None, names: Collection[str]) -> int:
-    """Count the quantised weights of a model of which arrays have the names."""
+    """Count the quantized weights of a model of which arrays have the names."""
     encodings, known = (model.encodings.values() if model is not None else ()), set(names)
     return sum(any(each.name(array) in known for array in each.arrays) for each in encodings)

@@ -21,17 +21,17 @@ CHOICES: Final = {
 }
 """What other tools call a choice of an option, where that option has the choice on the right."""
 
-QUANTISED: Final = {
+QUANTIZED: Final = {
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "f8_e4m3"), "--quantize fp8-channel"),
     **{each: f"--quantize {each}" for each in ("int8", "int4", "mxfp8", "mxfp4", "nvfp4")},
 }
-"""Types that weights are quantised to, and not cast."""
+"""Types that weights are quantized to, and not cast."""
 
 VERBS: Final = {
     **dict.fromkeys(("convert", "split", "shard", "consolidate", "export", "unshard"), "reshard"),
     "merge": "reshard --to hf, or reshard --merge for an adapter",
-    **dict.fromkeys(("quantize", "quantise"), "reshard --quantize"),
-    **dict.fromkeys(("dequantize", "dequantise", "cast"), "reshard --dtype"),
+    **dict.fromkeys(("quantize", "quantize"), "reshard --quantize"),
+    **dict.fromkeys(("dequantize", "dequantize", "cast"), "reshard --dtype"),
     **dict.fromkeys(("info", "show", "list", "ls", "cat", "describe"), "inspect"),
     **dict.fromkeys(("estimate", "estimate-memory", "fit", "memory", "search"), "plan"),
     **dict.fromkeys(("check", "validate", "test"), "verify"),

@@ -47,7 +47,7 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
         choice = _CHOICE.fullmatch(rest)
         guess = guess or (_guess_choice(choice["value"], choice["choices"]) if choice is not None else "")
         if choice is not None and option == "--dtype" and "--quantize" in _list_options(context):
-            guess = foreign_words.QUANTISED.get(choice["value"].lower(), guess)
+            guess = foreign_words.QUANTIZED.get(choice["value"].lower(), guess)
     unknown = re.fullmatch(r"no such command '(?P<verb>.*)'", message)
     if unknown is not None:
         guess = foreign_words.VERBS.get(unknown["verb"], guess)

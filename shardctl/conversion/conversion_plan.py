@@ -32,13 +32,13 @@ from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.name_check import refuse_foreign_names
 from shardctl.checkpoint.pipeline_parts import check_pipeline_options
 from shardctl.checkpoint.quantization.dequantizing import (
-    DEQUANTISED,
+    DEQUANTIZED,
     DEQUANTIZED_MODULES,
-    QUANTISED,
-    dequantise_checkpoint,
-    dequantise_modules,
+    QUANTIZED,
+    dequantize_checkpoint,
+    dequantize_modules,
 )
-from shardctl.checkpoint.quantization.quantizing import choose_recipe, holds_fp4_experts, quantise_checkpoint
+from shardctl.checkpoint.quantization.quantizing import choose_recipe, holds_fp4_experts, quantize_checkpoint
 from shardctl.checkpoint.splitting import ONLY, is_whole_model, split_checkpoint
 from shardctl.conversion.array_choice import NAMES, choose_arrays, decide_names
 from shardctl.conversion.engine.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
@@ -57,7 +57,7 @@ from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, pack_extra_tensors
 from shardctl.libraries.writer import Layout, PackRequest
-from shardctl.models import find_quantisation_config
+from shardctl.models import find_quantization_config
 from shardctl.models.names.binding import list_head_names
 from shardctl.models.names.hub.conversion_table import HUB_NAMES
 from shardctl.options import ReshardOptions, SourceOptions
@@ -98,7 +98,7 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
-    *(DEQUANTISED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTISED, ONLY, COMPLETED, SAVED_NAMES, SUBTREE),
+    *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES, SUBTREE),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -182,7 +182,7 @@ class DraftedConversion:
     """A conversion of which is known what its layout is asked for, but not yet which bytes go where."""
 
     checkpoint: OpenedCheckpoint
-    """With the weights that are wanted of it, such as those without quantisation."""
+    """With the weights that are wanted of it, such as those without quantization."""
     reshard_options: ReshardOptions
     layout: Layout
     mesh: Mesh
@@ -241,7 +241,7 @@ def draft_conversion(
 
         convert = split_expert_adapter if reshard_options.experts == "split" else fuse_expert_adapter
         checkpoint = convert(checkpoint)
-    checkpoint = _quantise_weights(checkpoint, reshard_options)
+    checkpoint = _quantize_weights(checkpoint, reshard_options)
     partial_codes = reshard_options.quantize is not None or bool(reshard_options.dequantize)
     coded = list_coded_arrays(checkpoint) if partial_codes else frozenset()
     plain = _list_plain_floats(checkpoint, reshard_options)
@@ -309,7 +309,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         carried=drafted.list_carried_files(want.files),
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
-        | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
+        | ({DEQUANTIZED: "true"} if checkpoint.encoded else {})
         | ({"dropped_rows": str(checkpoint.dropped_rows)} if checkpoint.dropped_rows else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)
@@ -419,14 +419,14 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
 def _compute_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
     """Return the checkpoint with the weights that are wanted of it.
 
-    Where a cast is asked for, quantised weights are taken back to numbers; adapters are merged into the result.
+    Where a cast is asked for, quantized weights are taken back to numbers; adapters are merged into the result.
     """
     threads = _choose_threads(checkpoint, reshard_options)
-    declared = checkpoint.config is not None and find_quantisation_config(checkpoint.config) is not None
+    declared = checkpoint.config is not None and find_quantization_config(checkpoint.config) is not None
     if reshard_options.dequantize:
         checkpoint = _decode_modules(checkpoint, reshard_options, threads, quantised=declared)
     elif (declared or checkpoint.stored_quantization is not None) and reshard_options.dtype != "keep":
-        checkpoint = dequantise_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
+        checkpoint = dequantize_checkpoint(checkpoint, get_cast_type(reshard_options), threads)
     return merge_adapters(checkpoint, reshard_options.merge, threads, partial=reshard_options.allow_partial_adapter)
 
 
@@ -443,22 +443,22 @@ def _decode_modules(
         )
     if not quantised and checkpoint.stored_quantization is None:
         raise UsageError("--dequantize is for quantized weights, and the source has none", hint="leave it out")
-    return dequantise_modules(checkpoint, reshard_options.dequantize, get_cast_type(reshard_options), threads)
+    return dequantize_modules(checkpoint, reshard_options.dequantize, get_cast_type(reshard_options), threads)
 
 
-def _quantise_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
-    """Return the checkpoint with its weights quantised, if that is asked for."""
+def _quantize_weights(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
+    """Return the checkpoint with its weights quantized, if that is asked for."""
     if reshard_options.quantize is None:
         if reshard_options.quantize_ignore:
             raise UsageError("--quantize-ignore has an effect only with --quantize", hint="add --quantize FORMAT")
         return checkpoint
     if reshard_options.optimizer_states == "keep":
-        raise UsageError("optimizer states do not belong to quantised weights", hint="leave --optimizer-states out")
+        raise UsageError("optimizer states do not belong to quantized weights", hint="leave --optimizer-states out")
     recipe = choose_recipe(reshard_options.quantize)
     checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, training=None))
     if not holds_fp4_experts(checkpoint):
         checkpoint = unstack_experts(checkpoint, recipe.build_config(()))
-    return quantise_checkpoint(
+    return quantize_checkpoint(
         checkpoint,
         recipe,
         reshard_options.quantize_ignore,
@@ -559,7 +559,7 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         "optimizer_states": reshard_options.optimizer_states,
         MERGED: describe_adapters(reshard_options.merge) or None,
         MERGE_ARITHMETIC: str(ARITHMETIC_VERSION) if reshard_options.merge else None,
-        QUANTISED: reshard_options.quantize,
+        QUANTIZED: reshard_options.quantize,
         DEQUANTIZED_MODULES: ", ".join(reshard_options.dequantize) or None,
         "quantize_ignore": ", ".join(reshard_options.quantize_ignore) or None,
         **_collect_special_options(reshard_options),

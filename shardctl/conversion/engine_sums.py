@@ -51,7 +51,7 @@ class EngineSums:
     sums: Mapping[str, str]
     """In hexadecimal, by keys such as ``dp0:pp0:pcp0:tp1:lm_head.weight``."""
     reordered: frozenset[str]
-    """Those of which a kernel of the engine may keep another order, padding or type: experts, and quantised layers."""
+    """Those of which a kernel of the engine may keep another order, padding or type: experts, and quantized layers."""
     nbytes: int
     """Bytes of all arrays."""
     warnings: tuple[str, ...]

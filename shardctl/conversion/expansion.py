@@ -25,7 +25,7 @@ _FREE: Final = 256 << 20
 def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
     """Raise HostileError if the tensors of the result, name by name, are much larger than the files of the source.
 
-    Of quantised weights whose values are written, `encoded` are the arrays: a byte of them holds up to eight elements
+    Of quantized weights whose values are written, `encoded` are the arrays: a byte of them holds up to eight elements
     that take four bytes each.
 
     Casts and the copies of one box on several ranks do not count: they grow with what was asked for, not with what the

@@ -10,9 +10,9 @@ from shardctl.base.dtype import CASTABLE, FLOATS
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.pipeline_parts import is_pipeline, read_part_config
 from shardctl.conversion.optimizer_states import build_settings_file, get_states
-from shardctl.models import find_quantisation_config
+from shardctl.models import find_quantization_config
 from shardctl.models.names.hub.older_config import add_older_settings
-from shardctl.models.quantization.settings import QUANTISATION_FILES
+from shardctl.models.quantization.settings import QUANTIZATION_FILES
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.tensors.manifest import OpaqueObject
 from shardctl.tensors.training import SETTINGS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def list_carried_files(
     checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
 ) -> list[OpaqueObject]:
-    """List the side files that travel along; after a cast, `config.json` says the new dtype, and no quantisation."""
+    """List the side files that travel along; after a cast, `config.json` says the new dtype, and no quantization."""
     worked_out = next(
         (t.dtype.torch for t in have.tensors.values() if t.encoded_bytes and t.dtype in FLOATS.values()), ""
     )
@@ -41,7 +41,7 @@ def list_carried_files(
             content = checkpoint.remade_files[side.name]
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
             continue
-        if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
+        if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTIZATION_FILES):
             continue
         if side.name == CONFIG and checkpoint.remade_config:
             content = _set_config_dtype(json.dumps(checkpoint.config).encode(), worked_out or next(iter(cast), ""))
@@ -56,7 +56,7 @@ def list_carried_files(
             carried.append(side)
     carried += build_settings_file(have, layout)
     if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
-        dtype = "" if find_quantisation_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
+        dtype = "" if find_quantization_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
         content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
         carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
     return carried

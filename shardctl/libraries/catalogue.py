@@ -97,7 +97,7 @@ _OTHER_NAMES: Final = {
     ),
     **dict.fromkeys(
         ("awq", "gptq", "fp8", "fp4", "int8", "int4", "nvfp4", "mxfp4", "mxfp8"),
-        "a layout is no quantisation: see --quantize",
+        "a layout is no quantization: see --quantize",
     ),
 }
 """What to do for words that people take for a layout."""

@@ -14,9 +14,9 @@ from shardctl.models.names.binding import find_canonical_name, find_weight_name
 from shardctl.models.names.flat_parameters import refuse_flat_parameters
 from shardctl.models.quantization import (
     complete_config,
-    drop_quantisation_config,
+    drop_quantization_config,
     drop_torchao_metadata,
-    find_quantisation_config,
+    find_quantization_config,
     list_block_encodings,
 )
 from shardctl.models.rules.rule_file import RuleFile, load_rules
@@ -42,11 +42,11 @@ __all__ = [
     "complete_config",
     "count_parameters",
     "describe_model",
-    "drop_quantisation_config",
+    "drop_quantization_config",
     "drop_torchao_metadata",
     "find_canonical_name",
     "find_family",
-    "find_quantisation_config",
+    "find_quantization_config",
     "find_weight_name",
     "has_text_half",
     "list_assumed_values",

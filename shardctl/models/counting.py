@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.models.describe import describe_model
-from shardctl.models.quantization import drop_quantisation_config, find_quantisation_config
+from shardctl.models.quantization import drop_quantization_config, find_quantization_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 def count_parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
     """Count elements of what can be trained, ties once and without buffers.
 
-    Of quantised weights those that codes stand for.
+    Of quantized weights those that codes stand for.
 
-    `tensors` are those stored, by canonical name. A quantised weight is known by its module, of which some array is
+    `tensors` are those stored, by canonical name. A quantized weight is known by its module, of which some array is
     stored: codes, scales and zeros are no parameters of their own.
     """
-    if not is_quantised(model, config):
+    if not is_quantized(model, config):
         return sum(t.size for name, t in tensors.items() if not model.tensors[name].row.buffer)
     shapes = Counter([t.shape for t in list_meant_parameters(model, config or {}, tensors)])
     return sum(prod(shape) * count for shape, count in shapes.items())
 
 
-def is_quantised(model: Model, config: Mapping[str, object] | None) -> bool:
+def is_quantized(model: Model, config: Mapping[str, object] | None) -> bool:
     """Return whether codes of weights are stored, of which the config says what they stand for."""
-    return config is not None and model.tabled and find_quantisation_config(config) is not None
+    return config is not None and model.tabled and find_quantization_config(config) is not None
 
 
 def list_meant_parameters(
     model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> list[ModelTensor]:
-    """List the parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
-    plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
+    """List the parameters that the stored `tensors` of a quantized model stand for, in the types that it declares."""
+    plain = model.plain or (model if model.text else describe_model(drop_quantization_config(config)))
     parameters = [t for t in plain.tensors.values() if not t.row.buffer]
     if plain.tensors.keys() <= tensors.keys():
         return parameters

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.models.families import load_families, load_family
-from shardctl.models.quantization import drop_quantisation_config, find_quantisation_config, quantise_model
+from shardctl.models.quantization import drop_quantization_config, find_quantization_config, quantize_model
 from shardctl.models.rules.transformers_rules import build_transformers_model
 from shardctl.models.submodels.multimodal import build_multimodal_model, describe_text_half
 from shardctl.models.tables.config import ModelConfig
@@ -75,9 +75,9 @@ def describe_model(
 ) -> Model:
     """Return the model that a decoded `config.json` describes.
 
-    What is `stored` decides which weights are quantised where the config leaves it open; see `quantise_model`.
+    What is `stored` decides which weights are quantized where the config leaves it open; see `quantize_model`.
     `cut_towers` cuts models that see or hear over tp, too, where a table says how.
-    Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantised, and SourceError
+    Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantized, and SourceError
     if a number it needs is absent or is none.
     """
     found = find_family(config)
@@ -101,13 +101,13 @@ def describe_model(
     if stores_split_experts(config, stored):
         family = split_family(family) or family
     model = build_model(family, architecture, ModelConfig(config), share_kv=share, cut_towers=cut_towers)
-    if stored is not None and find_quantisation_config(config) is not None:
-        from shardctl.models.names.wrapping import read_quantised_names
+    if stored is not None and find_quantization_config(config) is not None:
+        from shardctl.models.names.wrapping import read_quantized_names
 
-        stored = read_quantised_names(model, stored)
-    quantised = quantise_model(model, config, stored)
-    plain = drop_quantisation_config(config)
-    if quantised is model and plain != config:  # the family's own table has the arrays of quantised weights
+        stored = read_quantized_names(model, stored)
+    quantised = quantize_model(model, config, stored)
+    plain = drop_quantization_config(config)
+    if quantised is model and plain != config:  # the family's own table has the arrays of quantized weights
         return replace(model, plain=build_model(family, architecture, ModelConfig(plain), share_kv=share))
     return quantised
 
@@ -147,6 +147,6 @@ def choose_model(
             others = {name: each for name, each in named.extra.items() if name not in stored.extra}
             # What the class does not have may be what the rules are for.
             return rules.over(described, replace(named, tensors={**named.tensors, **others}))
-        except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
+        except UnsupportedError:  # quantized in a way that is not known: then the rule file alone speaks
             return rules.model(stored, ModelConfig(config).architecture())
     return rules.model(stored, ModelConfig(config).architecture() if config is not None else "")

@@ -268,7 +268,7 @@ class PlanOptions:
         Literal["peft", "trl"] | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Who prepares a quantised base: PEFT's prepare_model_for_kbit_training makes its norms, embedding and head "
+            "Who prepares a quantized base: PEFT's prepare_model_for_kbit_training makes its norms, embedding and head "
             "fp32, and TRL the latter two bf16 again. Default: neither.",
         ),
     ] = None
@@ -464,7 +464,7 @@ class PlanOptions:
         Literal["keep", "bf16", "fp16", "fp32", "fp8", "int8", "int4"],
         CommandOption(
             HelpPanel.WRITING,
-            "Type to cast floating-point tensors to; fp8, int8 and int4 only estimate a quantised model.",
+            "Type to cast floating-point tensors to; fp8, int8 and int4 only estimate a quantized model.",
         ),
     ] = "keep"
     """This replaces the `dtype` of the conversion; `keep` leaves that as it is."""
@@ -475,8 +475,8 @@ class PlanOptions:
         return self.dtype if self.dtype in ("bf16", "fp16", "fp32") else None
 
     @property
-    def quantised_type(self) -> Literal["fp8", "int8", "int4"] | None:
-        """The type that weights would have if someone quantised them, which plan estimates and reshard does not do."""
+    def quantized_type(self) -> Literal["fp8", "int8", "int4"] | None:
+        """The type that weights would have if someone quantized them, which plan estimates and reshard does not do."""
         return self.dtype if self.dtype in ("fp8", "int8", "int4") else None
 
     @property

@@ -144,7 +144,7 @@ class ReshardOptions:
     """Which implementation of layers Megatron-LM uses and how it runs them; `MegatronOptions` reads this text."""
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32"],
-        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to; quantised weights are decoded."),
+        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to; quantized weights are decoded."),
     ] = "keep"
     keep_fp32: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Keep tensors with a matching name in fp32.", metavar="REGEX")
@@ -196,7 +196,7 @@ class ReshardOptions:
         str | None,
         CommandOption(
             HelpPanel.WRITING,
-            "Quantise linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 "
+            "Quantize linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 "
             "or int4.",
             metavar="FORMAT",
             words=list_recipe_names,

@@ -51,7 +51,7 @@ def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> Pl
 
     def attempt(ask: EstimateRequest) -> MeshEstimate:
         if ask.dtype not in subjects:
-            other = about.if_quantised(ask.dtype)
+            other = about.if_quantized(ask.dtype)
             even = isinstance(work, TrainingWorkload) and work.profile == "megatron"
             subjects[ask.dtype] = other, HeaviestRanks(other.inventory), WeightTotals(other.inventory, even)
         other, heaviest, bulk = subjects[ask.dtype]
@@ -69,7 +69,7 @@ def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> Pl
 
 
 def _find_fewest_by_type(about: EstimatedModel, seen: WorkloadEstimate, budget: int) -> tuple[FewestDevices, ...]:
-    """Find how few devices each type needs; nothing for a model that is quantised already."""
+    """Find how few devices each type needs; nothing for a model that is quantized already."""
     assert seen.device is not None  # noqa: S101 - somebody asked whether it fits
 
     def estimator(inventory: TensorInventory) -> Callable[[Mesh, tuple[int, ...]], MeshEstimate]:

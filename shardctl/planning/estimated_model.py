@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from shardctl.base.dtype import FLOATS
 from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.base.value import value_class
-from shardctl.checkpoint.quantization.dequantizing import dequantise_checkpoint, describe_decoded
+from shardctl.checkpoint.quantization.dequantizing import dequantize_checkpoint, describe_decoded
 from shardctl.conversion.tensor_choice import choose_dtypes, filter_tensors, list_coded_arrays
 from shardctl.estimate.model.heaviest import HeaviestRanks
 from shardctl.estimate.model.inventory import TensorInventory, build_inventory
 from shardctl.estimate.model.layer_graph import build_layer_graph
-from shardctl.estimate.model.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
+from shardctl.estimate.model.narrower_types import QuantizedLayout, find_quantized_layout, narrow_inventory
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
-from shardctl.models.counting import is_quantised, list_meant_parameters
+from shardctl.models.counting import is_quantized, list_meant_parameters
 from shardctl.planning.tuning import tune_inventory
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.placement import PartitionSpec
@@ -76,22 +76,22 @@ class EstimatedModel:
     """Of an adapter: what it changes. `inventory` and `anatomy` are then those of both, `parameters` its own."""
     beside: tuple[ExtraModel, ...] = ()
     """What ranks hold besides: of the policy that RLHF trains, a reference and a reward model."""
-    quantised: QuantisedLayout | None = None
-    """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
+    quantised: QuantizedLayout | None = None
+    """In which arrays the weights would be if someone quantized them: then their bytes are not counted but modelled."""
 
-    def if_quantised(self, name: str | None) -> EstimatedModel:
+    def if_quantized(self, name: str | None) -> EstimatedModel:
         """Return the same model as if its linear weights were in the type `name`; itself for None.
 
-        Raises UsageError for an unknown type, an adapter, and for a model that is quantised already.
+        Raises UsageError for an unknown type, an adapter, and for a model that is quantized already.
         """
         if name is None:
             return self
         if self.base is not None:
             raise UsageError(
                 f"--dtype {name} applies to models, not to adapters",
-                hint="name the config of a quantised base with --config PATH",
+                hint="name the config of a quantized base with --config PATH",
             )
-        return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantised_layout(name))
+        return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantized_layout(name))
 
 
 def build_beside_model(name: str, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> ExtraModel:
@@ -111,7 +111,7 @@ def count_decoded_weights(
         return checkpoint
     dtype = FLOATS[reshard_options.dtype]
     if checkpoint.stored_quantization is not None and not checkpoint.hypothetical:
-        return dequantise_checkpoint(checkpoint, dtype, 1)
+        return dequantize_checkpoint(checkpoint, dtype, 1)
     return checkpoint if trained else describe_decoded(checkpoint, reshard_options.dequantize, dtype)
 
 
@@ -124,14 +124,14 @@ def build_estimated_model(
 ) -> EstimatedModel:
     """Build the tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
-    `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
+    `trained` takes codes of quantized weights for the weights that they stand for, which is what can be trained.
     With `tuning` only a part is. Raises UsageError for a part that there is not.
     """
     have = filter_tensors(checkpoint, reshard_options)
     if tuning is not None:
         return _build_tuned_model(checkpoint, have, reshard_options, tuning)
     if trained and has_coded_weights(checkpoint):
-        return _build_dequantised_model(checkpoint, have, reshard_options)
+        return _build_dequantized_model(checkpoint, have, reshard_options)
     model = checkpoint.model
     dtypes = _choose_counted_dtypes(checkpoint, have, reshard_options)
     if model is None:
@@ -169,7 +169,7 @@ def _build_tuned_model(
         what = "an adapter" if checkpoint.adapter else "quantised"
         raise UsageError(
             f"{checkpoint.source.name} is {what}, and fine-tuning is estimated from plain weights",
-            hint="name the model that it was made from; --base-dtype nf4 or int8 quantises it",
+            hint="name the model that it was made from; --base-dtype nf4 or int8 quantizes it",
         )
     specs = {name: model.tensors[name].spec for name in have.tensors}
     buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
@@ -226,13 +226,13 @@ def _build_untabled_inventory(
 
 def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:
     """Return whether codes are stored, of which the config says what weights they stand for."""
-    return checkpoint.model is not None and is_quantised(checkpoint.model, checkpoint.config)
+    return checkpoint.model is not None and is_quantized(checkpoint.model, checkpoint.config)
 
 
-def _build_dequantised_model(
+def _build_dequantized_model(
     checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions
 ) -> EstimatedModel:
-    """Build the model as it was before it was quantised."""
+    """Build the model as it was before it was quantized."""
     model = checkpoint.require_model("a plan of training")
     plain = list_meant_parameters(model, checkpoint.config or {}, have.tensors)
     dtypes = {t.name: FLOATS.get(reshard_options.dtype, t.dtype) for t in plain}

@@ -60,7 +60,7 @@ class WorkloadEstimate:
     strategies: tuple[ShardingStrategy, ...] = ()
     """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
     quantised: str = ""
-    """The type that the weights are taken to have, though nobody has quantised them yet."""
+    """The type that the weights are taken to have, though nobody has quantized them yet."""
     dequantised: bool = False
     """Whether the weights are those that stored codes stand for, because codes cannot be trained."""
     calibration: FittedCalibration | None = None
@@ -99,7 +99,7 @@ def estimate_workload(
         unmodelled = error.message
         estimate = estimate_needs(about, holdings, mesh, stages, work, passes=False)
     seen = WorkloadEstimate(
-        estimate, work, about.dtype, plan_options.device, unmodelled, quantised=plan_options.quantised_type or ""
+        estimate, work, about.dtype, plan_options.device, unmodelled, quantised=plan_options.quantized_type or ""
     )
     seen = replace(seen, dequantised=about.dequantised)
     if about.anatomy is not None:
@@ -172,7 +172,7 @@ def estimate_needs(
 ) -> MeshEstimate:
     """Estimate what the ranks of `holdings` need, without `passes` but for activations.
 
-    The weights of a model that nobody has quantised yet are modelled.
+    The weights of a model that nobody has quantized yet are modelled.
     """
     estimate = estimate_ranks(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
     estimate = _add_beside_models(estimate, about, mesh)

@@ -20,7 +20,7 @@ from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapt
 from shardctl.planning.advice import PlanAdvice, advise_plan
 from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model
 from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
-from shardctl.planning.quantised_degrees import find_quantised_degrees
+from shardctl.planning.quantised_degrees import find_quantized_degrees
 from shardctl.storage.free_space import find_existing_parent, measure_free_space
 from shardctl.tensors.mesh import Mesh
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
-    from shardctl.planning.quantised_degrees import QuantisedDegrees
+    from shardctl.planning.quantised_degrees import QuantizedDegrees
     from shardctl.tensors.copyplan import CopyPlan
 
 
@@ -101,8 +101,8 @@ class PlanResult(NotebookView):
     """Of the checkpoint, each element once, in the types that will be written."""
     weight_types: tuple[str, ...]
     """The types that have a hundredth of these bytes at least, the most first."""
-    quantised_degrees: Mapping[str, QuantisedDegrees]
-    """By axis, the degrees that do not cut blocks of quantised weights; empty if no weights are quantised."""
+    quantised_degrees: Mapping[str, QuantizedDegrees]
+    """By axis, the degrees that do not cut blocks of quantized weights; empty if no weights are quantized."""
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     ranks: tuple[RankPlan, ...]
@@ -193,7 +193,7 @@ def describe_unstored_model(
     plan_options: PlanOptions,
     about: EstimatedModel,
 ) -> PlanResult:
-    """Plan a model that is not stored so: there is only a config, or it would have to be quantised, or not.
+    """Plan a model that is not stored so: there is only a config, or it would have to be quantized, or not.
 
     `about` is that model.
     """
@@ -235,7 +235,7 @@ def _build_result(
         parameters=about.parameters,
         weight_bytes=weights,
         weight_types=_list_weight_types(own),
-        quantised_degrees=find_quantised_degrees(None if about.dequantised else checkpoint.model, own),
+        quantised_degrees=find_quantized_degrees(None if about.dequantised else checkpoint.model, own),
         mesh=mesh,
         stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
         ranks=ranks,

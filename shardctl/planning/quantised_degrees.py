@@ -1,4 +1,4 @@
-"""Finds which degrees of tp and ep leave the blocks, groups and packed integers of quantised weights whole."""
+"""Finds which degrees of tp and ep leave the blocks, groups and packed integers of quantized weights whole."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MOST: Final = 128
 
 
 @value_class
-class QuantisedDegrees:
-    """The degrees of one axis for a quantised checkpoint."""
+class QuantizedDegrees:
+    """The degrees of one axis for a quantized checkpoint."""
 
     allowed: tuple[int, ...]
     """Those up to 128 that work."""
     blocked: tuple[int, ...]
-    """Those that would work if the weights were not quantised."""
+    """Those that would work if the weights were not quantized."""
 
 
-def find_quantised_degrees(model: Model | None, inventory: TensorInventory) -> Mapping[str, QuantisedDegrees]:
-    """Find them by axis; empty for a model that is not quantised or whose cuts are not known."""
+def find_quantized_degrees(model: Model | None, inventory: TensorInventory) -> Mapping[str, QuantizedDegrees]:
+    """Find them by axis; empty for a model that is not quantized or whose cuts are not known."""
     if model is None or model.plain is None or not model.encodings:
         return {}
     law = AllowedDegrees(inventory)
@@ -41,5 +41,5 @@ def find_quantised_degrees(model: Model | None, inventory: TensorInventory) -> M
             continue
         allowed = law.degrees(axis, _MOST)
         plain = [n for n in range(1, _MOST + 1) if all(can_divide(section, n) for section in sections[axis])]
-        found[axis] = QuantisedDegrees(allowed, tuple(n for n in plain if n not in allowed))
+        found[axis] = QuantizedDegrees(allowed, tuple(n for n in plain if n not in allowed))
     return found

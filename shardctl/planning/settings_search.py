@@ -87,7 +87,7 @@ def search_settings(about: EstimatedModel, work: Workload, search: Searching) ->
         model, changed = about, work
         try:
             for one in changes:
-                model, changed = model.if_quantised(one.dtype), replace(changed, **dict(one.values))
+                model, changed = model.if_quantized(one.dtype), replace(changed, **dict(one.values))
             ranked = search(model, changed).ranked
         except UsageError:
             continue
@@ -156,7 +156,7 @@ def _list_serving_sorts(work: ServingWorkload) -> Iterator[list[SettingChange]]:
         narrow = (("kv_dtype", "F8_E4M3"),)
         yield [SettingChange("--kv-dtype fp8", "keep keys and values in fp8", _MILD, narrow, exact=False)]
     yield [
-        SettingChange(f"--dtype {name}", f"quantise the weights to {name}", cost, dtype=name, exact=False)
+        SettingChange(f"--dtype {name}", f"quantize the weights to {name}", cost, dtype=name, exact=False)
         for name, cost in (("fp8", _SLOWER), ("int4", _COARSER))
     ]
     halves = [work.batch >> shift for shift in range(1, work.batch.bit_length())]

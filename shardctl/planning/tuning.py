@@ -41,7 +41,7 @@ class TuningChoice:
     base_dtype: str | None = None
     """The type of the weights that are not trained; None for as they are."""
     prepared: Literal["peft", "trl"] | None = None
-    """Who made what is not quantised of the base fp32: PEFT all of it, TRL all but the embedding and the head."""
+    """Who made what is not quantized of the base fp32: PEFT all of it, TRL all but the embedding and the head."""
     pattern: str | None = None
     """A regular expression of the names that are trained; None for all."""
 

@@ -78,7 +78,7 @@ def choose_tuning(options: PlanOptions) -> TuningChoice | None:
         if rank is None and getattr(options, name):
             raise UsageError(f"{find_flag(PlanOptions, name)} needs an adapter", hint="give --lora-rank, such as 16")
     if options.prepare_base and options.base_dtype not in {"int8", "nf4"}:
-        raise UsageError("--prepare-base needs a quantised base", hint="give --base-dtype nf4 or int8")
+        raise UsageError("--prepare-base needs a quantized base", hint="give --base-dtype nf4 or int8")
     if rank is None and pattern is None:
         return None
     return TuningChoice(rank, options.lora_targets or ALL_LINEAR, options.base_dtype, options.prepare_base, pattern)
@@ -92,9 +92,9 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         here, there = ("serving", "training") if use == "serve" else ("training", "serving")
         other = "train" if use == "serve" else "serve"
         raise UsageError(f"{flag} applies to {there}, but this plan is for {here}", hint=f"add --for {other}")
-    if use == "train" and options.quantised_type is not None:
+    if use == "train" and options.quantized_type is not None:
         raise UsageError(
-            f"--dtype {options.quantised_type} applies to serving, but this plan is for training",
+            f"--dtype {options.quantized_type} applies to serving, but this plan is for training",
             hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
         )
 

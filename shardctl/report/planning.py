@@ -177,7 +177,7 @@ def _format_header(planned: PlanResult) -> str:
     types = ", ".join(planned.weight_types)
     layout = f" | layout {planned.layout}" if planned.layout else f" | a config, which says {types}"
     if planned.forecast.quantised:
-        layout = f" | if it were quantised to {planned.forecast.quantised}"
+        layout = f" | if it were quantized to {planned.forecast.quantised}"
     elif planned.forecast.dequantised:
         layout = " | as it is trained, not quantised"
     return f"{model}  {amounts} | {mesh}{layout}"
@@ -260,16 +260,16 @@ def _build_rank_key(rank: RankPlan) -> tuple[object, ...]:
 
 
 def _list_last_lines(planned: PlanResult) -> tuple[str, ...]:
-    return _format_quantised_degrees(planned), _format_replication(planned), _format_conversion(planned)
+    return _format_quantized_degrees(planned), _format_replication(planned), _format_conversion(planned)
 
 
-def _format_quantised_degrees(planned: PlanResult) -> str:
-    """Format which degrees leave the blocks of quantised weights whole; empty if no weights are quantised."""
+def _format_quantized_degrees(planned: PlanResult) -> str:
+    """Format which degrees leave the blocks of quantized weights whole; empty if no weights are quantized."""
     found = []
     for axis, degrees in planned.quantised_degrees.items():
         text = f"{axis} can be {format_degrees(degrees.allowed)}"
         if degrees.blocked:
-            text += f" ({format_degrees(degrees.blocked)} would cut blocks of quantised weights)"
+            text += f" ({format_degrees(degrees.blocked)} would cut blocks of quantized weights)"
         found.append(text)
     return f"degrees: {'; '.join(found)}" if found else ""
 

@@ -138,8 +138,8 @@ def _score_source(
         raise UnsupportedError("there is no config.json, so there is no model to run")
     if config.get("quantization_config"):
         raise UnsupportedError(
-            "the weights are quantised, and transformers is not asked to decode them",
-            hint="compare with the model before it was quantised, or with reshard --dtype bf16",
+            "the weights are quantized, and transformers is not asked to decode them",
+            hint="compare with the model before it was quantized, or with reshard --dtype bf16",
         )
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""

@@ -60,7 +60,7 @@ class TextLimits:
 
 
 CONFIG_TEXT: Final = TextLimits(size=16 << 20, memory=256 << 20, depth=64)
-"""A `config.json` and the like. The largest in use have 1 MB: lists of the modules that are not quantised."""
+"""A `config.json` and the like. The largest in use have 1 MB: lists of the modules that are not quantized."""
 RECORD_TEXT: Final = TextLimits(size=256 << 20, memory=640 << 20, depth=16)
 """A `shardctl.json`. That of 94,000 tensors takes 40 MB of text and 130 MB of values."""
 PLAN_TEXT: Final = TextLimits(size=16 << 20, memory=256 << 20, depth=32)

@@ -12,7 +12,7 @@ from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
 from shardctl.checkpoint.opening import in_file_order, open_checkpoint
-from shardctl.checkpoint.quantization.dequantizing import dequantise_as
+from shardctl.checkpoint.quantization.dequantizing import dequantize_as
 from shardctl.checkpoint.quantization.unexplained_codes import list_plain_floats
 from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.checkpoint.state_comparison import pair_states
@@ -95,7 +95,7 @@ def diff(
 ) -> DiffResult:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names; their configs and side files too.
 
-    Quantised weights are compared as numbers if the other checkpoint has numbers, which a warning says.
+    Quantized weights are compared as numbers if the other checkpoint has numbers, which a warning says.
 
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
     damaged records of archives.
@@ -165,9 +165,9 @@ def _build_setting_change(change: OptimizerChange) -> TensorChange:
 
 
 def _decode_beside(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, effort: ExecutionOptions) -> OpenedCheckpoint:
-    """Return a checkpoint with its quantised weights as numbers, if the other has numbers and this one's are known."""
+    """Return a checkpoint with its quantized weights as numbers, if the other has numbers and this one's are known."""
     try:
-        found = dequantise_as(other, checkpoint, effort.threads)
+        found = dequantize_as(other, checkpoint, effort.threads)
     except (SourceError, UnsupportedError, UsageError):
         return checkpoint
     if found is checkpoint:

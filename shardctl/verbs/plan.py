@@ -179,18 +179,18 @@ def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> lis
 def _build_unstored_model(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions
 ) -> EstimatedModel | None:
-    """Build the model if it would be other than stored: only described, quantised, or trained as it was before."""
+    """Build the model if it would be other than stored: only described, quantized, or trained as it was before."""
     trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
     tuning = choose_tuning(plan_options)
     if trained and tuning is not None:
         return build_estimated_model(checkpoint, reshard_options, tuning=tuning)
     if (
         checkpoint.hypothetical
-        or plan_options.quantised_type is not None
+        or plan_options.quantized_type is not None
         or (trained and has_coded_weights(checkpoint))
     ):
-        return build_estimated_model(checkpoint, reshard_options, trained=trained).if_quantised(
-            plan_options.quantised_type
+        return build_estimated_model(checkpoint, reshard_options, trained=trained).if_quantized(
+            plan_options.quantized_type
         )
     return None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.base.amounts import format_file_size
 from shardctl.base.errors import Mismatch
 from shardctl.base.value import value_class
-from shardctl.models import ModelConfig, find_quantisation_config
+from shardctl.models import ModelConfig, find_quantization_config
 from shardctl.models.names.hub.conversion_table import find_class_name, knows_class
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def prove_rules(work: PlannedConversion, source_options: SourceOptions) -> RuleP
     architecture = ModelConfig(config).architecture()
     if missing is not None:
         return RuleProof("not proved", f"{missing} is not installed")
-    if find_quantisation_config(config) is not None:
+    if find_quantization_config(config) is not None:
         return RuleProof("not proved", "a model with quantized weights cannot be run here")
     if not knows_class(architecture, config):
         return RuleProof("not proved", f"transformers has no class {architecture or 'for this config'}")

@@ -21,8 +21,8 @@ from shardctl.checkpoint.left_tensors import format_modules
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import OpenedCheckpoint, open_checkpoint
 from shardctl.checkpoint.padded_vocabulary import pad_as
-from shardctl.checkpoint.quantization.dequantizing import dequantise_as
-from shardctl.checkpoint.quantization.quantizing import quantise_as
+from shardctl.checkpoint.quantization.dequantizing import dequantize_as
+from shardctl.checkpoint.quantization.quantizing import quantize_as
 from shardctl.checkpoint.settings_comparison import list_contradictions
 from shardctl.checkpoint.splitting import split_as
 from shardctl.checkpoint.state_comparison import pair_states
@@ -157,10 +157,10 @@ class _VerifyRun:
                     other = stack.enter_context(_open_source(self.verify_options.against, options, checkpoint))
                     self.require_base(checkpoint, other)
                     other = pad_as(checkpoint, other)
-                    other = dequantise_as(checkpoint, other, self.effort.threads)
+                    other = dequantize_as(checkpoint, other, self.effort.threads)
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
                     self.unquantized = split_as(checkpoint, other)
-                    other = quantise_as(checkpoint, self.unquantized, self.effort.threads)
+                    other = quantize_as(checkpoint, self.unquantized, self.effort.threads)
                 self.unchecked += _list_unchecked(checkpoint, self.names)
                 self.unchecked += _list_left_out(checkpoint, other)
                 if other is not None:

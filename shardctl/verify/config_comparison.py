@@ -37,7 +37,7 @@ _OF_THE_RUN: Final = frozenset(
 _ROTARY: Final = ("rope_theta", "partial_rotary_factor")
 _DTYPE: Final = "dtype"
 _MODEL_TYPE: Final = "model_type"
-_QUANTISATION: Final = "quantization_config"
+_QUANTIZATION: Final = "quantization_config"
 _SHOWN: Final = 100
 """Characters of a value in a message."""
 
@@ -100,7 +100,7 @@ def compare_configs(
         ours_named, theirs_named = (json.dumps(classes) if classes else ABSENT for classes in named)
         changes.insert(0, ConfigChange("architectures", ours_named, theirs_named, harmless=not named[1]))
     # No class knows a default of these: AutoConfig chooses the class by the type of the model.
-    sure = [key for key in single if key == _MODEL_TYPE or _QUANTISATION in key.split(".")]
+    sure = [key for key in single if key == _MODEL_TYPE or _QUANTIZATION in key.split(".")]
     for key in sure:
         change = _build_change(key, ours, theirs, alike=key == _MODEL_TYPE and key not in theirs)
         changes.append(replace(change, certain=True))

@@ -13,7 +13,7 @@ from shardctl.base.errors import UsageError, format_first_few
 from shardctl.base.value import value_class
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS
-from shardctl.models import find_quantisation_config
+from shardctl.models import find_quantization_config
 from shardctl.models.names.hub.older_config import lacks_older_settings
 from shardctl.models.quantization.settings import name_method
 from shardctl.models.tables.predicting import list_predicting_names
@@ -169,7 +169,7 @@ def _check_class(profile: ConsumerProfile, config: Mapping[str, Any]) -> Iterato
 
 def _check_quantization(profile: ConsumerProfile, stored: StoredModel) -> Iterator[str]:
     """Yield what of the quantization is not supported."""
-    settings = find_quantisation_config(stored.config or {})
+    settings = find_quantization_config(stored.config or {})
     packed = [name for name, dtype in stored.arrays.items() if dtype.name.startswith(_PACKED_TYPES)]
     if settings is None:
         if packed:

@@ -21,7 +21,7 @@ _SPREADING: Final = frozenset({"fsdp", EXPERT_FSDP})
 """The axes whose ranks gather what they have before they compute."""
 _SHOWN: Final = 3
 _BLOCKS: Final = re.compile(r"(.+)/(\d+)")
-"""Of the dims of a quantised weight's arrays: the words of the weight's, and how many elements share an entry."""
+"""Of the dims of a quantized weight's arrays: the words of the weight's, and how many elements share an entry."""
 _OF_BLOCKS: Final = "blocks of "
 _PAIRED: Final = "pairs of gate and up "
 """How the unit of a dim begins that interleaves gate and up; a pair is one column of what follows it."""
@@ -93,7 +93,7 @@ class HeldDim:
 
 @value_class
 class SharedWord:
-    """A word of the table for a dim, of which arrays of quantised weights have blocks of several sizes."""
+    """A word of the table for a dim, of which arrays of quantized weights have blocks of several sizes."""
 
     label: DimLabel
     unit: int
@@ -102,7 +102,7 @@ class SharedWord:
 
 
 def list_shared_words(model: Model) -> Mapping[str, SharedWord]:
-    """List the words whose dims quantisation cuts by blocks, with the heads that they have without it, if any.
+    """List the words whose dims quantization cuts by blocks, with the heads that they have without it, if any.
 
     A word that means dims of several sizes in one model is left out.
     """

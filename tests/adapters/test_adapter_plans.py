@@ -100,6 +100,6 @@ def test_the_text_says_what_is_counted(capsys):
     assert "base: LlamaForCausalLM, 35.7 KiB of weights that are not trained, 18.1 KiB of them on a rank" in out
 
 
-def test_an_adapter_is_not_quantised():
+def test_an_adapter_is_not_quantized():
     with pytest.raises(UsageError, match="applies to models, not to adapters"):
         plan(ADAPTER, ONE, source_options=BASE, plan_options=PlanOptions(dtype="fp8"))

@@ -348,7 +348,7 @@ def test_a_token_that_cannot_be_read_is_exit_code_5(tmp_path, content):
         ("maxtext", "write --to orbax, which Orbax restores; its names are those of the source"),
         ("FSDP", "write --to dcp, which this resumes from"),
         ("gguf", "shardctl writes no GGUF: write --to hf, which convert_hf_to_gguf.py of llama.cpp reads"),
-        ("fp8", "a layout is no quantisation: see --quantize"),
+        ("fp8", "a layout is no quantization: see --quantize"),
     ],
 )
 def test_words_that_people_take_for_a_layout_get_the_option_that_does_it(say, source, tmp_path, layout, hint):

@@ -184,7 +184,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
 
 
 def test_what_plan_and_reshard_share_is_said_alike():
-    """But for `--dtype`, of which plan takes types to quantise to, and `--json`, for which reshard prints lines."""
+    """But for `--dtype`, of which plan takes types to quantize to, and `--json`, for which reshard prints lines."""
 
     def parameters(verb):
         command = next(c for c in app.registered_commands if c.name == verb).callback

@@ -87,7 +87,7 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
     assert "elsewhere.json has" in said.err
 
 
-def test_a_sidecar_that_says_how_weights_are_quantised_is_remembered(say, tmp_path):
+def test_a_sidecar_that_says_how_weights_are_quantized_is_remembered(say, tmp_path):
     source = shutil.copytree(FIXTURES / "modelopt" / "nvfp4-fp8", tmp_path / "source")
     sidecar = source / "hf_quant_config.json"
     for number, place in enumerate((source, source / "model.safetensors")):

@@ -267,7 +267,7 @@ def test_what_an_engine_is_started_with_is_part_of_the_plan(say):
     assert "2 sequences of 8,192 tokens and 256 of the encoder" in say("plan", t5, *options).out
 
 
-def test_a_cast_is_advised_before_quantising(say):
+def test_a_cast_is_advised_before_quantizing(say):
     """T5 is stored in fp32."""
     advised = checked(say("plan", PUBLIC / "t5-11b.json", "--gpu", "a100-40g", "--json").out)["advice"]
     assert "--dtype bf16" in [one["options"] for one in advised if one["fits"]]

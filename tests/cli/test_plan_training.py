@@ -64,13 +64,13 @@ def fp8(tmp_path):
     return tmp_path / "fp8.json"
 
 
-def test_a_quantised_model_is_not_said_to_train_on_fewer_devices_than_its_states_need(document, fp8):
+def test_a_quantized_model_is_not_said_to_train_on_fewer_devices_than_its_states_need(document, fp8):
     """128 GB of states are on no two devices of 40 GB."""
     found = document(fp8, "--search", "--gpus", "2", "--gpu", "a100-40g", "--for", "train")
     assert found["exit_code"] == 3
     assert found["search"]["fewest"]["mesh"]["ranks"] >= 16 * 8.03 / 40
-    unquantised = document(LLAMA, "--search", "--gpus", "2", "--gpu", "a100-40g", "--for", "train")
-    assert found["search"] == unquantised["search"]
+    unquantized = document(LLAMA, "--search", "--gpus", "2", "--gpu", "a100-40g", "--for", "train")
+    assert found["search"] == unquantized["search"]
 
 
 def test_a_plan_of_training_is_none_of_converting_codes(say, tmp_path, fp8):

@@ -267,7 +267,7 @@ class TestRefusals:
         with pytest.raises(UsageError, match=message):
             asked(tmp_path / "out", made("llama"), name)
 
-    def test_a_source_of_quantised_weights(self, made, tmp_path):
+    def test_a_source_of_quantized_weights(self, made, tmp_path):
         shutil.copytree(made("llama"), tmp_path / "hf")
         config = json.loads((tmp_path / "hf" / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "fp8"}

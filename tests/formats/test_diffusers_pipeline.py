@@ -122,7 +122,7 @@ def test_a_link_out_of_a_part_is_hostile(pipeline, tmp_path):
         inspect(pipeline)
 
 
-def test_the_scales_of_a_quantised_part_are_not_cast(pipeline, tmp_path):
+def test_the_scales_of_a_quantized_part_are_not_cast(pipeline, tmp_path):
     config = pipeline / "text_encoder/config.json"
     values = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
     config.write_text(json.dumps(values))

@@ -298,24 +298,24 @@ class TestRefusals:
             diff(at, at)
 
     @pytest.mark.parametrize("key", ["quant_algo", "kv_cache_quant_algo"])
-    def test_quantised_by_its_config(self, place, key):
+    def test_quantized_by_its_config(self, place, key):
         at = place("llama_tp8")
         say(at, quantization={key: "FP8"})
         with pytest.raises(UnsupportedError, match=f"quantised \\({key} is 'FP8'\\)"):
             scan_checkpoint(LocalSource(at))
 
     @pytest.mark.parametrize("name", ["mlp.fc.weights_scaling_factor", "mlp.fc.per_channel_scale", "mlp.fc.weight"])
-    def test_quantised_by_its_arrays(self, place, name):
+    def test_quantized_by_its_arrays(self, place, name):
         at = place("llama_tp8")
         arrays = load_file(at / "rank2.safetensors")
         value = torch.zeros(6, 64, dtype=torch.int8) if name == "mlp.fc.weight" else torch.ones(1)
         save_file({**arrays, f"transformer.layers.0.{name}": value}, at / "rank2.safetensors")
-        with pytest.raises(UnsupportedError, match=r"rank2\.safetensors .*quantised checkpoints .* are not read"):
+        with pytest.raises(UnsupportedError, match=r"rank2\.safetensors .*quantized checkpoints .* are not read"):
             scan_checkpoint(LocalSource(at))
 
-    def test_a_quantised_model(self, tmp_path):
+    def test_a_quantized_model(self, tmp_path):
         source = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
-        with pytest.raises(UnsupportedError, match="stores quantised weights in formats"):
+        with pytest.raises(UnsupportedError, match="stores quantized weights in formats"):
             reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
 
     def test_a_model_of_another_family(self, tmp_path):

@@ -135,7 +135,7 @@ def test_blocks_of_mxfp4_are_decoded_on_the_way(tmp_path):
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
     save_file(state, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match="stores quantised weights in formats") as told:
+    with pytest.raises(UnsupportedError, match="stores quantized weights in formats") as told:
         reshard(source, tmp_path / "out", ReshardOptions(to="megatron"))
     assert "--dtype bf16" in told.value.hint
     plain = reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16")).record.digest

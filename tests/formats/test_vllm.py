@@ -484,23 +484,23 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="StableLm"):
             reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
-    def test_a_quantised_model(self, tmp_path):
+    def test_a_quantized_model(self, tmp_path):
         fp8 = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
-        with pytest.raises(UnsupportedError, match="vLLM reorders quantised weights"):
+        with pytest.raises(UnsupportedError, match="vLLM reorders quantized weights"):
             reshard(fp8, tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
-            ("model__layers__0__mlp__down_proj__weight_scale", torch.ones(1), "belongs to quantised weights"),
-            ("model__layers__0__mlp__down_proj__qweight", torch.ones(1), "belongs to quantised weights"),
+            ("model__layers__0__mlp__down_proj__weight_scale", torch.ones(1), "belongs to quantized weights"),
+            ("model__layers__0__mlp__down_proj__qweight", torch.ones(1), "belongs to quantized weights"),
             ("model__norm__weight", torch.ones(32).to(torch.float8_e4m3fn), "is F8_E4M3"),
         ],
     )
-    def test_quantised_files(self, place, name, value, message):
+    def test_quantized_files(self, place, name, value, message):
         at = place("llama/0.25-tp2")
         change(at, 1, **{name: value})
-        with pytest.raises(UnsupportedError, match=rf"model-rank-1-part-0\.safetensors {message}: quantised models"):
+        with pytest.raises(UnsupportedError, match=rf"model-rank-1-part-0\.safetensors {message}: quantized models"):
             scan_checkpoint(LocalSource(at))
 
     def test_factors_of_a_cache_in_8_bits(self, place):

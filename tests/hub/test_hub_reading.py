@@ -31,7 +31,7 @@ def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
     assert digest(NAME).digest == digest(tmp_path / "here").digest
 
 
-def test_how_weights_are_quantised_is_read_from_a_sidecar(hub):
+def test_how_weights_are_quantized_is_read_from_a_sidecar(hub):
     sidecar = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     files = {name: data for name, data in model().items() if name == "config.json"}
     hub.add("someone/llama-fp8", {**files, "hf_quant_config.json": json.dumps(sidecar).encode()})

@@ -55,7 +55,7 @@ def test_a_large_read_goes_on_after_what_is_there():
 
 
 def test_a_scale_between_two_weights_costs_one_request_and_no_byte_twice():
-    """As quantised checkpoints alternate."""
+    """As quantized checkpoints alternate."""
     file = Fetched()
     for start in range(0, 8 << 20, (2 << 20) + 4096):
         file.read(start, 2 << 20)

@@ -34,7 +34,7 @@ def test_llama_70b_cut_by_heads(tp, kv_heads):
 
 
 def test_deepseek_v3_as_stored_in_fp8_on_32_devices():
-    """Codes of one byte, a scale in fp32 for each block of 128 x 128, and what is not quantised."""
+    """Codes of one byte, a scale in fp32 for each block of 128 x 128, and what is not quantized."""
     ranks = planned("deepseek-v3", dp=32, ep=32).ranks
 
     def coded(rows, columns):

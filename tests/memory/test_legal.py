@@ -58,7 +58,7 @@ def test_a_ring_shares_out_the_sequence():
     assert AllowedDegrees(stock(LLAMA_3_8B)).allows("cp", 5)
 
 
-def test_blocks_of_quantised_weights_stay_whole():
+def test_blocks_of_quantized_weights_stay_whole():
     plain = {**LLAMA_3_8B, "num_hidden_layers": 1, "intermediate_size": 1280}
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     assert AllowedDegrees(stock(plain)).allows("tp", 4)

@@ -59,7 +59,7 @@ def arrays(inventory):
 
 @pytest.mark.parametrize("model", TINY)
 @pytest.mark.parametrize(("name", "settings"), [("fp8", FP8), ("int4", GPTQ)])
-def test_it_has_the_bytes_of_a_checkpoint_that_is_quantised_so(model, name, settings):
+def test_it_has_the_bytes_of_a_checkpoint_that_is_quantized_so(model, name, settings):
     real = stock({**TINY[model], "quantization_config": settings})
     modelled = narrow_inventory(stock(TINY[model]), name)
     assert modelled.nbytes == real.nbytes
@@ -117,7 +117,7 @@ def test_what_is_no_linear_weight_of_a_layer_stays(config, stays):
     assert any(is_linear(k) for k in inventory.kinds)
 
 
-def test_stacks_of_experts_are_quantised_each_for_itself():
+def test_stacks_of_experts_are_quantized_each_for_itself():
     inventory = stock(json.loads((CONFIGS / "gpt_oss.json").read_text()))
     stack = next(k for k in inventory.kinds if k.example.endswith("experts.down_proj"))
     found = [k for k in narrow_inventory(inventory, "fp8").kinds if k.example.startswith(stack.example + ".")]
@@ -131,7 +131,7 @@ def test_nothing_of_it_is_trained():
     assert all(k.trainable for k in floats.kinds)
 
 
-def test_what_is_quantised_is_not_estimated_in_another_type():
+def test_what_is_quantized_is_not_estimated_in_another_type():
     quantised = stock({**TINY["llama"], "quantization_config": GPTQ})
     with pytest.raises(UsageError, match=r"q_proj.qweight is I32") as error:
         narrow_inventory(quantised, "fp8")

@@ -313,7 +313,7 @@ def test_codes_are_not_trained():
     assert lasting(found) == 64 * 64 + 16 * 64
     with pytest.raises(UsageError, match=r"can be trained: its tensors are I8") as raised:
         terms(build_inventory([codes], specs, 1), "dp=1")
-    assert "unquantised" in raised.value.hint
+    assert "unquantized" in raised.value.hint
 
 
 @pytest.mark.parametrize(("options", "message"), [

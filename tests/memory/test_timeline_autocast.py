@@ -134,7 +134,7 @@ def test_nothing_is_in_fp32_between_the_layers_of_a_narrow_base(tmp_path, capsys
     assert moments["end of the forward pass"] - states == pytest.approx(tracker.most["forward"], rel=0.001)
 
 
-class Dequantised(torch.autograd.Function):
+class Dequantized(torch.autograd.Function):
     """A product with a matrix that is there while it is needed, as bitsandbytes' `MatMul4Bit`."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class CodedLinear(torch.nn.Module):
 
     def forward(self, x):
         shape = self.out_features, self.in_features
-        return Dequantised.apply(x.to(torch.bfloat16), shape).to(x.dtype)
+        return Dequantized.apply(x.to(torch.bfloat16), shape).to(x.dtype)
 
 
 class LoopedExperts(torch.nn.Module):

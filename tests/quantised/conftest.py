@@ -1,4 +1,4 @@
-"""What the tests of quantised checkpoints share: tiny ones, each made once."""
+"""What the tests of quantized checkpoints share: tiny ones, each made once."""
 
 from __future__ import annotations
 

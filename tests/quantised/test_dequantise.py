@@ -1,4 +1,4 @@
-"""Quantised weights become numbers, bit for bit those of the library that owns the method, in any layout."""
+"""Quantized weights become numbers, bit for bit those of the library that owns the method, in any layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(path):
 
 
 def list_modules(state):
-    """The modules that are quantised."""
+    """The modules that are quantized."""
     plain = plain_state(LLAMA)
     found = [n.removesuffix(".weight") for n, t in plain.items() if n not in state or state[n].dtype != t.dtype]
     assert found
@@ -109,11 +109,11 @@ def test_what_no_weight_is_worked_out_of_is_named(quantised, tmp_path):
     done = reshard(quantised("modelopt-fp8"), tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
     (warning,) = done.warnings
     assert warning.startswith("the result leaves out model.layers.0.self_attn.q_proj.input_scale, ")
-    assert "14 quantised weights were decoded to BF16" in done.notes
+    assert "14 quantized weights were decoded to BF16" in done.notes
     assert not reshard(quantised("gptq-4"), tmp_path / "gptq", ReshardOptions(to="hf", dtype="bf16")).warnings
 
 
-def test_ranks_of_a_quantised_model_are_taken_back_too(quantised, tmp_path):
+def test_ranks_of_a_quantized_model_are_taken_back_too(quantised, tmp_path):
     source = quantised("gptq-4")
     reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)))

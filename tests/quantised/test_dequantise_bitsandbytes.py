@@ -1,4 +1,4 @@
-"""Weights that transformers wrote with bitsandbytes become the numbers of bitsandbytes' own dequantisation."""
+"""Weights that transformers wrote with bitsandbytes become the numbers of bitsandbytes' own dequantization."""
 
 from __future__ import annotations
 

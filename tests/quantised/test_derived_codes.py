@@ -1,11 +1,11 @@
-"""Rules derived for quantised weights: scales and codes are cut where their weight is, and not through a block."""
+"""Rules derived for quantized weights: scales and codes are cut where their weight is, and not through a block."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
-from test_quantised import MIXTRAL, local, manifest
+from test_quantized import MIXTRAL, local, manifest
 
 from shardctl.base.errors import PartitionError, UnsupportedError
 from shardctl.models import describe_model, load_rules
@@ -22,7 +22,7 @@ NOBODY = {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
 
 
 def make(name, config):
-    """The config of a quantised model that no table knows, and what is stored of it."""
+    """The config of a quantized model that no table knows, and what is stored of it."""
     codec, plain = CODECS[name], describe_model(config)
     state = plain_state(config)
     if plain.fusions:  # experts, by names of their own
@@ -46,8 +46,8 @@ def list_sections(tensor):
 def test_a_ranks_part_of_the_arrays_is_its_part_of_the_weight(name, config):
     """What a rank's arrays are decoded to is its part of what the whole arrays are decoded to."""
     settings, stored, state = make(name, config)
-    unquantised = {key: value for key, value in settings.items() if key != "quantization_config"}
-    model, plain, mesh = derive(settings, stored), derive(unquantised, state), Mesh.of(tp=2)
+    unquantized = {key: value for key, value in settings.items() if key != "quantization_config"}
+    model, plain, mesh = derive(settings, stored), derive(unquantized, state), Mesh.of(tp=2)
     compared = 0
     for weight, tensor in plain.tensors.items():
         module = weight.removesuffix(".weight")
@@ -97,5 +97,5 @@ def test_a_cut_through_a_block_is_refused_as_with_a_table():
 @pytest.mark.parametrize("name", ["modelopt-nvfp4"])
 def test_what_the_arrays_do_not_tell_is_refused(name):
     config, stored, _ = make(name, LLAMA)
-    with pytest.raises(UnsupportedError, match="how quantised weights of NobodyForCausalLM are cut is not known"):
+    with pytest.raises(UnsupportedError, match="how quantized weights of NobodyForCausalLM are cut is not known"):
         derive(config, stored)

@@ -1,4 +1,4 @@
-"""A quantised model is described from its config alone nearly as its checkpoint has it."""
+"""A quantized model is described from its config alone nearly as its checkpoint has it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_weights_that_the_codes_stand_for(tmp_path, case):
 
 
 def test_nvfp4_with_factors_of_its_inputs(tmp_path):
-    """NVFP4_AWQ, which ModelOpt quantises on a GPU only: the arrays of NVFP4, and `pre_quant_scale`."""
+    """NVFP4_AWQ, which ModelOpt quantizes on a GPU only: the arrays of NVFP4, and `pre_quant_scale`."""
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / "nvfp4", source)
     for name in ("config.json", "hf_quant_config.json"):
@@ -246,7 +246,7 @@ class TestScheme:
     def describe(self, **settings):
         return describe_model({**LLAMA, "quantization_config": {"quant_method": "modelopt", **settings}}).tensors
 
-    def test_only_the_cache_is_quantised(self):
+    def test_only_the_cache_is_quantized(self):
         assert self.describe(quant_algo=None, kv_cache_quant_algo="FP8") == describe_model(LLAMA).tensors
 
     def test_a_config_that_names_no_method_is_known_by_its_algorithm(self):
@@ -254,11 +254,11 @@ class TestScheme:
         assert describe_model(config).tensors == self.describe(quant_algo="FP8", ignore=["lm_head"])
 
     @pytest.mark.parametrize(("listed", "quantised"), [(None, False), ([], True), (["lm_head"], False)])
-    def test_the_head_is_quantised_where_a_list_leaves_it_out(self, listed, quantised):
+    def test_the_head_is_quantized_where_a_list_leaves_it_out(self, listed, quantised):
         said = {} if listed is None else {"exclude_modules": listed}
         assert ("lm_head.weight_scale" in self.describe(quant_algo="FP8", **said)) == quantised
 
-    def test_of_mixed_precision_only_what_is_named_is_quantised(self):
+    def test_of_mixed_precision_only_what_is_named_is_quantized(self):
         layers = {"model.layers.0.mlp": EACH, "model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"}}
         found = self.describe(quant_algo="MIXED_PRECISION", quantized_layers=layers)
         assert {n.removesuffix(".weight_scale") for n in found if n.endswith("weight_scale")} == {

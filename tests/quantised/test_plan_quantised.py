@@ -1,4 +1,4 @@
-"""What `plan` says each rank of a quantised model will hold and write is what `reshard` writes, byte for byte."""
+"""What `plan` says each rank of a quantized model will hold and write is what `reshard` writes, byte for byte."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_a_plan_says_which_degrees_would_cut_blocks(quantised, capsys):
     found = plan(source, ReshardOptions()).quantised_degrees["tp"]
     assert found.blocked
     assert run(["plan", str(source)]) == 0
-    assert "would cut blocks of quantised weights" in capsys.readouterr().out
+    assert "would cut blocks of quantized weights" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_quantised_has_no_such_degrees(tmp_path):
+def test_a_model_that_is_not_quantized_has_no_such_degrees(tmp_path):
     source = write(tmp_path / "source", LLAMA, plain_state(LLAMA))
     assert plan(source, ReshardOptions()).quantised_degrees == {}

@@ -1,4 +1,4 @@
-"""Quantised models as they were published are planned at the size that their own files imply, from configs alone."""
+"""Quantized models as they were published are planned at the size that their own files imply, from configs alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 
-CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs_quantised"
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs_quantized"
 NVFP4 = 1 / 2 + 1 / 16
 """Bytes of an element: half a byte, and a scale of one byte for each 16."""
 
@@ -26,7 +26,7 @@ def config_of(name):
 
 
 def plain_tensors(name):
-    """The tensors before quantisation, by their names."""
+    """The tensors before quantization, by their names."""
     config = {key: value for key, value in config_of(name).items() if key != "quantization_config"}
     return {t.name: t for t in describe_model(config).own()}
 

@@ -1,4 +1,4 @@
-"""Weights are quantised without data, bit for bit as LLM Compressor and compressed-tensors do."""
+"""Weights are quantized without data, bit for bit as LLM Compressor and compressed-tensors do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from shardctl.base.errors import PartitionError, SourceError, UnsupportedError, UsageError
 from shardctl.base.workers import NullWatcher
 from shardctl.checkpoint.opening import open_checkpoint
-from shardctl.checkpoint.quantization.quantizing import choose_recipe, quantise_checkpoint
+from shardctl.checkpoint.quantization.quantizing import choose_recipe, quantize_checkpoint
 from shardctl.cli.program import run
 from shardctl.models.rounding.codes import round_to_codes
 from shardctl.models.rounding.recipes import RECIPES
@@ -75,7 +75,7 @@ def odd_state(config, dtype, seed=0):
     return found
 
 
-def quantise_by_owner(name, state):
+def quantize_by_owner(name, state):
     """What compressed-tensors' own functions make of every projection, as LLM Compressor calls them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -138,7 +138,7 @@ def test_the_bits_are_those_of_compressed_tensors_for_any_shape_and_type(tmp_pat
     state = odd_state(config, DTYPES[dtype], seed=len(name))
     source = write(tmp_path / "source", {**config, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, state)
     reshard(source, tmp_path / "out", ReshardOptions(quantize=name))
-    assert_same(read(tmp_path / "out"), quantise_by_owner(name, state))
+    assert_same(read(tmp_path / "out"), quantize_by_owner(name, state))
     reshard(source, tmp_path / "small", ReshardOptions(quantize=name, host_memory=80 << 20, threads=1))
     assert_same(read(tmp_path / "small"), read(tmp_path / "out"))
 
@@ -216,11 +216,11 @@ def test_any_run_of_bytes_of_an_array_is_that_of_the_whole(tmp_path, name):
     chance = random.Random(0)
     with open_checkpoint(source) as opened:
         dtypes = {tensor.name: tensor.dtype for tensor in opened.manifest.tensors.values()}
-        found = quantise_checkpoint(opened, choose_recipe(name), (), dtypes, threads=1)
-        again = quantise_checkpoint(opened, choose_recipe(name), (), dtypes, threads=1)
+        found = quantize_checkpoint(opened, choose_recipe(name), (), dtypes, threads=1)
+        again = quantize_checkpoint(opened, choose_recipe(name), (), dtypes, threads=1)
         for tensor in found.manifest.tensors.values():
             path = next(iter(tensor.files), "")
-            if "(quantised)" not in path:
+            if "(quantized)" not in path:
                 continue
             whole = bytearray(tensor.nbytes)
             found.source.read_at(path, 0, memoryview(whole))
@@ -289,7 +289,7 @@ def test_the_config_is_the_one_that_compressed_tensors_writes(tmp_path, name):
     assert not wanted.requires_calibration_data()
 
 
-def test_a_cast_comes_first_and_a_quantised_source_is_decoded_before(tmp_path):
+def test_a_cast_comes_first_and_a_quantized_source_is_decoded_before(tmp_path):
     state = odd_state(WIDE, torch.float32)
     source = write(tmp_path / "source", {**WIDE, "dtype": "float32"}, state)
     reshard(source, tmp_path / "both", ReshardOptions(quantize="nvfp4", dtype="bf16"))
@@ -311,7 +311,7 @@ def test_a_cast_comes_first_and_a_quantised_source_is_decoded_before(tmp_path):
 def test_the_plan_says_the_sizes_afterwards_and_reading_is_counted(tmp_path):
     source = write(tmp_path / "source", WIDE, odd_state(WIDE, torch.bfloat16))
     planned = plan(source, ReshardOptions(quantize="fp8-channel", mesh=Mesh.of(tp=3)))
-    said = "7 weights are quantised to fp8-channel; left as they are: model.embed_tokens, lm_head, and all vectors"
+    said = "7 weights are quantized to fp8-channel; left as they are: model.embed_tokens, lm_head, and all vectors"
     assert said in planned.warnings
     done = reshard(source, tmp_path / "out", ReshardOptions(quantize="fp8-channel", mesh=Mesh.of(tp=3)))
     stored = sum(tensor.nbytes for tensor in read(source).values())
@@ -321,7 +321,7 @@ def test_the_plan_says_the_sizes_afterwards_and_reading_is_counted(tmp_path):
     )
     record = json.loads((tmp_path / "out/shardctl.json").read_text())
     assert record["options"]["quantize"] == "fp8-channel"
-    assert any(note.startswith("7 weights are quantised to fp8-channel; left as they are: ") for note in done.notes)
+    assert any(note.startswith("7 weights are quantized to fp8-channel; left as they are: ") for note in done.notes)
     twice = reshard(source, tmp_path / "nv", ReshardOptions(quantize="nvfp4"))
     projections = sum(t.nbytes for name, t in read(source).items() if "_proj" in name)
     assert twice.read_bytes == stored + projections  # the largest of all is looked for first
@@ -338,7 +338,7 @@ def test_diff_says_how_far_codes_are_from_the_numbers(tmp_path, name, most):
         assert {change.kind for change in found.changes} == {"values"}
         assert len(found.changes) == 7
         assert 0 < max(change.distance.relative for change in found.changes) < most
-        assert any("7 quantised weights were decoded to BF16 before they were compared" in w for w in found.warnings)
+        assert any("7 quantized weights were decoded to BF16 before they were compared" in w for w in found.warnings)
     assert not diff(tmp_path / "plain", tmp_path / "out").changes
     assert {change.kind for change in diff(tmp_path / "out", tmp_path / "out").changes} == set()
 
@@ -472,7 +472,7 @@ class Heard(NullWatcher):
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])
-def test_experts_that_no_loader_takes_quantised_are_named_beforehand_and_at_the_end(tmp_path, capsys, kind):
+def test_experts_that_no_loader_takes_quantized_are_named_beforehand_and_at_the_end(tmp_path, capsys, kind):
     config = json.loads((FIXTURES.parent / f"configs/{kind}.json").read_text())
     config.pop("quantization_config", None)
     source = write(tmp_path / "source", config, plain_state(config))

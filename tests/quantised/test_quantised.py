@@ -1,4 +1,4 @@
-"""Which weights are quantised, in which arrays, and which cuts go through no block."""
+"""Which weights are quantized, in which arrays, and which cuts go through no block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state, quark
 
 from shardctl.base.dtype import BY_TORCH
 from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
-from shardctl.models import build_rule_table, choose_model, describe_model, find_quantisation_config, load_rules
+from shardctl.models import build_rule_table, choose_model, describe_model, find_quantization_config, load_rules
 from shardctl.models.names.naming import bind_manifest
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
@@ -325,7 +325,7 @@ class TestWhichWeights:
         expected = {m for m in LINEAR if m.endswith(("down_proj", "up_proj"))} | {"model.layers.0.mlp.gate_proj"}
         assert self.quantised(settings) == expected
 
-    def test_gptq_can_list_what_it_quantises(self):
+    def test_gptq_can_list_what_it_quantizes(self):
         settings = {**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}
         assert self.quantised(settings) == {m for m in LINEAR if m.endswith(("q_proj", "up_proj"))}
 
@@ -336,11 +336,11 @@ class TestWhichWeights:
         assert self.quantised(GPTQ, state=state) == LINEAR - {UP}
         assert not bound(of(GPTQ), state).warnings
 
-    def test_a_quantised_weight_that_the_config_spares_is_understood_and_named(self):
+    def test_a_quantized_weight_that_the_config_spares_is_understood_and_named(self):
         codec = fp8_blocks(16, 16)
         settings = {**codec.settings, "modules_to_not_convert": ["lm_head", UP]}
         found = bound(of(settings), encoded(codec, plain_state(LLAMA)))
-        assert found.warnings == (f"config.json says that {UP} is not quantised, but it is",)
+        assert found.warnings == (f"config.json says that {UP} is not quantized, but it is",)
         assert f"{UP}.weight_scale_inv" in found.tensors
 
     def test_routers_are_spared_and_experts_are_not(self):
@@ -365,10 +365,10 @@ class TestWhichWeights:
         short = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         assert set(bound(of(CODECS["awq"].settings), short).tensors) == set(state)
 
-    def test_a_config_without_quantisation_changes_nothing(self):
-        assert find_quantisation_config(LLAMA) is None
-        assert find_quantisation_config({"compression_config": FP8}).values == FP8
-        assert find_quantisation_config({"text_config": {"quantization_config": FP8}}).values == FP8
+    def test_a_config_without_quantization_changes_nothing(self):
+        assert find_quantization_config(LLAMA) is None
+        assert find_quantization_config({"compression_config": FP8}).values == FP8
+        assert find_quantization_config({"text_config": {"quantization_config": FP8}}).values == FP8
         assert describe_model({**LLAMA, "quantization_config": None}).tensors == describe_model(LLAMA).tensors
 
     def test_blocks_that_a_familys_own_table_has_are_left_to_it(self):
@@ -439,7 +439,7 @@ class TestOtherwiseForSomeModules:
             ({"quant_method": "auto-round", "bits": 16}, UnsupportedError, "weights of 16 bits"),
             (quark("fp6_e2m3", "per_group"), UnsupportedError, "Quark's fp6_e2m3 per group is not known"),
             (quark("fp8_e4m3", "per_block"), SourceError, "no block_size"),
-            ({"quant_method": "quark"}, UnsupportedError, "names no quantised weights"),
+            ({"quant_method": "quark"}, UnsupportedError, "names no quantized weights"),
         ],
     )
     def test_what_is_not_known_is_named(self, settings, error, message):
@@ -595,7 +595,7 @@ def test_deepseeks_layer_that_predicts_is_understood_as_it_is_stored():
     assert found.warnings == ()
 
 
-def test_a_rule_file_can_say_how_unknown_quantised_weights_are_cut(tmp_path):
+def test_a_rule_file_can_say_how_unknown_quantized_weights_are_cut(tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.up_proj.W_q" = ["tp"]\n"**" = []\n')
     state = plain_state(LLAMA)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints keep their bits, and each rank can read its part with its own scales."""
+"""Quantized checkpoints keep their bits, and each rank can read its part with its own scales."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_weights_that_are_fp8_and_nothing_else_are_planned_as_they_are(tmp_path)
     assert found.weight_types == ("BF16", "F8_E4M3")
     (said,) = found.warnings
     assert said.startswith("config.json does not say how model.layers.0.mlp.up_proj.weight")
-    assert said.endswith("were quantised to F8_E4M3; they are taken for plain numbers")
+    assert said.endswith("were quantized to F8_E4M3; they are taken for plain numbers")
 
 
 ENDLESS = [

@@ -327,7 +327,7 @@ def test_a_half_whose_class_by_itself_lacks_a_kind_of_layer_is_refused(tmp_path,
 @pytest.mark.parametrize(
     "outside", [["lm_head", "model.visual"], ["lm_head", "model.visual", "model.language_model.layers.0.mlp"]]
 )
-def test_a_quantised_text_half_stays_quantised_and_becomes_numbers(tmp_path, outside):
+def test_a_quantized_text_half_stays_quantized_and_becomes_numbers(tmp_path, outside):
     config = {**config_of("qwen3_vl"), "tie_word_embeddings": False}
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": outside}
     quantised = {**config, "quantization_config": settings}

@@ -185,7 +185,7 @@ class TestRefusals:
             ({"model_type": "mpt"}, "has no tensor-parallel plan for mpt"),
             ({"model_type": "../../etc"}, "has no tensor-parallel plan for ../../etc"),
             ({"model_type": ""}, "no tensor-parallel plan for a config without model_type"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "does not cover quantised weights"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "does not cover quantized weights"),
             ({}, "which the checkpoint has nowhere"),
         ],
     )

@@ -51,13 +51,13 @@ PLAIN = {
     "Nemotron-H, Mamba 2 and experts": "nemotron_h",
     "Qwen3-Next, linear attention": "qwen3_next",
 }
-QUANTISED = {
+QUANTIZED = {
     "Llama in fp8 blocks": ("llama", "fp8-blocks"),
     "Llama in GPTQ": ("llama", "gptq-4"),
     "Llama in AWQ": ("llama", "awq"),
     "Mixtral in fp8 blocks": ("mixtral", "fp8-blocks"),
 }
-MODELS = (*PLAIN, *QUANTISED)
+MODELS = (*PLAIN, *QUANTIZED)
 """The families of the table."""
 _ONE_BY_ONE = ("Mixtral, experts one by one",)
 _DENSE = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "bamba")
@@ -71,9 +71,9 @@ _SIDE_FILES = {
 
 
 def write_model(model: str, place: Path, seed: int = 0) -> Path:
-    """Write a model with random values and side files in one file, in fp32 unless it is quantised."""
-    if model in QUANTISED:
-        _write_quantised(*QUANTISED[model], place, seed)
+    """Write a model with random values and side files in one file, in fp32 unless it is quantized."""
+    if model in QUANTIZED:
+        _write_quantized(*QUANTIZED[model], place, seed)
     else:
         config = {**json.loads((CONFIGS / f"{PLAIN[model]}.json").read_text()), "dtype": "float32"}
         random = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def write_ranks(source: Path, model: str, mesh: str, place: Path) -> Path:
 
 def list_meshes(model: str) -> list[str]:
     """List the meshes that mean something for a model."""
-    config = QUANTISED[model][0] if model in QUANTISED else PLAIN[model]
+    config = QUANTIZED[model][0] if model in QUANTIZED else PLAIN[model]
     return [mesh for mesh in MESHES if config not in _DENSE or not mesh.startswith("ep")]
 
 
@@ -130,7 +130,7 @@ def _draw(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Any
     return random.standard_normal(shape, np.float32)
 
 
-def _write_quantised(base: str, codec: str, place: Path, seed: int) -> None:
+def _write_quantized(base: str, codec: str, place: Path, seed: int) -> None:
     codes = _load_codes()
     config = dict(codes.LLAMA)
     if base == "mixtral":
@@ -149,8 +149,8 @@ def _write_quantised(base: str, codec: str, place: Path, seed: int) -> None:
 
 
 def _load_codes() -> ModuleType:
-    """Load the writers of quantised weights that the tests of those have."""
-    spec = importlib.util.spec_from_file_location("quantised_codes", CODES)
+    """Load the writers of quantized weights that the tests of those have."""
+    spec = importlib.util.spec_from_file_location("quantized_codes", CODES)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

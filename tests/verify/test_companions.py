@@ -165,7 +165,7 @@ def test_a_key_of_one_config_whose_default_nobody_knows_is_a_warning():
     assert (change.key, change.a, change.b, change.certain) == ("depth", "3", "absent", False)
 
 
-def test_a_config_that_calls_weights_quantised_is_not_the_same(pair, capfd):
+def test_a_config_that_calls_weights_quantized_is_not_the_same(pair, capfd):
     """diff said equal: the class of transformers that fills in defaults was not told of this key."""
     whole, shards = pair("llama")
     edit(shards / "config.json", quantization_config={"quant_method": "fp8"})

@@ -17,9 +17,9 @@ from shardctl.storage.bounded_text import CONFIG_TEXT
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.verify import verify
 
-QUANTISED = (
-    "config.json says that the weights are quantised, but the files hold no quantised weights; "
-    "remove quantization_config from it, or give the quantised files"
+QUANTIZED = (
+    "config.json says that the weights are quantized, but the files hold no quantized weights; "
+    "remove quantization_config from it, or give the quantized files"
 )
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 
@@ -59,7 +59,7 @@ def unknown(layers=2, experts=0, rows=16):
         ({"eos_token_id": [3, 16]}, "config.json has eos_token_id 16, but the vocabulary has only 16 rows"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            QUANTISED,
+            QUANTIZED,
         ),
         (
             {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500.0}},

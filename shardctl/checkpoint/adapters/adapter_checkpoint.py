@@ -89,7 +89,7 @@ def describe_adapter(
     model, problem = None, None
     if base is not None:
         try:
-            described = models.describe_model(models.drop_quantisation_config(base), kv_heads=kv_heads)
+            described = models.describe_model(models.drop_quantization_config(base), kv_heads=kv_heads)
             model = build_adapter_model(described, stored, settings or read_adapter_settings(source, config_file))
         except UnsupportedError as error:
             problem = error

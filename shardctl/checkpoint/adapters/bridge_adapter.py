@@ -49,7 +49,7 @@ def open_bridge_adapter(source: Source, stored: Manifest, source_options: Source
             hint="give the base's config.json with --config PATH",
         )
     kv_heads = source_options.kv_heads or "error"
-    model = models.describe_model(models.drop_quantisation_config(base), kv_heads=kv_heads)
+    model = models.describe_model(models.drop_quantization_config(base), kv_heads=kv_heads)
     assert stored.dialect is not None  # noqa: S101 - asked before
     matrices = bind_adapter_arrays(get_schema(stored.dialect.schema), model, stored)
     config = _build_config(source, stored, matrices)

@@ -49,7 +49,7 @@ def split_expert_adapter(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     """
     if checkpoint.base_config is None:
         raise UsageError("--experts split needs the config of the adapter's base", hint="give it with --config PATH")
-    config = models.drop_quantisation_config(checkpoint.base_config)
+    config = models.drop_quantization_config(checkpoint.base_config)
     model, manifest = build_model_from_config(checkpoint.source, config)
     base = replace(checkpoint, manifest=manifest, model=model, adapter=False)
     settings = read_adapter_settings(checkpoint.source)
@@ -154,7 +154,7 @@ def fuse_expert_adapter(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     """
     if checkpoint.base_config is None:
         raise UsageError("--experts fused needs the config of the adapter's base", hint="give it with --config PATH")
-    model, _ = build_model_from_config(checkpoint.source, models.drop_quantisation_config(checkpoint.base_config))
+    model, _ = build_model_from_config(checkpoint.source, models.drop_quantization_config(checkpoint.base_config))
     settings = read_adapter_settings(checkpoint.source)
     places = {
         part: (array, view)

@@ -53,7 +53,7 @@ def merge_adapters(
     What an adapter lacks of what its config lists is a warning if it may be `partial`, or if it lies next to the model:
     transformers applies what it has then, and the result computes the same. Raises SourceError otherwise, and where an
     adapter does not fit the checkpoint, UnsupportedError for one of a kind that cannot be merged, and for a checkpoint
-    whose weights are quantised.
+    whose weights are quantized.
     """
     if not paths:
         return checkpoint
@@ -103,9 +103,9 @@ class _AdapterMerge:
         from shardctl.models.adaptation.adapted_weight import ADAPTING_BYTES
 
         before, adapter = self.checkpoint, self.adapter
-        if before.config is not None and models.find_quantisation_config(before.config) is not None:
+        if before.config is not None and models.find_quantization_config(before.config) is not None:
             raise UnsupportedError(
-                "an adapter cannot be merged into quantised weights",
+                "an adapter cannot be merged into quantized weights",
                 hint="add --dtype bf16, which takes them back to numbers first",
             )
         self.checkpoint, whole = fit_base(before, adapter)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models.dequantization.tile import LocatedArray
-    from shardctl.models.dequantization.weight import QuantisedWeight
-    from shardctl.models.quantization.stored_weight import QuantizedArray, QuantizedWeight, StoredQuantization
+    from shardctl.models.dequantization.weight import QuantizedWeight
+    from shardctl.models.quantization.stored_weight import PackedArray, PackedWeight, StoredQuantization
 
 
 def decode_stored_weights(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
@@ -45,7 +45,7 @@ def decode_stored_weights(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     config = checkpoint.config
     listing = WeightListing(partial(_read_array, checkpoint), _list_plain_shapes(config or {}))
     weights = found.list_weights(listing)
-    decoded: dict[str, list[tuple[QuantisedWeight, Tensor]]] = {
+    decoded: dict[str, list[tuple[QuantizedWeight, Tensor]]] = {
         name: list(_decode_weight(name, weight, stored, dtype)) for name, weight in weights.items()
     }
     first = {next(iter(weight.arrays.values())).name: name for name, weight in weights.items()}
@@ -98,7 +98,7 @@ def _read_array(checkpoint: OpenedCheckpoint, name: str) -> bytes:
 def _list_plain_shapes(config: Mapping[str, object]) -> Mapping[str, tuple[int, ...]]:
     """List the shapes of a model's tensors without quantization; empty if no table has it."""
     try:
-        described = models.describe_model(models.drop_quantisation_config(config))
+        described = models.describe_model(models.drop_quantization_config(config))
     except ShardctlError:
         return {}
     return {tensor.name: tensor.shape for tensor in described.own()}
@@ -107,7 +107,7 @@ def _list_plain_shapes(config: Mapping[str, object]) -> Mapping[str, tuple[int, 
 def _drop_settings(config: Mapping[str, object] | None, found: StoredQuantization) -> Mapping[str, object] | None:
     if config is None:
         return None
-    dropped = models.drop_quantisation_config(config)
+    dropped = models.drop_quantization_config(config)
     return {key: value for key, value in dropped.items() if key not in found.config_keys}
 
 
@@ -124,11 +124,11 @@ def _list_plain_parts(found: StoredQuantization, tensor: Tensor) -> Iterator[Ten
 
 
 def _decode_weight(
-    name: str, weight: QuantizedWeight, stored: Mapping[str, Tensor], dtype: DType
-) -> Iterator[tuple[QuantisedWeight, Tensor]]:
+    name: str, weight: PackedWeight, stored: Mapping[str, Tensor], dtype: DType
+) -> Iterator[tuple[QuantizedWeight, Tensor]]:
     """Yield what decodes a weight, and the weight as a tensor; of a stack, each matrix."""
     from shardctl.models.dequantization.tile import LocatedArray
-    from shardctl.models.dequantization.weight import QuantisedWeight
+    from shardctl.models.dequantization.weight import QuantizedWeight
 
     nbytes = sum(stored[array.name].nbytes for array in weight.arrays.values())
     arrays: list[dict[str, LocatedArray]]
@@ -149,13 +149,13 @@ def _decode_weight(
     outputs = weight.shape[0]
     width = Box.whole(weight.shape[1:]).size
     for each, own in zip(names, arrays, strict=True):
-        part = QuantisedWeight(each, (outputs, width), own, weight.decoder, dtype)
+        part = QuantizedWeight(each, (outputs, width), own, weight.decoder, dtype)
         where = Region(VALUES_PLACE.format(each), 0, compute_dense_strides(dtype, weight.shape))
         chunk = Chunk(Box.whole(weight.shape), dtype, where, each)
         yield part, Tensor(each, dtype, weight.shape, (chunk,), encoded_bytes=nbytes // len(names))
 
 
-def _reinterpret(tensor: Tensor, array: QuantizedArray) -> Tensor:
+def _reinterpret(tensor: Tensor, array: PackedArray) -> Tensor:
     """Return an array with the shape and the type that its format reads its bytes with.
 
     Raises UnsupportedError if it is stored in pieces, of which another shape cannot be told.

@@ -1,4 +1,4 @@
-"""Makes of an opened checkpoint with quantised weights one whose weights are floating-point numbers.
+"""Makes of an opened checkpoint with quantized weights one whose weights are floating-point numbers.
 
 What follows, from the plan of a conversion to the comparison of its result, takes it for any other checkpoint.
 """
@@ -13,10 +13,10 @@ from shardctl import models
 from shardctl.base.dtype import FLOATS
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.base.value import value_class
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.quantization.module_list import match_exact_names
 from shardctl.models.quantization.settings import KEEP_HINT, VALUES_PLACE
-from shardctl.models.quantization.storage import QuantisedArray
+from shardctl.models.quantization.storage import QuantizedArray
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, Manifest, Region, Tensor
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.models.dequantization.weight import QuantisedWeight
+    from shardctl.models.dequantization.weight import QuantizedWeight
     from shardctl.models.quantization.encoding import WeightArray, WeightEncoding
     from shardctl.models.tables.model import Model, ModelTensor
     from shardctl.storage import Source
 
-QUANTISED: Final = "quantize"
-"""The option of a record that says to which format weights of its checkpoint were quantised, after all else."""
+QUANTIZED: Final = "quantize"
+"""The option of a record that says to which format weights of its checkpoint were quantized, after all else."""
 DEQUANTIZED_MODULES: Final = "dequantize"
 """The option of a record that names the modules that were decoded, if not all were."""
-DEQUANTISED: Final = "dequantised"
-"""The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
+DEQUANTIZED: Final = "dequantised"
+"""The option of a record that says that weights of its checkpoint were worked out of quantized ones."""
 _WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
 _SHAPE: Final = "weight_shape"
 """What compressed-tensors calls an array that says the shape of the weight."""
 
 
-def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
-    """Return `checkpoint` with every quantised weight as its values in `dtype`, worked out when they are read.
+def dequantize_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
+    """Return `checkpoint` with every quantized weight as its values in `dtype`, worked out when they are read.
 
-    What only the quantisation needs (scales of activations and of the cache) is left behind, which a warning says.
+    What only the quantization needs (scales of activations and of the cache) is left behind, which a warning says.
     Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out
     and for what kept the model from being known, SourceError for a weight of which some arrays are missing.
     """
@@ -70,19 +70,19 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
             metadata=models.drop_torchao_metadata(checkpoint.manifest.metadata),
         ),
         model=plain,
-        config=models.drop_quantisation_config(config),
+        config=models.drop_quantization_config(config),
         remade_config=True,
         encoded=decoded.arrays,
     )
 
 
-def dequantise_modules(
+def dequantize_modules(
     checkpoint: OpenedCheckpoint, entries: Sequence[str], dtype: DType, threads: int
 ) -> OpenedCheckpoint:
     """Return `checkpoint` with the quantized weights of some modules as their values in `dtype`, and the others as is.
 
     `entries` are names of modules, or `re:` and an expression. Raises UsageError for an entry that no quantized module
-    has, and otherwise as `dequantise_checkpoint`.
+    has, and otherwise as `dequantize_checkpoint`.
     """
     if checkpoint.stored_quantization is not None:
         raise UnsupportedError(
@@ -96,7 +96,7 @@ def dequantise_modules(
 def describe_decoded(checkpoint: OpenedCheckpoint, entries: Sequence[str], dtype: DType) -> OpenedCheckpoint:
     """Return `checkpoint` with the weights that `--dtype` decodes as tensors of `dtype` that are stored nowhere.
 
-    That is enough to count them, also where there is only a config. `entries` are as for `dequantise_modules`, empty
+    That is enough to count them, also where there is only a config. `entries` are as for `dequantize_modules`, empty
     for all. Returns the checkpoint itself if its weights are not quantized, or if nobody here decodes them.
     """
     model, config = checkpoint.model, checkpoint.config
@@ -117,8 +117,8 @@ def describe_decoded(checkpoint: OpenedCheckpoint, entries: Sequence[str], dtype
             tensors[array] = tensor
     manifest = replace(checkpoint.manifest, tensors=tensors)
     if not entries:
-        return replace(checkpoint, manifest=manifest, model=model.plain, config=models.drop_quantisation_config(config))
-    described = quantise_model(model.plain, config, Manifest("", tensors, {}))
+        return replace(checkpoint, manifest=manifest, model=model.plain, config=models.drop_quantization_config(config))
+    described = quantize_model(model.plain, config, Manifest("", tensors, {}))
     return replace(checkpoint, manifest=manifest, model=described)
 
 
@@ -216,12 +216,12 @@ def decode_weights(
     unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
     if unknown or not encodings:
         raise UnsupportedError(
-            f"shardctl does not know how to decode {format_first_few(unknown) or 'these quantised weights'}",
+            f"shardctl does not know how to decode {format_first_few(unknown) or 'these quantized weights'}",
             hint=KEEP_HINT,
         )
     stored = checkpoint.manifest.tensors
     values: dict[str, Tensor] = {}
-    weights: dict[str, QuantisedWeight] = {}
+    weights: dict[str, QuantizedWeight] = {}
     used = {encoding.name(array) for encoding in encodings.values() for array in encoding.arrays}
     for name, encoding in encodings.items():
         if plain.tensors[name].optional and not any(encoding.name(array) in stored for array in encoding.arrays):
@@ -229,7 +229,7 @@ def decode_weights(
         parts = _build_weights(plain.tensors[name], encoding, stored, dtype)
         weights |= {VALUES_PLACE.format(weight.name): weight for weight in parts}
         values[name] = _build_tensor(plain.tensors[name], encoding, parts, stored)
-    note = f"{len(values):,} quantised weights were decoded to {dtype}"
+    note = f"{len(values):,} quantized weights were decoded to {dtype}"
     if checkpoint.model is not None and 0 < len(encodings) < len(checkpoint.model.encodings):
         note += f", and {len(checkpoint.model.encodings) - len(encodings):,} stay quantized"
     return DecodedWeights(
@@ -255,8 +255,8 @@ def _list_module_names(name: str, encoding: WeightEncoding, stored: Mapping[str,
     return tuple(dict.fromkeys([encoding.module, name.removesuffix(_WEIGHT), *spelled]))
 
 
-def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
-    """Return `source` with the values of its quantised weights, if those are what `result` has in their place."""
+def dequantize_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
+    """Return `source` with the values of its quantized weights, if those are what `result` has in their place."""
     if source.stored_quantization is not None:
         return _decode_stored_as(result, source, threads)
     if result.config is None or source.config is None or source.model is None or source.model.plain is None:
@@ -266,12 +266,12 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     found = {name: tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings}
     numbers = {name: dtype for name, dtype in found.items() if dtype in FLOATS.values()}
     dtype = next(iter(numbers.values()), None)
-    if models.find_quantisation_config(result.config) is not None and not said.keys() >= {DEQUANTISED, QUANTISED}:
+    if models.find_quantization_config(result.config) is not None and not said.keys() >= {DEQUANTIZED, QUANTIZED}:
         some = dtype is not None and len(numbers) < len(encodings) and bool(source.model.encodings)
         return _decode_some_weights(source, numbers, dtype, threads) if some and dtype is not None else source
-    if dtype is None and DEQUANTISED in said:  # a half has other names, and what was quantised again other types
+    if dtype is None and DEQUANTIZED in said:  # a half has other names, and what was quantized again other types
         dtype = FLOATS.get(said.get("dtype", ""))
-    return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
+    return source if dtype is None else dequantize_checkpoint(source, dtype, threads)
 
 
 def _decode_stored_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
@@ -283,11 +283,11 @@ def _decode_stored_as(result: OpenedCheckpoint, source: OpenedCheckpoint, thread
     wide = [tensor for tensor in result.manifest.tensors.values() if len(tensor.shape) >= _MATRIX]
     types = Counter(tensor.dtype for tensor in wide if tensor.dtype in FLOATS.values())
     dtype = FLOATS.get(said.get("dtype", "")) or next((each for each, _ in types.most_common(1)), None)
-    return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
+    return source if dtype is None else dequantize_checkpoint(source, dtype, threads)
 
 
 def _list_encodings(model: Model) -> Mapping[str, WeightEncoding]:
-    """List how each quantised weight is stored, by name, whether the method or the family's own table says so."""
+    """List how each quantized weight is stored, by name, whether the method or the family's own table says so."""
     return model.encodings or models.list_block_encodings(model)
 
 
@@ -296,16 +296,16 @@ def _list_needed_arrays(encoding: WeightEncoding) -> list[WeightArray]:
     assert encoding.decoder is not None  # noqa: S101 - asked before
     values = [getattr(encoding.decoder, each.name) for each in fields(encoding.decoder)]
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantisedArray))}
+    needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantizedArray))}
     return [array for array in encoding.arrays if array.usual in needed]
 
 
 def _build_weights(
     tensor: ModelTensor, encoding: WeightEncoding, stored: Mapping[str, Tensor], dtype: DType
-) -> list[QuantisedWeight]:
+) -> list[QuantizedWeight]:
     """Build the matrix, or those of a stack of experts in order."""
     from shardctl.models.dequantization.tile import LocatedArray
-    from shardctl.models.dequantization.weight import QuantisedWeight
+    from shardctl.models.dequantization.weight import QuantizedWeight
 
     missing = [encoding.name(a) for a in encoding.arrays if not a.optional and encoding.name(a) not in stored]
     if missing:
@@ -318,11 +318,11 @@ def _build_weights(
     shape = (tensor.shape[-2], tensor.shape[-1])
     if len(tensor.shape) == _MATRIX:
         arrays = {array.usual: LocatedArray.of(held, array.form) for array, held in there}
-        return [QuantisedWeight(tensor.name, shape, arrays, encoding.decoder, dtype)]
+        return [QuantizedWeight(tensor.name, shape, arrays, encoding.decoder, dtype)]
     stacks = zip(*(LocatedArray.of_stack(held, array.form) for array, held in there), strict=True)
     names = [array.usual for array, _ in there]
     return [
-        QuantisedWeight(
+        QuantizedWeight(
             f"{tensor.name}, expert {expert}",
             shape[::-1] if encoding.transposed else shape,
             dict(zip(names, arrays, strict=True)),
@@ -334,7 +334,7 @@ def _build_weights(
 
 
 def _build_tensor(
-    tensor: ModelTensor, encoding: WeightEncoding, parts: Sequence[QuantisedWeight], stored: Mapping[str, Tensor]
+    tensor: ModelTensor, encoding: WeightEncoding, parts: Sequence[QuantizedWeight], stored: Mapping[str, Tensor]
 ) -> Tensor:
     """The weight as a tensor whose values lie in files of their own, under the name that the source gave its codes."""
     codes, ending = encoding.arrays[0], tensor.name.removeprefix(f"{encoding.module}.")

@@ -14,9 +14,9 @@ from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UnsupportedError
 from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.checkpoint.quantization.dequantizing import decode_weights, require_plain_model
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.quantization.fp8 import parse_block_size
-from shardctl.models.quantization.settings import replace_quantisation_settings
+from shardctl.models.quantization.settings import replace_quantization_settings
 from shardctl.models.quantization.storage import PackedFloats
 from shardctl.models.rounding.recipes import RoundingRecipe
 from shardctl.models.rounding.rounded_weight import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models.quantization.encoding import WeightEncoding
 
-_PLACE: Final = "{} (quantised)"
+_PLACE: Final = "{} (quantized)"
 """What the place of an array is called in messages."""
 _BLOCK: Final = "weight_block_size"
 _EXPERTS: Final = "expert_dtype"
@@ -54,7 +54,7 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
     Reading raises UnsupportedError for a weight with a value that FP8 does not hold exactly.
     """
     model, plain, config = require_plain_model(checkpoint)
-    settings = models.find_quantisation_config(config)
+    settings = models.find_quantization_config(config)
     block = parse_block_size(settings, _BLOCK) if settings is not None else None
     experts = {n: e for n, e in model.encodings.items() if isinstance(e.decoder, PackedFloats)}
     if block is None or not experts:
@@ -75,7 +75,7 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
                 arrays[_PLACE.format(each.name)] = array
         elif name not in gone:
             tensors[name] = tensor
-    found = replace_quantisation_settings(config, _change_expert_type)
+    found = replace_quantization_settings(config, _change_expert_type)
     if _EXPERTS in config:
         found = {**found, _EXPERTS: "fp8"}
     note = f"{len(experts):,} weights of experts are FP8 with the values that they had in FP4"
@@ -84,7 +84,7 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
         checkpoint,
         source=ComputedSource(decoded.source, arrays, thread_bytes=thread_bytes, note=note),
         manifest=replace(checkpoint.manifest, tensors=tensors),
-        model=quantise_model(plain, found, Manifest("", tensors, {})),
+        model=quantize_model(plain, found, Manifest("", tensors, {})),
         config=found,
         remade_config=True,
         adapted=(*checkpoint.adapted, *decoded.arrays),

@@ -1,4 +1,4 @@
-"""Decides which modules of a model are quantised, and which stay as they are, as LLM Compressor's recipes do."""
+"""Decides which modules of a model are quantized, and which stay as they are, as LLM Compressor's recipes do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardctl.base.amounts import format_file_size
 from shardctl.base.dtype import CASTABLE
 from shardctl.base.errors import UnsupportedError, UsageError, format_first_few
 from shardctl.base.value import value_class
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.quantization.module_list import match_exact_names
 from shardctl.models.submodels.part_models import find_text_half
 
@@ -36,7 +36,7 @@ _PATTERNS: Final = (
 
 @value_class
 class ModuleSelection:
-    """The weights that are quantised, and what the config calls the others."""
+    """The weights that are quantized, and what the config calls the others."""
 
     chosen: tuple[str, ...]
     """The names of weights."""
@@ -64,7 +64,7 @@ def select_modules(
     _check_entries(ignore, matrices)
     usual = (*_USUAL, *(_LATENTS if recipe.block[0] > 1 else ()))
     left = match_exact_names((*usual, *ignore))
-    proposed = quantise_model(model, {**(checkpoint.config or {}), "quantization_config": recipe.build_config(())})
+    proposed = quantize_model(model, {**(checkpoint.config or {}), "quantization_config": recipe.build_config(())})
     inside = _list_text_names(checkpoint, model)
     chosen = tuple(
         name
@@ -76,7 +76,7 @@ def select_modules(
         and not left(list_modules(matrices[name]))
     )
     if not chosen:
-        raise UnsupportedError("no linear layer is left to quantise", hint="shardctl inspect SRC --tensors lists all")
+        raise UnsupportedError("no linear layer is left to quantize", hint="shardctl inspect SRC --tensors lists all")
     _check_groups(chosen, stored, recipe)
     taken = set(chosen)
     rest = [tensor for name, tensor in matrices.items() if name not in taken]
@@ -94,7 +94,7 @@ def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
     patterns = models.list_name_patterns(tensor.name for tensor in stacks)
     size = format_file_size(sum(tensor.nbytes for tensor in stacks))
     return (
-        f"the experts are not quantised, {size} of {stacks[0].dtype}: {format_first_few(patterns)} are whole "
+        f"the experts are not quantized, {size} of {stacks[0].dtype}: {format_first_few(patterns)} are whole "
         "layers of them, and no loader is known that takes codes of compressed-tensors for this model"
     )
 

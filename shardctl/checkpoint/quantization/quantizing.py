@@ -1,6 +1,6 @@
-"""Makes of an opened checkpoint one whose weights are quantised to the nearest codes, without data.
+"""Makes of an opened checkpoint one whose weights are quantized to the nearest codes, without data.
 
-What follows, from the plan of a conversion to the comparison of its result, takes it for any quantised checkpoint.
+What follows, from the plan of a conversion to the comparison of its result, takes it for any quantized checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardctl.base.dtype import BY_NAME, CASTABLE, FLOATS
 from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.checkpoint.expert_stacks import unstack_experts
 from shardctl.checkpoint.quantization.quantized_modules import ModuleSelection, select_modules
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.rounding.recipes import RECIPES, find_recipe
 from shardctl.tensors.box import Box
 from shardctl.tensors.copyplan import cover_tensor
@@ -36,13 +36,13 @@ EXACT_RECIPE: Final = "fp8-block"
 EXPERT_TYPE: Final = "expert_dtype"
 """The key of config.json that says what the experts of DeepSeek-V4 are."""
 _KEY: Final = "quantization_config"
-_PLACE: Final = "{} (quantised)"
+_PLACE: Final = "{} (quantized)"
 """What the place of an array is called in messages."""
 _EXPERT_CODES: Final = re.compile(r"\.experts\.\d+\.\w+\.weight(_packed)?$")
 _NEEDING_DATA: Final = {
     "fp8": "has scales of activations; fp8-channel, fp8-block and fp8-tensor leave those to the engine",
     "fp8-static": "has scales of activations; fp8-channel, fp8-block and fp8-tensor leave those to the engine",
-    "nvfp4-w4a4": "has a global scale of activations; nvfp4 quantises weights alone",
+    "nvfp4-w4a4": "has a global scale of activations; nvfp4 quantizes weights alone",
     **dict.fromkeys(("gptq", "awq", "smoothquant", "autoround", "spinquant"), "moves errors to where data shows least"),
 }
 _FUSED: Final = (
@@ -56,7 +56,7 @@ _FUSED: Final = (
 
 def get_expert_type(config: Mapping[str, object]) -> object:
     """Return what a config says that experts are, in its settings of quantization or next to them."""
-    settings = models.find_quantisation_config(config)
+    settings = models.find_quantization_config(config)
     inner = settings.values.get(EXPERT_TYPE) if settings is not None else None
     return config.get(EXPERT_TYPE) if inner is None else inner
 
@@ -64,7 +64,7 @@ def get_expert_type(config: Mapping[str, object]) -> object:
 def holds_fp4_experts(checkpoint: OpenedCheckpoint) -> bool:
     """Return whether the config says that experts are FP4 in a checkpoint of FP8, as DeepSeek-V4's does."""
     config = checkpoint.config or {}
-    settings = models.find_quantisation_config(config)
+    settings = models.find_quantization_config(config)
     if settings is None or settings.values.get("quant_method") != "fp8" or settings.values.get("moe_quant_algo"):
         return False
     return get_expert_type(config) == "fp4" and checkpoint.model is not None and bool(checkpoint.model.encodings)
@@ -83,7 +83,7 @@ def choose_recipe(name: str) -> RoundingRecipe:
     raise UsageError(f"unknown --quantize {name!r}", hint=f"use {known}")
 
 
-def quantise_checkpoint(
+def quantize_checkpoint(
     checkpoint: OpenedCheckpoint,
     recipe: RoundingRecipe,
     ignore: Sequence[str],
@@ -93,17 +93,17 @@ def quantise_checkpoint(
     """Return `checkpoint` with its weights as codes and scales, worked out when they are read.
 
     `dtypes` are the types that tensors are cast to before, by name. What is left as it is, a note says. Raises
-    UsageError where the model is not known or `ignore` names nothing, UnsupportedError where it is quantised already or
+    UsageError where the model is not known or `ignore` names nothing, UnsupportedError where it is quantized already or
     has weights that the format does not take.
     """
     model, config = checkpoint.model, checkpoint.config
-    if config is not None and models.find_quantisation_config(config) is not None:
+    if config is not None and models.find_quantization_config(config) is not None:
         if recipe.name == EXACT_RECIPE and holds_fp4_experts(checkpoint):
             from shardctl.checkpoint.quantization.exact_experts import convert_experts
 
             return convert_experts(checkpoint, threads)
         raise UnsupportedError(
-            "the source is quantised already",
+            "the source is quantized already",
             hint="add --dtype bf16, which takes its weights back to numbers first; the errors of both add up",
         )
     if model is None or config is None or not model.tabled:
@@ -112,17 +112,17 @@ def quantise_checkpoint(
     return _encode_checkpoint(checkpoint, recipe, selection, recipe.build_config(selection.ignored), dtypes, threads)
 
 
-def quantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
-    """Return `source` quantised as `result` is, if that is in a format that follows from the weights alone."""
+def quantize_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
+    """Return `source` quantized as `result` is, if that is in a format that follows from the weights alone."""
     if result.config is None or source.config is None or source.model is None:
         return source
     if holds_fp4_experts(source) and get_expert_type(result.config) == "fp8":
         from shardctl.checkpoint.quantization.exact_experts import convert_experts
 
         return convert_experts(source, threads)
-    settings = models.find_quantisation_config(result.config)
+    settings = models.find_quantization_config(result.config)
     recipe = find_recipe(settings.values) if settings is not None else None
-    if recipe is None or settings is None or models.find_quantisation_config(source.config) is not None:
+    if recipe is None or settings is None or models.find_quantization_config(source.config) is not None:
         return source
     if any(name not in source.manifest.tensors for name in result.manifest.tensors if _EXPERT_CODES.search(name)):
         source = unstack_experts(source, settings.values)
@@ -176,13 +176,13 @@ def _encode_checkpoint(
     if selection.warning:
         manifest = replace(manifest, warnings=(*manifest.warnings, selection.warning))
     config = {**(checkpoint.config or {}), _KEY: settings}
-    note = f"{len(weights):,} weights are quantised to {recipe.name}{selection.note}"
+    note = f"{len(weights):,} weights are quantized to {recipe.name}{selection.note}"
     thread_bytes = threads * ROUNDING_BYTES + REMEMBERED
     return replace(
         checkpoint,
         source=ComputedSource(checkpoint.source, arrays, thread_bytes=thread_bytes, note=note),
         manifest=manifest,
-        model=quantise_model(checkpoint.model, config, Manifest("", tensors, {})),
+        model=quantize_model(checkpoint.model, config, Manifest("", tensors, {})),
         config=config,
         remade_config=True,
         adapted=(*checkpoint.adapted, *(stored[name] for name in weights)),
@@ -192,7 +192,7 @@ def _encode_checkpoint(
 def _build_weights(
     stored: Mapping[str, Tensor], recipe: RoundingRecipe, chosen: Sequence[str], dtypes: Mapping[str, DType]
 ) -> dict[str, RoundedWeight]:
-    """Build what quantises each weight; those that engines put into one matrix share their global scale."""
+    """Build what quantizes each weight; those that engines put into one matrix share their global scale."""
     from shardctl.models.rounding.rounded_weight import RoundedWeight, ScaleMemory
     from shardctl.models.rounding.scales import ScaleRule
     from shardctl.models.rounding.stored_matrix import StoredMatrix

@@ -10,13 +10,13 @@ from shardctl.base.dtype import CASTABLE
 from shardctl.base.errors import UnsupportedError, format_first_few
 from shardctl.base.value import value_class
 from shardctl.checkpoint.quantization.quantized_modules import list_linear_modules, list_modules
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.quantization.methods import find_method
 from shardctl.models.quantization.settings import (
-    QUANTISATION_FILES,
+    QUANTIZATION_FILES,
     name_method,
     replace_file_settings,
-    replace_quantisation_settings,
+    replace_quantization_settings,
 )
 from shardctl.models.quantization.torchao import mark_plain_tensors
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
@@ -58,7 +58,7 @@ def spare_modules(
 
     Raises UnsupportedError if the settings of the method cannot say it.
     """
-    settings = models.find_quantisation_config(config)
+    settings = models.find_quantization_config(config)
     method = find_method(name_method(settings)) if settings is not None else None
     assert checkpoint.model is not None  # noqa: S101 - asked before
     plain = checkpoint.model.plain
@@ -77,16 +77,16 @@ def spare_modules(
     def change(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return spare(values, left, others)
 
-    found = replace_quantisation_settings(config, change)
+    found = replace_quantization_settings(config, change)
     _check_settings(plain, config, found, decoded)
     stored = checkpoint.source.files()
     files = {
         name: parse_json(read_text(checkpoint.source, name, CONFIG_TEXT), name, CONFIG_TEXT)
-        for name in QUANTISATION_FILES & stored.keys()
+        for name in QUANTIZATION_FILES & stored.keys()
     }
     names = [chunk.name for tensor in decoded.values() for chunk in tensor.chunks]
     return SparedModules(
-        quantise_model(plain, found, Manifest("", tensors, {})),
+        quantize_model(plain, found, Manifest("", tensors, {})),
         found,
         {
             name: (json.dumps(replace_file_settings(said, change), indent=2) + "\n").encode()
@@ -102,7 +102,7 @@ def _check_settings(
     plain: Model, before: Mapping[str, Any], after: Mapping[str, Any], decoded: Mapping[str, Tensor]
 ) -> None:
     """Raise UnsupportedError unless the new settings leave the decoded weights and no others."""
-    had, has = (quantise_model(plain, config).encodings.keys() for config in (before, after))
+    had, has = (quantize_model(plain, config).encodings.keys() for config in (before, after))
     unsaid = [name for name in decoded if name in has]
     lost = [name for name in had if name not in has and name not in decoded]
     if unsaid or lost:

@@ -52,7 +52,7 @@ def format_degrees(degrees: Sequence[int]) -> str:
 class AllowedDegrees:
     """What a model allows, worked out from the cuts of its tensors as placement does for each of them.
 
-    Heads, key/value heads and their replication, experts, vocabulary, intermediate sizes and the blocks of quantised
+    Heads, key/value heads and their replication, experts, vocabulary, intermediate sizes and the blocks of quantized
     weights are all in there. fsdp and dp have no limit: fsdp cuts in ceil-sized parts, dp copies.
     """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
-"""The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
+"""The stored types that an optimizer can train; others are codes of quantized weights, positions or masks."""
 
 
 @value_class
@@ -62,7 +62,7 @@ class TensorInventory:
 
     @property
     def elements(self) -> int:
-        """Elements as stored, ties counted once, buffers included; of a quantised weight those of its codes."""
+        """Elements as stored, ties counted once, buffers included; of a quantized weight those of its codes."""
         return sum(kind.count * prod(kind.shape) for kind in self.kinds)
 
     @property

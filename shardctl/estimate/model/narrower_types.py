@@ -1,6 +1,6 @@
 """Computes a model's tensors in another type: plain floats, or codes with scales in an existing layout.
 
-The bytes are those of a known layout, but nobody has quantised this model: they are modelled.
+The bytes are those of a known layout, but nobody has quantized this model: they are modelled.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WidenedPart = Literal["none", "vectors", "all"]
 _MATRIX: Final = 2
 _STACK: Final = 3
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
-"""What the modules are called that choose experts; quantisers leave them as they are."""
+"""What the modules are called that choose experts; quantizers leave them as they are."""
 _TABLES: Final = frozenset({"relative_attention_bias"})
 """Names of what is looked up in layers: T5's biases of positions are an embedding."""
 _CONVOLUTIONS: Final = frozenset({"conv1d", "conv"})
 
 
 @value_class
-class QuantisedLayout:
+class QuantizedLayout:
     """In which arrays a linear weight `[out, in]` would be stored."""
 
     name: str
@@ -45,7 +45,7 @@ class QuantisedLayout:
 
 
 LAYOUTS: Final = (
-    QuantisedLayout(
+    QuantizedLayout(
         "fp8",
         (
             ("weight", "F8_E4M3", (AlongDim(OUT), AlongDim(IN))),
@@ -54,13 +54,13 @@ LAYOUTS: Final = (
         "out * in + 4 * ceil(out / 128) * ceil(in / 128)",
         "DeepSeek-AI 2024, sec. 3.3.2; transformers, integrations/finegrained_fp8.py",
     ),
-    QuantisedLayout(
+    QuantizedLayout(
         "int8",
         (("weight", "I8", (AlongDim(OUT), AlongDim(IN))), ("SCB", "F32", (AlongDim(OUT),))),
         "out * in + 4 * out",
         "Dettmers et al. 2022 (LLM.int8()); bitsandbytes, nn/modules.py, Int8Params",
     ),
-    QuantisedLayout(
+    QuantizedLayout(
         "nf4",
         (
             ("weight", "U8", (AlongDim(OUT), AlongDim(IN, 2))),
@@ -70,7 +70,7 @@ LAYOUTS: Final = (
         "out * in / 2 + out * in / 64 + 4 * out * in / 16384",
         "Dettmers et al. 2023 (QLoRA), sec. 3; bitsandbytes, functional.py, quantize_4bit with compress_statistics",
     ),
-    QuantisedLayout(
+    QuantizedLayout(
         "int4",
         (
             ("qweight", "I32", (build_packed_dim(IN, 4), AlongDim(OUT))),
@@ -87,33 +87,33 @@ TYPES: Final = (*FLOATS, *(layout.name for layout in LAYOUTS))
 """Every type that `narrow_inventory` knows."""
 
 
-def find_quantised_layout(name: str) -> QuantisedLayout | None:
+def find_quantized_layout(name: str) -> QuantizedLayout | None:
     """Find the layout of that name; None for a plain float."""
     return next((one for one in LAYOUTS if one.name == name), None)
 
 
 def narrow_inventory(inventory: TensorInventory, name: str, *, widened: WidenedPart = "none") -> TensorInventory:
-    """Return the inventory as if its model were stored in the type `name`, or quantised to it.
+    """Return the inventory as if its model were stored in the type `name`, or quantized to it.
 
-    What is `widened` of the floats that are not quantised becomes fp32.
+    What is `widened` of the floats that are not quantized becomes fp32.
 
     A plain float changes every float tensor. Codes replace the linear weights of the layers, experts included;
     embeddings, heads, norms, biases, routers and convolutions stay. They are cut where the weights are, between blocks.
-    Raises UsageError for an unknown type, and for a model that is quantised already.
+    Raises UsageError for an unknown type, and for a model that is quantized already.
     """
     if name not in TYPES:
         raise UsageError(f"unknown type {name!r} to estimate with", hint=f"use {', '.join(TYPES)}")
     coded = next((k for k in inventory.kinds if k.matrix and k.dtype.name not in CASTABLE and _is_in_layers(k)), None)
     if coded is not None:
         raise UsageError(
-            f"the size of the model in {name} is not known, because the model is quantised: "
+            f"the size of the model in {name} is not known, because the model is quantized: "
             f"{coded.example} is {coded.dtype}",
-            hint="start from the checkpoint that it was quantised from",
+            hint="start from the checkpoint that it was quantized from",
         )
     if name in FLOATS:
         kinds = [replace(k, dtype=FLOATS[name]) if k.dtype.name in CASTABLE else k for k in inventory.kinds]
         return TensorInventory(tuple(kinds), inventory.layers)
-    chosen = find_quantised_layout(name)
+    chosen = find_quantized_layout(name)
     assert chosen is not None  # noqa: S101 - it is of TYPES, and no float
     return TensorInventory(
         tuple(
@@ -141,7 +141,7 @@ def _widen_kind(kind: TensorKind, widened: WidenedPart) -> TensorKind:
 
 
 def is_linear(kind: TensorKind) -> bool:
-    """Return whether it is a weight that quantisers replace."""
+    """Return whether it is a weight that quantizers replace."""
     parts = set(kind.example.split("."))
     if not kind.trainable or not _is_in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
         return False
@@ -155,7 +155,7 @@ def _is_in_layers(kind: TensorKind) -> bool:
     return all(where == "layer" for where, _ in kind.spec.where)
 
 
-def _list_coded_kinds(kind: TensorKind, chosen: QuantisedLayout) -> Iterator[TensorKind]:
+def _list_coded_kinds(kind: TensorKind, chosen: QuantizedLayout) -> Iterator[TensorKind]:
     """List the arrays in place of a weight, or of a stack of them, one for each expert."""
     deep = len(kind.shape) - _MATRIX
     forms = [_build_stacked_form(form, deep) for _, _, form in chosen.arrays]

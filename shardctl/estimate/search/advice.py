@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Attempt = Callable[["EstimateRequest"], MeshEstimate]
 
 NARROWER: Final = ("fp8", "int4")
-"""The types that serving could quantise to, each with half the bytes of the one before."""
+"""The types that serving could quantize to, each with half the bytes of the one before."""
 _CAST: Final = "bf16"
 _LEAST: Final = 1024
 """Tokens; shorter sequences are not advised."""
@@ -122,7 +122,7 @@ def find_fewest_by_type(
 ) -> tuple[FewestDevices, ...]:
     """Find how few devices each of `types` needs, such as two in bf16 and one in int4.
 
-    Raises UsageError for an unknown type, and for a model that is quantised already.
+    Raises UsageError for an unknown type, and for a model that is quantized already.
     """
     found = []
     for name in types:
@@ -277,8 +277,8 @@ def _list_serving_changes(ask: EstimateRequest, work: ServingWorkload) -> Iterat
     narrow = replace(work, kv_dtype="F8_E4M3")
     cached = _ProposedChange("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
     yield [] if (work.kv_dtype or "").startswith(("F8", "NVFP4")) else [cached]
-    # Of weights that are stored so narrow already, a cast spares nothing, and quantising is advised.
-    names = {_CAST: "cast"} | dict.fromkeys(NARROWER, "quantise")
+    # Of weights that are stored so narrow already, a cast spares nothing, and quantizing is advised.
+    names = {_CAST: "cast"} | dict.fromkeys(NARROWER, "quantize")
     yield [
         _ProposedChange(f"{verb} the weights to {name}", f"--dtype {name}", replace(ask, dtype=name))
         for name, verb in names.items()

@@ -104,11 +104,11 @@ def list_model_remarks(work: object, anatomy: LayerGraph | None) -> Iterator[str
 
 
 def list_expert_remarks(work: object, inventory: TensorInventory) -> tuple[str, ...]:
-    """List what to know of experts that bitsandbytes quantised, in training: what each version of transformers has."""
+    """List what to know of experts that bitsandbytes quantized, in training: what each version of transformers has."""
     coded = any(kind.spec.of_expert and is_module_scale(kind) for kind in inventory.kinds)
     if not isinstance(work, TrainingWorkload) or not coded:
         return ()
-    known = "experts are taken as transformers 4 has them, each with modules of its own, which bitsandbytes quantises"
+    known = "experts are taken as transformers 4 has them, each with modules of its own, which bitsandbytes quantizes"
     return (f"{known}; transformers 5 has one array of all experts, which bitsandbytes leaves as it is",)
 
 

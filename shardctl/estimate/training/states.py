@@ -115,7 +115,7 @@ def _refuse_untrainable(holding: RankShards) -> None:
     kinds = {part.kind.dtype.name for part in holding.parts}
     raise UsageError(
         f"nothing on rank {holding.rank} ({holding.label}) can be trained: its tensors are {', '.join(sorted(kinds))}",
-        hint="codes of quantised weights have no gradients; plan the training of the unquantised model",
+        hint="codes of quantized weights have no gradients; plan the training of the unquantized model",
     )
 
 

@@ -170,7 +170,7 @@ def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.encodings or any(name.endswith(_BLOCKS) for name in model.tensors):
         raise UnsupportedError(
-            f"{TITLE} stores quantised weights in formats that shardctl does not know",
+            f"{TITLE} stores quantized weights in formats that shardctl does not know",
             hint="add --dtype bf16, which decodes them on the way",
         )
     if model.family in MISSING:

@@ -39,7 +39,7 @@ def join_meta_files(source: Source, paths: list[str]) -> Manifest:
     scales = next((path for path in source.files() if _SCALES.fullmatch(path)), None)
     if scales is not None:
         raise UnsupportedError(
-            f"{scales} says that weights are quantised to {4 if 'int4' in scales else 8} bits, in Meta's own way",
+            f"{scales} says that weights are quantized to {4 if 'int4' in scales else 8} bits, in Meta's own way",
             hint="give the same model in bfloat16",
         )
     params = read_params(source)

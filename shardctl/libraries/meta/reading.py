@@ -30,7 +30,7 @@ def scan_meta(source: Source) -> Manifest:
     Raises:
         SourceError: a file is missing, malformed or not what its name says, or the parts do not fit together.
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
-        UnsupportedError: tensors that Llama 2 and 3 have not; quantised weights.
+        UnsupportedError: tensors that Llama 2 and 3 have not; quantized weights.
     """
     from shardctl.libraries.meta.checkpoint import join_meta_files
 

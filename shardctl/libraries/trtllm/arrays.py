@@ -188,8 +188,8 @@ def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.encodings:
         raise UnsupportedError(
-            f"{TITLE} stores quantised weights in formats that shardctl does not know",
-            hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",
+            f"{TITLE} stores quantized weights in formats that shardctl does not know",
+            hint="convert the model's weights in bfloat16, and quantize them with NVIDIA's tools",
         )
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
         raise explain_missing_model(model.architecture)

@@ -64,7 +64,7 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
 
     Raises SourceError for what is malformed or contradicts itself, UnsupportedError for what is not converted.
     """
-    _refuse_quantised(config)
+    _refuse_quantized(config)
     mesh = _build_mesh(get_object(config, "mapping"))
     layers = config.size("num_hidden_layers")
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
@@ -83,13 +83,13 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
     )
 
 
-def _refuse_quantised(config: ModelConfig) -> None:
+def _refuse_quantized(config: ModelConfig) -> None:
     settings = get_object(config, "quantization")
     for key in ("quant_algo", "kv_cache_quant_algo"):
         found = settings.values.get(key)
         if found is not None:
             raise UnsupportedError(
-                f"config.json says that the checkpoint is quantised ({key} is {ascii(found)[:40]}): "
+                f"config.json says that the checkpoint is quantized ({key} is {ascii(found)[:40]}): "
                 f"quantised checkpoints of {TITLE} are not read",
                 hint="convert the model that was quantised",
             )

@@ -25,7 +25,7 @@ CONFIG: Final = "config.json"
 _TITLE: Final = "TensorRT-LLM's rankN.safetensors"
 _FILE: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
 _SCALES: Final = re.compile(r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)")
-"""What quantised layers have besides weights."""
+"""What quantized layers have besides weights."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _FETCH: Final = "every rank's file is needed; fetch the rest"
 
@@ -44,7 +44,7 @@ def scan_trtllm(source: Source) -> Manifest:
     Raises:
         SourceError: a file is missing or malformed, or the config's mapping is not that of the files.
         HostileError: a link leaves the directory.
-        UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
+        UnsupportedError: quantized weights, or a model or mapping whose arrays are not known.
     """
     from shardctl.libraries.trtllm import arrays as trtllm
     from shardctl.libraries.trtllm.config import interpret_config
@@ -52,7 +52,7 @@ def scan_trtllm(source: Source) -> Manifest:
     files = _list_rank_files(source)
     arrays, sizes = read_rank_arrays(source, {rank: [path] for rank, path in files.items()})
     for tensor in arrays.values():
-        _refuse_quantised(tensor)
+        _refuse_quantized(tensor)
     found = interpret_config(_read_config(source), {name.partition("/")[2] for name in arrays})
     _check_ranks(found, files)
     side, left = list_side_files(source, set(sizes))
@@ -104,12 +104,12 @@ def _check_ranks(found: TrtllmDescription, files: dict[int, str]) -> None:
         )
 
 
-def _refuse_quantised(array: Tensor) -> None:
+def _refuse_quantized(array: Tensor) -> None:
     (chunk,) = array.chunks
     plain = array.dtype.name in _PLAIN
     if not plain or _SCALES.fullmatch(chunk.name):
         raise UnsupportedError(
-            f"{chunk.name} in {array.files[0]} {'scales quantised weights' if plain else f'is {array.dtype}'}: "
+            f"{chunk.name} in {array.files[0]} {'scales quantized weights' if plain else f'is {array.dtype}'}: "
             "quantised checkpoints of TensorRT-LLM are not read",
             hint="convert the model that was quantised",
         )

@@ -171,8 +171,8 @@ def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
     if model.encodings:
         raise UnsupportedError(
-            "vLLM reorders quantised weights for the kernel that it chooses",
-            hint="serve the original files, which vLLM can quantise or read quantised",
+            "vLLM reorders quantized weights for the kernel that it chooses",
+            hint="serve the original files, which vLLM can quantize or read quantised",
         )
     decay = next((name for name in model.tensors if name.endswith(_DECAY)), None)
     if decay is not None and model.family not in FAMILIES:

@@ -26,8 +26,8 @@ _NUMBER: Final = "(0|[1-9][0-9]{0,4})"
 _FILE: Final = re.compile(
     rf"model-(?:rank-{_NUMBER}|pp-{_NUMBER}-tp-{_NUMBER})-part-(0|[1-9][0-9]{{0,5}})\.safetensors"
 )
-_QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
-"""What vLLM's quantised layers have besides weights, or in their place."""
+_QUANTIZED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
+"""What vLLM's quantized layers have besides weights, or in their place."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
 _OLDEST: Final = ("0.11",)
 _SGLANG: Final = ("sglang",)
@@ -49,7 +49,7 @@ def scan_vllm(source: Source) -> Manifest:
     Raises:
         SourceError: a file is missing or malformed, or two have an array of the same name for one rank.
         HostileError: a link leaves the directory.
-        UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
+        UnsupportedError: quantized weights, or arrays of a version of vLLM that is not known.
     """
     from shardctl.libraries.vllm.profile import recognise_dialect
 
@@ -57,7 +57,7 @@ def scan_vllm(source: Source) -> Manifest:
     arrays, sizes = read_rank_arrays(source, dict(enumerate(files)))
     arrays = {_undo_borrowing(name, arrays): tensor for name, tensor in arrays.items()}
     for tensor in arrays.values():
-        _refuse_quantised(tensor)
+        _refuse_quantized(tensor)
     side, left = list_side_files(source, set(sizes))
     dialect, profiles = recognise_dialect(arrays, len(files), stages)
     shared = profiles == _OLDEST and stages == dialect.mesh.ep == 1  # SGLang cuts by tp alone
@@ -119,12 +119,12 @@ def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:
     return [[found[place][part] for part in range(len(found[place]))] for place in every], stages
 
 
-def _refuse_quantised(array: Tensor) -> None:
+def _refuse_quantized(array: Tensor) -> None:
     name = array.chunks[0].name
-    if array.dtype.name not in _PLAIN or _QUANTISED.fullmatch(name):
-        what = f"is {array.dtype}" if array.dtype.name not in _PLAIN else "belongs to quantised weights"
+    if array.dtype.name not in _PLAIN or _QUANTIZED.fullmatch(name):
+        what = f"is {array.dtype}" if array.dtype.name not in _PLAIN else "belongs to quantized weights"
         raise UnsupportedError(
-            f"{name} in {array.files[0]} {what}: quantised models in vLLM's order are not read",
+            f"{name} in {array.files[0]} {what}: quantized models in vLLM's order are not read",
             hint="convert the model that vLLM was given",
         )
 

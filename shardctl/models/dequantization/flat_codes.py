@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import ByteRows, PackedIntegers, QuantisedArray
+    from shardctl.models.quantization.storage import ByteRows, PackedIntegers, QuantizedArray
     from shardctl.tensors.tiles import Span
 
 _SETTINGS_TEXT: Final = TextLimits(size=1 << 16, memory=1 << 20, depth=4)
@@ -118,7 +118,7 @@ def _read_settings(decoder: PackedIntegers, tile: WeightTile) -> _FlatSettings:
     settings = _parse_settings(tile.read(decoder.settings).tobytes(), name)
     elements = int(np.prod(settings.shape, dtype=object))
     blocks = -(-elements // settings.block)
-    wanted: list[tuple[QuantisedArray, int]] = [
+    wanted: list[tuple[QuantizedArray, int]] = [
         (decoder.codes, -(-elements // (2 * _get_stored_type_bytes(decoder, tile)))),
         (decoder.scale, blocks),
         (decoder.table, _FOUR_BITS),

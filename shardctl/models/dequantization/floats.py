@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import PackedFloats, QuantisedArray, ScaledFloats
+    from shardctl.models.quantization.storage import PackedFloats, QuantizedArray, ScaledFloats
 
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the sixteen codes of E2M1 stand for (OCP Microscaling Formats 1.0)."""
@@ -73,7 +73,7 @@ def decode_packed_floats(decoder: PackedFloats, tile: WeightTile) -> DecodedTile
     return smooth_inputs(decoder.smoothing, tile, DecodedTile(values, decoder.rounded))
 
 
-def _read_blocked_scales(scale: QuantisedArray, tile: WeightTile, group: int) -> BlockFactors:
+def _read_blocked_scales(scale: QuantizedArray, tile: WeightTile, group: int) -> BlockFactors:
     """Read scales of `group` inputs each that are in the order of cuBLAS: blocks of 128 outputs by 4 scales.
 
     In a block, outputs 32 apart stand side by side (cuBLAS, "1D Block Scaling Factors Layout"); the blocks of 128

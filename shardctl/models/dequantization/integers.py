@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import PackedByInput, QuantisedArray, ScaledIntegers
+    from shardctl.models.quantization.storage import PackedByInput, QuantizedArray, ScaledIntegers
     from shardctl.tensors.tiles import Span
 
 _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -56,7 +56,7 @@ def unpack_codes(words: NDArray[Any], bits: int, axis: int, places: tuple[int, .
     return np.moveaxis(codes, -1, axis)
 
 
-def get_scale_type(tile: WeightTile, scale: QuantisedArray) -> str:
+def get_scale_type(tile: WeightTile, scale: QuantizedArray) -> str:
     """Return the type of the scales, in which owners have their result."""
     kind = tile.arrays[scale.names[0]].tensor.dtype.name
     return kind if kind in IN_BETWEEN else "F32"
@@ -160,7 +160,7 @@ def _combine(change: np.ufunc, values: NDArray[np.float32], by: BlockFactors, co
     change(values, rows[:, columns], out=values)
 
 
-def _check_groups(span: Span, tile: WeightTile, scale: QuantisedArray, axis: int) -> None:
+def _check_groups(span: Span, tile: WeightTile, scale: QuantizedArray, axis: int) -> None:
     stored = tile.arrays[scale.names[0]].tensor
     if span[0] < 0 or span[1] > stored.shape[axis]:
         raise SourceError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantization.tile import WeightTile
-    from shardctl.models.quantization.storage import KernelTiles, PackedRows, QuantisedArray
+    from shardctl.models.quantization.storage import KernelTiles, PackedRows, QuantizedArray
 
 _BITS: Final = 4
 _MIDDLE: Final = np.float32(8)
@@ -70,7 +70,7 @@ def decode_kernel_tiles(decoder: KernelTiles, tile: WeightTile) -> DecodedTile:
     return DecodedTile(values, get_scale_type(tile, decoder.scale))
 
 
-def _refuse_groups(tile: WeightTile, scale: QuantisedArray, group: int) -> SourceError:
+def _refuse_groups(tile: WeightTile, scale: QuantizedArray, group: int) -> SourceError:
     stored = tile.arrays[scale.names[0]].tensor
     return SourceError(f"an input belongs to group {group}, of which {stored.name} {list(stored.shape)} has no scale")
 

@@ -1,4 +1,4 @@
-"""Reads the parts of a quantised weight's arrays that belong to a tile of it, and spreads scales over its elements.
+"""Reads the parts of a quantized weight's arrays that belong to a tile of it, and spreads scales over its elements.
 
 A tile is two spans of the weight, which is `[out, in]`: of its outputs, and of its inputs.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from shardctl.models.quantization.storage import Form, QuantisedArray
+    from shardctl.models.quantization.storage import Form, QuantizedArray
     from shardctl.tensors.bands import BandBuffer, ByteReader
     from shardctl.tensors.manifest import Chunk, Tensor
     from shardctl.tensors.tiles import Span
@@ -126,7 +126,7 @@ class BlockFactors:
 
 @value_class
 class WeightTile:
-    """A tile of a quantised weight, and what its arrays are read with."""
+    """A tile of a quantized weight, and what its arrays are read with."""
 
     arrays: Mapping[str, LocatedArray]
     """By the usual name of each array; optional ones may be absent."""
@@ -135,7 +135,7 @@ class WeightTile:
     reader: ByteReader
     buffer: BandBuffer
 
-    def has(self, array: QuantisedArray) -> bool:
+    def has(self, array: QuantizedArray) -> bool:
         """Return whether the checkpoint has an array that it may lack."""
         return array.names[0] in self.arrays
 
@@ -143,12 +143,12 @@ class WeightTile:
         """Return outputs or inputs of the tile."""
         return self.spans[dim][1] - self.spans[dim][0]
 
-    def block(self, array: QuantisedArray, dim: int) -> int:
+    def block(self, array: QuantizedArray, dim: int) -> int:
         """Return elements of the weight along `dim` that an array holds together."""
         form = self.arrays[array.names[0]].form
         return next((each.block for each in form if isinstance(each, AlongDim) and each.dim == dim), 1)
 
-    def read(self, array: QuantisedArray, also: Mapping[int, Span] | None = None) -> NDArray[Any]:
+    def read(self, array: QuantizedArray, also: Mapping[int, Span] | None = None) -> NDArray[Any]:
         """Return the part of an array that belongs to the tile, in the array's own dims, whole blocks of it.
 
         `also` are the spans of some of the array's dims where they do not follow from the tile.
@@ -165,14 +165,14 @@ class WeightTile:
         assert found == box.size, f"{stored.tensor.name} {box}: read {found} elements"  # noqa: S101
         return into.view(_TYPES[dtype.name]).reshape(box.shape)
 
-    def read_numbers(self, array: QuantisedArray, also: Mapping[int, Span] | None = None) -> NDArray[np.float32]:
+    def read_numbers(self, array: QuantizedArray, also: Mapping[int, Span] | None = None) -> NDArray[np.float32]:
         """Read the same as F32; what is stored as bytes are exponents."""
         values = self.read(array, also)
         if values.dtype == np.uint8:
             return np.ldexp(np.float32(1), values.astype(np.int32) - _BIAS)
         return values.astype(np.float32)
 
-    def read_factors(self, array: QuantisedArray, order: tuple[int, int], numbers: NDArray[Any]) -> BlockFactors:
+    def read_factors(self, array: QuantizedArray, order: tuple[int, int], numbers: NDArray[Any]) -> BlockFactors:
         """Read `numbers`, which were read of `array` for this tile, as they belong to blocks of it."""
         form = self.arrays[array.names[0]].form
         along = {extent.dim: (axis, extent) for axis, extent in enumerate(form) if isinstance(extent, AlongDim)}
@@ -200,7 +200,7 @@ def round_numbers(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]
     return values if kind == "F32" else values.astype(_TYPES[kind]).astype(np.float32)
 
 
-def smooth_inputs(smoothing: QuantisedArray | None, tile: WeightTile, decoded: DecodedTile) -> DecodedTile:
+def smooth_inputs(smoothing: QuantizedArray | None, tile: WeightTile, decoded: DecodedTile) -> DecodedTile:
     """Return the tile of a weight whose inputs are multiplied with factors first, as that of one that needs none.
 
     Rows are outputs. The weight is rounded before it is multiplied, and the product has its type.

@@ -1,4 +1,4 @@
-"""Presents a quantised weight as if it were stored as floating-point numbers, row after row.
+"""Presents a quantized weight as if it were stored as floating-point numbers, row after row.
 
 A run of bytes of that imagined array is worked out when it is read: its rows are decoded in tiles that fit the cores'
 caches, from those parts of the weight's arrays that they need, and cast to the wanted type.
@@ -54,7 +54,7 @@ DECODING_BYTES: Final = 9 << 20
 
 
 @value_class
-class QuantisedWeight:
+class QuantizedWeight:
     """A matrix whose values follow from the arrays that are stored of it."""
 
     name: str

@@ -42,7 +42,7 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
 
     `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks; `library`
     says whether an installed transformers is asked.
-    Raises UnsupportedError for quantised weights whose shapes their arrays do not tell.
+    Raises UnsupportedError for quantized weights whose shapes their arrays do not tell.
     """
     named = ModelConfig(config)
     architecture = named.architecture() or named.text("model_type", "")

@@ -1,4 +1,4 @@
-"""Takes stored arrays of quantised weights for the weights that they stand for, and cuts them where those are cut."""
+"""Takes stored arrays of quantized weights for the weights that they stand for, and cuts them where those are cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.models.quantization import find_quantisation_config, quantise_model
+from shardctl.models.quantization import find_quantization_config, quantize_model
 from shardctl.models.quantization.methods import read_scheme
 from shardctl.models.quantization.settings import name_method
 from shardctl.models.quantization.storage import FP8, AlongDim
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models.derived.derivation import TensorRule
-    from shardctl.models.quantization.storage import QuantisationScheme
+    from shardctl.models.quantization.storage import QuantizationScheme
     from shardctl.models.tables.model import Model, ModelTensor
 
 _FOLLOWED: Final = ("fp8", "fbgemm_fp8", "gptq", "awq")
@@ -31,9 +31,9 @@ _MATRIX: Final = 2
 def restore_weights(model: Model, config: Mapping[str, object]) -> Model:
     """Return the model with its weights in place of the arrays that are stored of them.
 
-    It is `model` where nothing is quantised. Raises UnsupportedError for codes whose weights are not known.
+    It is `model` where nothing is quantized. Raises UnsupportedError for codes whose weights are not known.
     """
-    settings = find_quantisation_config(config)
+    settings = find_quantization_config(config)
     if settings is None:
         return model
     scheme = read_scheme(config) if name_method(settings) in _FOLLOWED else None
@@ -54,8 +54,8 @@ def restore_weights(model: Model, config: Mapping[str, object]) -> Model:
     return replace(model, tensors=tensors)
 
 
-def _restore_weight(model: Model, scheme: QuantisationScheme, module: str) -> ModelTensor | None:
-    """Return the weight that the arrays of a module stand for; None if it is not quantised."""
+def _restore_weight(model: Model, scheme: QuantizationScheme, module: str) -> ModelTensor | None:
+    """Return the weight that the arrays of a module stand for; None if it is not quantized."""
     codes, *others = scheme.storage((module,)).arrays
     stored = next((t for n in codes.names if (t := model.tensors.get(f"{module}.{n}")) is not None), None)
     scaled = any(f"{module}.{name}" in model.tensors for array in others for name in array.names if name != "bias")
@@ -74,7 +74,7 @@ def spread_rules(
 ) -> dict[str, TensorRule]:
     """Return the rules of stored arrays that follow from those of `weights`, which have their cuts."""
     tensors = {name: Tensor(name, t.dtype, t.shape, ()) for name, t in stored.tensors.items()}
-    encodings = quantise_model(weights, config, Manifest("", tensors, {})).encodings
+    encodings = quantize_model(weights, config, Manifest("", tensors, {})).encodings
     found = {name: rule for name, rule in rules.items() if name not in encodings}
     for name, encoding in encodings.items():
         if name not in rules:
@@ -87,6 +87,6 @@ def spread_rules(
 
 def _explain_unknown(model: Model) -> UnsupportedError:
     return UnsupportedError(
-        f"how quantised weights of {model.architecture or 'a model without a table'} are cut is not known",
+        f"how quantized weights of {model.architecture or 'a model without a table'} are cut is not known",
         hint="write a rule file and give it with --rules FILE",
     )

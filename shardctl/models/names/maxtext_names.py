@@ -136,7 +136,7 @@ _BLOCKS: Final = {
 }
 """What has the experts; elsewhere `moe_block`."""
 _EXPERTS: Final = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
-_QUANTISED: Final = ("_blocks", "_scales")
+_QUANTIZED: Final = ("_blocks", "_scales")
 _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
 _TRAINING: Final = re.compile(r"opt_state\..+|step")
@@ -188,7 +188,7 @@ def build_maxtext_arrays(model: Model, there: Collection[str] = (), *, scanned: 
     if unknown:
         raise UnsupportedError(
             f"MaxText has no array for {format_first_few(unknown)} of {model.architecture}",
-            hint="add --dtype bf16, which decodes them" if unknown[0].endswith(_QUANTISED) else None,
+            hint="add --dtype bf16, which decodes them" if unknown[0].endswith(_QUANTIZED) else None,
         )
     return {array: _build_array(array, some) for array, some in parts.items()}
 

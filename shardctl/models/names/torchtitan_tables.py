@@ -68,7 +68,7 @@ PLAIN: Final = {
     "mlp.experts.down_proj_bias": f"{ROUTED}.mlp2_bias_ED",
 }
 TURNED: Final = ("mlp1_weight_EGD", "mlp2_weight_EDF")
-"""Arrays of gpt-oss whose outputs come before inputs, as in its quantised files; in transformers inputs do."""
+"""Arrays of gpt-oss whose outputs come before inputs, as in its quantized files; in transformers inputs do."""
 BALANCE: Final = "moe.expert_bias_E"
 """What a run adds to the scores of experts to balance them, one number for each; not trained by the optimizer."""
 BALANCED: Final = frozenset({"qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"})

@@ -129,8 +129,8 @@ def remove_wrappers(stored: Manifest) -> Manifest:
     return replace(stored, tensors=tensors, training=training)
 
 
-def read_quantised_names(model: Model, stored: Manifest) -> Manifest:
-    """Return `stored` without the prefix below which most is that belongs to the weights of `model`, quantised or not.
+def read_quantized_names(model: Model, stored: Manifest) -> Manifest:
+    """Return `stored` without the prefix below which most is that belongs to the weights of `model`, quantized or not.
 
     An array counts for the weight of the module that it lies in.
     """
@@ -244,7 +244,7 @@ class ClassReader:
     ) -> None:
         """Read names as those of `model`, without the modules that wrap others if `unwrapped`.
 
-        `any_array` takes whatever a module has for its weight, in any shape: the arrays of a quantised one.
+        `any_array` takes whatever a module has for its weight, in any shape: the arrays of a quantized one.
         """
         self.model, self.tensors, self.any_array = model, tensors, any_array
         self.bare = _strip_all(tensors.keys()) if unwrapped else {name: name for name in tensors}

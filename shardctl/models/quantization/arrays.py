@@ -1,4 +1,4 @@
-"""Describes the arrays of one kind of quantised weight: their shapes, cuts and rows."""
+"""Describes the arrays of one kind of quantized weight: their shapes, cuts and rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardctl.models.quantization.storage import AlongDim, OpenDim
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardctl.models.quantization.storage import Form, QuantisedArray, WeightStorage
+    from shardctl.models.quantization.storage import Form, QuantizedArray, WeightStorage
     from shardctl.models.tables.family import Row
     from shardctl.models.tables.model import ModelTensor
     from shardctl.tensors.manifest import Tensor
@@ -30,7 +30,7 @@ def list_stored_arrays(
     Raises SourceError for an array of another type than its method has.
     """
     there = stored or {}
-    chosen: list[tuple[QuantisedArray, str, Form]] = []
+    chosen: list[tuple[QuantizedArray, str, Form]] = []
     for array in storage.arrays:
         name = next((n for n in array.names if n in there), array.names[0])
         if array.optional and (name in tabled or name not in there):
@@ -61,7 +61,7 @@ def list_stored_arrays(
     return tuple(found)
 
 
-def _choose_form(array: QuantisedArray, weight: tuple[int, ...], stored: Tensor | None) -> Form:
+def _choose_form(array: QuantizedArray, weight: tuple[int, ...], stored: Tensor | None) -> Form:
     """Choose the form that is stored, else the usual one."""
     if stored is not None:
         if array.dtypes and stored.dtype.name not in array.dtypes:

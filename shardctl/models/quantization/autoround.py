@@ -12,7 +12,7 @@ from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models.quantization.awq import build_awq_storage
 from shardctl.models.quantization.expressions import compile_expression
 from shardctl.models.quantization.gptq import build_gptq_storage
-from shardctl.models.quantization.storage import QuantisationMethod, QuantisationScheme
+from shardctl.models.quantization.storage import QuantizationMethod, QuantizationScheme
 from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _SPECIAL: Final = re.compile(r"[*+?^$()\[\]{}|\\]")
 """What makes a name of `extra_config` a regular expression."""
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     packing, kind = config.text("packing_format", "auto_round:auto_gptq").lower(), config.text("data_type", "int")
     if packing not in _PACKERS or kind != "int":
         raise UnsupportedError(f"AutoRound's {kind} weights in the format {packing!r} are not known")
@@ -65,7 +65,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         return usual if not blocks or any(name.startswith(blocks) for name in names) else None
 
     heads = any(name.endswith("lm_head") and storage is not None for name, storage in storages.items())
-    return QuantisationScheme(lambda names: find(names) or usual, lambda names: find(names) is None, heads=heads)
+    return QuantizationScheme(lambda names: find(names) or usual, lambda names: find(names) is None, heads=heads)
 
 
 def _list_exceptions(config: ModelConfig) -> Mapping[str, Mapping[str, object]]:
@@ -76,7 +76,7 @@ def _list_exceptions(config: ModelConfig) -> Mapping[str, Mapping[str, object]]:
 
 
 def _list_blocks(config: ModelConfig) -> tuple[str, ...]:
-    """List how the names of quantised modules begin; empty if they all are."""
+    """List how the names of quantized modules begin; empty if they all are."""
     value = config.values.get("block_name_to_quantize") or config.values.get("to_quant_block_names") or []
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -90,6 +90,6 @@ def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], _plain: 
     return {**settings, "extra_config": {**(settings.get("extra_config") or {}), **left}}
 
 
-AUTOROUND: Final = QuantisationMethod(
+AUTOROUND: Final = QuantizationMethod(
     ("auto-round", "auto_round", "intel/auto-round", "inc"), _parse_scheme, _spare_modules
 )

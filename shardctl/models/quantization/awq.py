@@ -19,9 +19,9 @@ from shardctl.models.quantization.storage import (
     OpenDim,
     PackedByInput,
     PackedRows,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     WeightStorage,
     build_packed_dim,
 )
@@ -45,20 +45,20 @@ def build_awq_storage(config: ModelConfig) -> WeightStorage:
     if form != "gemm":
         raise refuse_kernel_order(f"AWQ weights in the format {form!r}", "gemm")
     by_group = AlongDim(IN, group) if group > 0 else 1
-    codes = QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),))
-    zeros = QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
-    scales = QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    codes = QuantizedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),))
+    zeros = QuantizedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
+    scales = QuantizedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     decoder = PackedByInput(codes, scales, zeros, bits, group, interleaved=True) if bits == _KERNEL_BITS else None
     return WeightStorage((codes, zeros, scales, bias), decoder=decoder)
 
 
 def _build_row_storage(group: int) -> WeightStorage:
     """Build the arrays for the `gemv` kernel (awq/modules/linear/gemv.py, `calculate_zeros_width`)."""
-    codes = QuantisedArray("qweight", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, _KERNEL_BITS)),))
-    zeros = QuantisedArray("qzeros", ("I32",), ((AlongDim(OUT), OpenDim()),))
-    scales = QuantisedArray("scales", FLOAT, ((AlongDim(OUT), OpenDim(8)),), plain=True)
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    codes = QuantizedArray("qweight", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, _KERNEL_BITS)),))
+    zeros = QuantizedArray("qzeros", ("I32",), ((AlongDim(OUT), OpenDim()),))
+    scales = QuantizedArray("scales", FLOAT, ((AlongDim(OUT), OpenDim(8)),), plain=True)
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     return WeightStorage(
         (codes, zeros, scales, bias),
         uncut={IN: "row of scales with a padded end, as the gemv kernel wants it"},
@@ -66,11 +66,11 @@ def _build_row_storage(group: int) -> WeightStorage:
     )
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     storage = build_awq_storage(config)
-    return QuantisationScheme(
+    return QuantizationScheme(
         lambda _names: storage, match_name_parts(find_module_list(config, "modules_to_not_convert") or ())
     )
 
 
-AWQ: Final = QuantisationMethod(("awq",), _parse_scheme, build_list_extension("modules_to_not_convert"))
+AWQ: Final = QuantizationMethod(("awq",), _parse_scheme, build_list_extension("modules_to_not_convert"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.models.quantization.storage import QuantisationMethod
+from shardctl.models.quantization.storage import QuantizationMethod
 
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
@@ -27,4 +27,4 @@ def _refuse_packed(settings: ModelConfig) -> None:
     )
 
 
-BITNET: Final = QuantisationMethod(("bitnet",), _refuse_packed)
+BITNET: Final = QuantizationMethod(("bitnet",), _refuse_packed)

@@ -20,9 +20,9 @@ from shardctl.models.quantization.storage import (
     ByteRows,
     OpenDim,
     PackedIntegers,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     WeightStorage,
 )
 
@@ -41,9 +41,9 @@ _SECOND: Final = 256
 _STATE: Final = {False: 80, True: 160}
 """Bytes of the JSON text that `quant_state` is, more or less; by whether scales have scales of their own."""
 _ROWS: Final = ByteRows(
-    QuantisedArray("weight", ("I8",), (MATRIX,)),
-    QuantisedArray("SCB", FLOAT, ((AlongDim(OUT),),)),
-    QuantisedArray("weight_format", ("U8",), ((), (1,)), optional=True),
+    QuantizedArray("weight", ("I8",), (MATRIX,)),
+    QuantizedArray("SCB", FLOAT, ((AlongDim(OUT),),)),
+    QuantizedArray("weight_format", ("U8",), ((), (1,)), optional=True),
 )
 _EIGHT: Final = WeightStorage(
     (_ROWS.codes, _ROWS.peak, _ROWS.arrangement),
@@ -56,20 +56,20 @@ def _build_four_bit_storage(kind: str, word: str, *, nested: bool) -> WeightStor
     scales = ("U8", *FLOAT) if nested else (*FLOAT, "U8")
     words = (word, *(other for other in _WORDS.values() if other != word))
     decoder = PackedIntegers(
-        codes=QuantisedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
-        scale=QuantisedArray("weight.absmax", scales, ((OpenDim(block=_BLOCK),),)),
-        table=QuantisedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),
-        settings=QuantisedArray(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((OpenDim(_STATE[nested]),),)),
-        second=QuantisedArray(
+        codes=QuantizedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
+        scale=QuantizedArray("weight.absmax", scales, ((OpenDim(block=_BLOCK),),)),
+        table=QuantizedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),
+        settings=QuantizedArray(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((OpenDim(_STATE[nested]),),)),
+        second=QuantizedArray(
             "weight.nested_absmax", FLOAT, ((OpenDim(block=_BLOCK * _SECOND),),), optional=not nested
         ),
-        second_table=QuantisedArray("weight.nested_quant_map", FLOAT, ((OpenDim(_SECOND),),), optional=not nested),
+        second_table=QuantizedArray("weight.nested_quant_map", FLOAT, ((OpenDim(_SECOND),),), optional=not nested),
     )
     arrays = (decoder.codes, decoder.scale, decoder.table, decoder.second, decoder.second_table, decoder.settings)
     return WeightStorage(arrays, whole=_FLAT, decoder=decoder)
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     listed = find_module_list(config, "llm_int8_skip_modules")
     if config.switch("load_in_4bit", default=False) or config.switch("_load_in_4bit", default=False):
         kind = config.text("bnb_4bit_quant_type", "fp4")
@@ -85,10 +85,10 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         storage = _EIGHT
     else:
         raise UnsupportedError("config.json says bitsandbytes, but neither load_in_4bit nor load_in_8bit")
-    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
+    return QuantizationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-BITSANDBYTES: Final = QuantisationMethod(
+BITSANDBYTES: Final = QuantizationMethod(
     ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     _parse_scheme,
     build_list_extension("llm_int8_skip_modules"),

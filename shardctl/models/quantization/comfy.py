@@ -25,13 +25,13 @@ from shardctl.models.quantization.storage import (
     PER_TENSOR,
     AlongDim,
     PackedFloats,
-    QuantisedArray,
+    QuantizedArray,
     ScaledFloats,
     ScaledIntegers,
 )
 from shardctl.models.quantization.stored_weight import (
-    QuantizedArray,
-    QuantizedWeight,
+    PackedArray,
+    PackedWeight,
     StoredQuantization,
     WeightListing,
     flatten_shape,
@@ -87,7 +87,7 @@ def find_comfy_weights(stored: Manifest, _config: Mapping[str, object]) -> Store
 
 def _list_scaled_weights(
     tensors: Mapping[str, Tensor], modules: Iterable[str], _listing: WeightListing
-) -> Mapping[str, QuantizedWeight]:
+) -> Mapping[str, PackedWeight]:
     return {f"{module}.weight": _build_scaled_floats(tensors, module, _SCALE) for module in modules}
 
 
@@ -96,7 +96,7 @@ def _list_layers(
     modules: Iterable[str],
     header: Mapping[str, Mapping[str, Any]],
     listing: WeightListing,
-) -> Mapping[str, QuantizedWeight]:
+) -> Mapping[str, PackedWeight]:
     return dict(_build_layers(tensors, modules, header, listing))
 
 
@@ -105,7 +105,7 @@ def _build_layers(
     modules: Iterable[str],
     header: Mapping[str, Mapping[str, Any]],
     listing: WeightListing,
-) -> Iterator[tuple[str, QuantizedWeight]]:
+) -> Iterator[tuple[str, PackedWeight]]:
     for module in modules:
         own = tensors.get(f"{module}{_LAYER}")
         said = _read_layer(own, listing.read) if own is not None else header[module]
@@ -123,8 +123,8 @@ def _build_layers(
 
 
 def _trim_padding(
-    weight: QuantizedWeight, tensors: Mapping[str, Tensor], module: str, listing: WeightListing
-) -> QuantizedWeight:
+    weight: PackedWeight, tensors: Mapping[str, Tensor], module: str, listing: WeightListing
+) -> PackedWeight:
     """Return a weight without the rows and columns that ComfyUI pads it with, as far as anything says its shape."""
     known = listing.shapes.get(f"{module}.weight")
     bias = tensors.get(f"{module}.bias")
@@ -174,25 +174,25 @@ def _require(tensors: Mapping[str, Tensor], name: str, kinds: Iterable[str]) -> 
     return stored
 
 
-def _locate_scale(stored: Tensor, outputs: int) -> QuantizedArray:
+def _locate_scale(stored: Tensor, outputs: int) -> PackedArray:
     """Locate a scale of the whole weight, or of each output."""
     shape = stored.shape
     if all(extent == 1 for extent in shape):
-        return QuantizedArray(stored.name, (), ())
+        return PackedArray(stored.name, (), ())
     if shape[0] == outputs and all(extent == 1 for extent in shape[1:]):
-        return QuantizedArray(stored.name, (AlongDim(OUT), 1), (outputs, 1))
+        return PackedArray(stored.name, (AlongDim(OUT), 1), (outputs, 1))
     raise SourceError(f"{stored.name} has the shape {list(shape)} where one scale, or one of {outputs}, is expected")
 
 
-def _build_scaled_floats(tensors: Mapping[str, Tensor], module: str, own: str = ".weight_scale") -> QuantizedWeight:
+def _build_scaled_floats(tensors: Mapping[str, Tensor], module: str, own: str = ".weight_scale") -> PackedWeight:
     codes = _require(tensors, f"{module}.weight", FP8)
     scale = _locate_scale(_require(tensors, f"{module}{own}", FLOAT), codes.shape[0])
     decoder = ScaledFloats(
-        QuantisedArray("weight", FP8, (MATRIX,)), QuantisedArray("weight_scale", FLOAT, _SCALAR_FORMS)
+        QuantizedArray("weight", FP8, (MATRIX,)), QuantizedArray("weight_scale", FLOAT, _SCALAR_FORMS)
     )
     matrix = _flatten_rows(codes)
-    return QuantizedWeight(
-        codes.shape, decoder, {"weight": QuantizedArray(codes.name, MATRIX, matrix), "weight_scale": scale}
+    return PackedWeight(
+        codes.shape, decoder, {"weight": PackedArray(codes.name, MATRIX, matrix), "weight_scale": scale}
     )
 
 
@@ -204,23 +204,21 @@ def _flatten_rows(codes: Tensor) -> tuple[int, int]:
     return rows, codes.size // rows if rows else 0
 
 
-def _build_integers(tensors: Mapping[str, Tensor], module: str) -> QuantizedWeight:
+def _build_integers(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
     codes = _require(tensors, f"{module}.weight", ("I8",))
     scale = _locate_scale(_require(tensors, f"{module}.weight_scale", FLOAT), codes.shape[0])
     decoder = ScaledIntegers(
-        QuantisedArray("weight", ("I8",), (MATRIX,)),
-        QuantisedArray("weight_scale", FLOAT, _SCALAR_FORMS),
+        QuantizedArray("weight", ("I8",), (MATRIX,)),
+        QuantizedArray("weight_scale", FLOAT, _SCALAR_FORMS),
         rounded="F32",
     )
     matrix = _flatten_rows(codes)
-    return QuantizedWeight(
-        codes.shape, decoder, {"weight": QuantizedArray(codes.name, MATRIX, matrix), "weight_scale": scale}
+    return PackedWeight(
+        codes.shape, decoder, {"weight": PackedArray(codes.name, MATRIX, matrix), "weight_scale": scale}
     )
 
 
-def _locate_blocked_scale(
-    tensors: Mapping[str, Tensor], module: str, kind: str, shape: tuple[int, int]
-) -> QuantizedArray:
+def _locate_blocked_scale(tensors: Mapping[str, Tensor], module: str, kind: str, shape: tuple[int, int]) -> PackedArray:
     """Locate scales in the order of cuBLAS, of blocks of 128 outputs by 4 groups."""
     group = _PADDED["mxfp8" if kind == "F8_E8M0" else "nvfp4"]
     stored = _require(tensors, f"{module}.weight_scale", (kind, "U8"))
@@ -231,46 +229,46 @@ def _locate_blocked_scale(
             f"{[tall * _BLOCK_OUTPUTS, wide * 4]} for a weight {list(shape)}"
         )
     form: Form = (AlongDim(OUT, 128, 32), AlongDim(IN, 4 * group, 16))
-    return QuantizedArray(stored.name, form, (tall * 32, wide * 16), kind)
+    return PackedArray(stored.name, form, (tall * 32, wide * 16), kind)
 
 
-def _build_mxfp8(tensors: Mapping[str, Tensor], module: str) -> QuantizedWeight:
+def _build_mxfp8(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
     codes = _require(tensors, f"{module}.weight", FP8)
     shape = flatten_shape(codes.shape)
     scale = _locate_blocked_scale(tensors, module, "F8_E8M0", shape)
     decoder = ScaledFloats(
-        QuantisedArray("weight", FP8, (MATRIX,)),
-        QuantisedArray("weight_scale", ("F8_E8M0",), (scale.form,)),
+        QuantizedArray("weight", FP8, (MATRIX,)),
+        QuantizedArray("weight_scale", ("F8_E8M0",), (scale.form,)),
         blocked=_PADDED["mxfp8"],
     )
-    return QuantizedWeight(codes.shape, decoder, {"weight": QuantizedArray(codes.name, MATRIX), "weight_scale": scale})
+    return PackedWeight(codes.shape, decoder, {"weight": PackedArray(codes.name, MATRIX), "weight_scale": scale})
 
 
-def _build_nvfp4(tensors: Mapping[str, Tensor], module: str) -> QuantizedWeight:
+def _build_nvfp4(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
     codes = _require(tensors, f"{module}.weight", ("U8",))
     rows, width = flatten_shape(codes.shape)
     shape = (rows, 2 * width)
     scale = _locate_blocked_scale(tensors, module, "F8_E4M3", shape)
     arrays = {
-        "weight": QuantizedArray(codes.name, PAIRS),
+        "weight": PackedArray(codes.name, PAIRS),
         "weight_scale": scale,
         "weight_scale_2": _locate_scale(_require(tensors, f"{module}.weight_scale_2", FLOAT), 0),
     }
     smoothing = tensors.get(f"{module}.pre_quant_scale")
     if smoothing is not None:
-        arrays["pre_quant_scale"] = QuantizedArray(smoothing.name, (AlongDim(IN),), (smoothing.size,))
+        arrays["pre_quant_scale"] = PackedArray(smoothing.name, (AlongDim(IN),), (smoothing.size,))
     decoder = PackedFloats(
-        QuantisedArray("weight", ("U8",), (PAIRS,)),
-        QuantisedArray("weight_scale", ("F8_E4M3",), (scale.form,)),
-        QuantisedArray("weight_scale_2", FLOAT, ((),)),
-        smoothing=QuantisedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True),
+        QuantizedArray("weight", ("U8",), (PAIRS,)),
+        QuantizedArray("weight_scale", ("F8_E4M3",), (scale.form,)),
+        QuantizedArray("weight_scale_2", FLOAT, ((),)),
+        smoothing=QuantizedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True),
         blocked=_PADDED["nvfp4"],
         high_first=True,
     )
-    return QuantizedWeight(shape, decoder, arrays)
+    return PackedWeight(shape, decoder, arrays)
 
 
-_BUILDERS: Final[Mapping[str, Callable[[Mapping[str, Tensor], str], QuantizedWeight]]] = {
+_BUILDERS: Final[Mapping[str, Callable[[Mapping[str, Tensor], str], PackedWeight]]] = {
     "float8_e4m3fn": _build_scaled_floats,
     "float8_e5m2": _build_scaled_floats,
     "mxfp8": _build_mxfp8,

@@ -26,9 +26,9 @@ from shardctl.models.quantization.storage import (
     AlongDim,
     Form,
     PackedFloats,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     ScaledFloats,
     ScaledIntegers,
     WeightStorage,
@@ -48,12 +48,12 @@ _BYTES: Final = 8
 _ZEROS: Final = ("I8", "I32", "U8", *FP8, *FLOAT)
 _MIXED: Final = "run of inputs, because act-order mixed their groups"
 _ACTIVATIONS: Final = tuple(
-    QuantisedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
+    QuantizedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
     for side in ("input", "output")
     for what, kinds in (("scale", SCALE), ("zero_point", _ZEROS), ("global_scale", SCALE))
 )
-"""What static quantisation of activations needs; the config decides it together with the calibration."""
-_WHOLE: Final = QuantisedArray("weight", (), (MATRIX,))
+"""What static quantization of activations needs; the config decides it together with the calibration."""
+_WHOLE: Final = QuantizedArray("weight", (), (MATRIX,))
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,18 @@ class _GroupWeights:
             raise UnsupportedError(f"compressed-tensors weights by {self.strategy!r} are not known")
         return (build_block_form(*block),)
 
-    def zeros(self) -> tuple[QuantisedArray, ...]:
+    def zeros(self) -> tuple[QuantizedArray, ...]:
         """Return the zero points of an asymmetric format."""
         if self.config.switch("symmetric", default=True):
             return ()
         forms = self.scales()
         if self.form == "pack-quantized" and self.strategy in ("group", "channel"):
-            return (QuantisedArray("weight_zero_point", ("I32",), ((build_packed_dim(OUT, self.bits), forms[0][1]),)),)
-        return (QuantisedArray("weight_zero_point", _ZEROS, forms),)
+            return (QuantizedArray("weight_zero_point", ("I32",), ((build_packed_dim(OUT, self.bits), forms[0][1]),)),)
+        return (QuantizedArray("weight_zero_point", _ZEROS, forms),)
 
-    def order(self) -> tuple[QuantisedArray, ...]:
+    def order(self) -> tuple[QuantizedArray, ...]:
         """Return the group of each input, where act-order mixes them."""
-        return (QuantisedArray("weight_g_idx", ("I32", "I64"), ((AlongDim(IN),),)),) if self.mixed else ()
+        return (QuantizedArray("weight_g_idx", ("I32", "I64"), ((AlongDim(IN),),)),) if self.mixed else ()
 
     @cached_property
     def mixed(self) -> bool:
@@ -115,18 +115,18 @@ class _GroupWeights:
 
     def storage(self) -> WeightStorage:
         """Return the arrays of the format; raises UnsupportedError for one that is not known."""
-        scale = QuantisedArray(
+        scale = QuantizedArray(
             "weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized")
         )
         uncut = {IN: _MIXED} if self.mixed else {}
         if self.form == "pack-quantized":
-            codes = QuantisedArray("weight_packed", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, self.bits)),))
-            shape = QuantisedArray("weight_shape", ("I64", "I32"), ((2,),))
+            codes = QuantizedArray("weight_packed", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, self.bits)),))
+            shape = QuantizedArray("weight_shape", ("I64", "I32"), ((2,),))
             arrays = (codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS)
             return WeightStorage(arrays, uncut, decoder=self._build_decoder(codes, scale))
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-            codes = QuantisedArray("weight_packed", ("U8",), (PAIRS,))
-            whole = QuantisedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
+            codes = QuantizedArray("weight_packed", ("U8",), (PAIRS,))
+            whole = QuantizedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
             pairs = None if self.zeros() else PackedFloats(codes, scale, whole, divided=True, rounded="BF16")
             return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS), decoder=pairs)
         kinds = {
@@ -137,11 +137,11 @@ class _GroupWeights:
         }.get(self.form)
         if kinds is None:
             raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
-        codes = QuantisedArray("weight", kinds, (MATRIX,))
+        codes = QuantizedArray("weight", kinds, (MATRIX,))
         decoder = self._build_decoder(codes, scale)
         return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut, decoder=decoder)
 
-    def _build_decoder(self, codes: QuantisedArray, scale: QuantisedArray) -> WeightDecoder | None:
+    def _build_decoder(self, codes: QuantizedArray, scale: QuantizedArray) -> WeightDecoder | None:
         """Build what decodes weights whose codes are whole numbers, packed or not, or floats of a byte each."""
         zero, groups = next(iter(self.zeros()), None), next(iter(self.order()), None)
         if codes.dtypes == ("I32",):
@@ -162,7 +162,7 @@ class _ModuleGroup:
     storage: WeightStorage
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     sparse = config.values.get("sparsity_config")
     if isinstance(sparse, dict) and sparse.get("format", "dense") != "dense":
         raise UnsupportedError(f"the sparse compressed-tensors format {sparse['format']!r} is not known")
@@ -172,11 +172,11 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         return next((g for g in groups if g.named(names)), next((g for g in groups if g.every), None))
 
     def storage(names: Names) -> WeightStorage:
-        # A weight in quantised form that no group names can only be of the kind that the others are.
+        # A weight in quantized form that no group names can only be of the kind that the others are.
         return (group_of(names) or groups[0]).storage
 
     ignored = match_exact_names(find_module_list(config, "ignore") or ())
-    return QuantisationScheme(storage, lambda names: ignored(names) or group_of(names) is None, heads=True)
+    return QuantizationScheme(storage, lambda names: ignored(names) or group_of(names) is None, heads=True)
 
 
 def _list_groups(config: ModelConfig) -> tuple[_ModuleGroup, ...]:
@@ -198,6 +198,6 @@ def _parse_group(group: ModelConfig, form: str) -> _ModuleGroup:
     )
 
 
-COMPRESSED_TENSORS: Final = QuantisationMethod(
+COMPRESSED_TENSORS: Final = QuantizationMethod(
     ("compressed-tensors", "compressed_tensors"), _parse_scheme, build_list_extension("ignore")
 )

@@ -1,4 +1,4 @@
-"""Describes the arrays that are stored in place of one quantised weight."""
+"""Describes the arrays that are stored in place of one quantized weight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WeightEncoding:
     """None where nobody here knows."""
     arrays: tuple[WeightArray, ...]
     transposed: bool = False
-    """Whether the values are `[in, out]` where they are not quantised, as in stacks of gpt-oss's experts."""
+    """Whether the values are `[in, out]` where they are not quantized, as in stacks of gpt-oss's experts."""
 
     def name(self, array: WeightArray) -> str:
         """Return the name of one of the arrays."""

@@ -1,4 +1,4 @@
-"""Describes stacks of quantised experts: of each array that a weight is stored in, those of a layer's experts in one.
+"""Describes stacks of quantized experts: of each array that a weight is stored in, those of a layer's experts in one.
 
 The Hub has Step-3.5 and 3.7 so: `moe.gate_proj.weight` with `moe.gate_proj.weight_scale_inv` beside it.
 """
@@ -42,7 +42,7 @@ def list_stacked_parts(stack: TensorFusion, own: str, stored: Tensor) -> Iterato
 def stack_arrays_alike(
     stacks: Mapping[str, TensorFusion], encodings: Mapping[str, WeightEncoding]
 ) -> Iterator[TensorFusion]:
-    """List the stacks of the arrays of quantised weights whose stack files have, where all have the same arrays."""
+    """List the stacks of the arrays of quantized weights whose stack files have, where all have the same arrays."""
     for module, stack in stacks.items():
         found = [encodings.get(name) for name in stack.tensors]
         first = found[0]

@@ -1,4 +1,4 @@
-"""Cuts the arrays of a quantised weight where the weight is cut, and only between its blocks.
+"""Cuts the arrays of a quantized weight where the weight is cut, and only between its blocks.
 
 fsdp is no exact cut. It spreads bytes over ranks that gather them again before they are used, each array by itself as
 `torch.chunk` would; a packed integer is one element and stays whole, but a scale may be on another rank than its block.

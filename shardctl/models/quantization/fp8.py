@@ -24,9 +24,9 @@ from shardctl.models.quantization.storage import (
     PER_TENSOR,
     SCALE,
     PackedFloats,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     ScaledFloats,
     WeightStorage,
     build_block_form,
@@ -36,49 +36,49 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Names
     from shardctl.models.tables.config import ModelConfig
 
-_CODES: Final = QuantisedArray("weight", FP8, (MATRIX,))
-_INPUT: Final = QuantisedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
+_CODES: Final = QuantizedArray("weight", FP8, (MATRIX,))
+_INPUT: Final = QuantizedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
 _EXPONENTS: Final = ("F8_E8M0", *SCALE)
-_FP4_CODES: Final = QuantisedArray("weight", ("I8", "U8"), (PAIRS,))
-_FP4_SCALE: Final = QuantisedArray("scale weight_scale", _EXPONENTS, (build_block_form(1, 32),))
+_FP4_CODES: Final = QuantizedArray("weight", ("I8", "U8"), (PAIRS,))
+_FP4_SCALE: Final = QuantizedArray("scale weight_scale", _EXPONENTS, (build_block_form(1, 32),))
 _FP4: Final = WeightStorage((_FP4_CODES, _FP4_SCALE), decoder=PackedFloats(_FP4_CODES, _FP4_SCALE))
 _PREDICTING: Final = "mtp."
 """How the names of layers begin that predict further tokens, which ModelOpt leaves as they are."""
 _BLOCK_DIMS: Final = 2
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     experts = config.text("expert_dtype", "")
     if experts not in ("", "fp8", "fp4"):
         raise UnsupportedError(f"the experts of this fp8 checkpoint are {experts}, which is not known")
     listed = find_module_list(config, "modules_to_not_convert", "ignored_layers")
     block = parse_block_size(config, "weight_block_size")
     if block is None:
-        scale = QuantisedArray("weight_scale weight_scale_inv", SCALE, (*PER_TENSOR, *PER_ROW))
+        scale = QuantizedArray("weight_scale weight_scale_inv", SCALE, (*PER_TENSOR, *PER_ROW))
     else:
-        scale = QuantisedArray(
+        scale = QuantizedArray(
             "scale weight_scale_inv weight_scale" if experts else "weight_scale_inv weight_scale scale",
             _EXPONENTS if experts else SCALE,
             (build_block_form(*block),),
         )
     storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
     routed = _FP4 if experts == "fp4" else storage
-    again = _build_requantised_storage(config)
+    again = _build_requantized_storage(config)
 
     def choose_storage(names: Names) -> WeightStorage:
         if ".experts." not in names[0]:
             return storage
         return routed if again is None or any(name.startswith(_PREDICTING) for name in names) else again
 
-    return QuantisationScheme(
+    return QuantizationScheme(
         choose_storage,
         match_name_parts(listed or ()),
         heads=listed is not None,
     )
 
 
-def _build_requantised_storage(config: ModelConfig) -> WeightStorage | None:
-    """Build the arrays of routed experts that ModelOpt quantised anew, and nothing else with them; None if it did not.
+def _build_requantized_storage(config: ModelConfig) -> WeightStorage | None:
+    """Build the arrays of routed experts that ModelOpt quantized anew, and nothing else with them; None if it did not.
 
     vLLM reads them so (models/deepseek_v4/quant_config.py, `moe_quant_algo`).
     """
@@ -100,17 +100,17 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _parse_fbgemm_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_fbgemm_scheme(config: ModelConfig) -> QuantizationScheme:
     listed = find_module_list(config, "modules_to_not_convert")
-    bound = QuantisedArray("input_scale_ub", SCALE, PER_TENSOR, optional=True)
-    scale = QuantisedArray("weight_scale", SCALE, PER_ROW)
+    bound = QuantizedArray("input_scale_ub", SCALE, PER_TENSOR, optional=True)
+    scale = QuantizedArray("weight_scale", SCALE, PER_ROW)
     storage = WeightStorage((_CODES, scale, bound), decoder=ScaledFloats(_CODES, scale))
-    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
+    return QuantizationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-FINE_GRAINED: Final = QuantisationMethod(
+FINE_GRAINED: Final = QuantizationMethod(
     ("fp8", "mxfp8"), _parse_scheme, build_list_extension("modules_to_not_convert", "ignored_layers")
 )
-FBGEMM: Final = QuantisationMethod(
+FBGEMM: Final = QuantizationMethod(
     ("fbgemm_fp8",), _parse_fbgemm_scheme, build_list_extension("modules_to_not_convert")
 )

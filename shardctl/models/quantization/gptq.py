@@ -20,9 +20,9 @@ from shardctl.models.quantization.storage import (
     OUT,
     AlongDim,
     PackedByInput,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     WeightStorage,
     build_packed_dim,
 )
@@ -73,12 +73,12 @@ def build_gptq_storage(config: ModelConfig) -> WeightStorage:
         raise refuse_kernel_order(f"GPTQ weights in the format {form!r}", "gptq")
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
-    codes = QuantisedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),))
-    zeros = QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
-    scales = QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
+    codes = QuantizedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),))
+    zeros = QuantizedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
+    scales = QuantizedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
     # Without act-order it says nothing new, and some writers leave it out.
-    groups = QuantisedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed)
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    groups = QuantizedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed)
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     return WeightStorage(
         (codes, zeros, scales, groups, bias),
         uncut={IN: MIXED} if mixed else {},
@@ -86,7 +86,7 @@ def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     )
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     usual, rules = build_gptq_storage(config), _list_dynamic_rules(config)
 
     def find(names: Names) -> WeightStorage | None:
@@ -97,7 +97,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
     inner = _list_inner_modules(config)
     chosen = match_name_parts(inner)
-    return QuantisationScheme(
+    return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: (bool(inner) and not chosen(names)) or find(names) is None,
         heads=config.switch("lm_head", default=False),
@@ -105,7 +105,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
 
 def _list_inner_modules(config: ModelConfig) -> list[str]:
-    """List the modules of a layer that are quantised, if the config lists them; else empty."""
+    """List the modules of a layer that are quantized, if the config lists them; else empty."""
     value = config.values.get("modules_in_block_to_quantize") or []
     if not isinstance(value, list):
         raise SourceError(f"config.json has modules_in_block_to_quantize = {value!r} where lists of names are expected")
@@ -142,4 +142,4 @@ def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], _plain: 
     return {**settings, **head, "dynamic": {**rules, **(settings.get("dynamic") or {})}}
 
 
-GPTQ: Final = QuantisationMethod(("gptq",), _parse_scheme, _spare_modules)
+GPTQ: Final = QuantizationMethod(("gptq",), _parse_scheme, _spare_modules)

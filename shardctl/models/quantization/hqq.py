@@ -15,9 +15,9 @@ from shardctl.models.quantization.storage import (
     OUT,
     AlongDim,
     OpenDim,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     StackedIntegers,
     WeightStorage,
 )
@@ -35,12 +35,12 @@ _CODES: Final[Mapping[int, tuple[str, int]]] = {1: ("U8", 8), 2: ("U8", 4), 3: (
 _NUMBERS: Final = ("nbits", "group_size", "axis", "view_as_float", "quant_scale", "quant_zero")
 _REST: Final = ("offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero")
 _SETTINGS: Final = (
-    QuantisedArray("shape", ("I64",), ((2,),)),
-    *(QuantisedArray(name, ("I32", "U8", "F32"), ((), (1,))) for name in _NUMBERS),
-    *(QuantisedArray(name, ("U8", "I32"), ((), (1,)), optional=True) for name in _REST),
-    QuantisedArray("packing", ("U8",), ((OpenDim(7),),)),
-    QuantisedArray("compute_dtype", ("U8",), ((OpenDim(14),),)),
-    QuantisedArray("unpack_view_dtype", ("U8",), ((OpenDim(11),),), optional=True),
+    QuantizedArray("shape", ("I64",), ((2,),)),
+    *(QuantizedArray(name, ("I32", "U8", "F32"), ((), (1,))) for name in _NUMBERS),
+    *(QuantizedArray(name, ("U8", "I32"), ((), (1,)), optional=True) for name in _REST),
+    QuantizedArray("packing", ("U8",), ((OpenDim(7),),)),
+    QuantizedArray("compute_dtype", ("U8",), ((OpenDim(14),),)),
+    QuantizedArray("unpack_view_dtype", ("U8",), ((OpenDim(11),),), optional=True),
 )
 
 
@@ -61,16 +61,16 @@ def _build_storage(said: Mapping[str, Any], file: str) -> WeightStorage:
     )
     factors: Form = (grouped, alone) if by_row else (alone, grouped)
     decoder = StackedIntegers(
-        codes=QuantisedArray("W_q", (kind, "U8", "I32"), (codes,)),
-        scale=QuantisedArray("scale", FLOAT, (factors,), plain=True),
-        zero=QuantisedArray("zero", FLOAT, (factors,), plain=True),
+        codes=QuantizedArray("W_q", (kind, "U8", "I32"), (codes,)),
+        scale=QuantizedArray("scale", FLOAT, (factors,), plain=True),
+        zero=QuantizedArray("zero", FLOAT, (factors,), plain=True),
         settings=_SETTINGS,
     )
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     return WeightStorage((decoder.codes, decoder.scale, decoder.zero, *_SETTINGS, bias), whole=_WHOLE, decoder=decoder)
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     said = config.values.get("quant_config")
     if not isinstance(said, dict):
         raise SourceError(f"{config.file} has quant_config = {said!r:.200} where HQQ's settings are expected")
@@ -89,7 +89,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         return next((storages[tag] for tag in storages if any(name.endswith(f".{tag}") for name in names)), None)
 
     usual = next(iter(storages.values()))
-    return QuantisationScheme(lambda names: find(names) or usual, lambda names: skipped(names) or find(names) is None)
+    return QuantizationScheme(lambda names: find(names) or usual, lambda names: skipped(names) or find(names) is None)
 
 
-HQQ: Final = QuantisationMethod(("hqq",), _parse_scheme, build_list_extension("skip_modules"))
+HQQ: Final = QuantizationMethod(("hqq",), _parse_scheme, build_list_extension("skip_modules"))

@@ -16,7 +16,7 @@ from shardctl.models.quantization.storage import (
     TILE_OUTPUTS,
     AlongDim,
     KernelTiles,
-    QuantisedArray,
+    QuantizedArray,
     WeightStorage,
 )
 
@@ -26,8 +26,8 @@ _WORDS: Final = TILE_INPUTS * TILE_OUTPUTS * BITS // 32
 
 def build_marlin_storage(codes: str, scales: str, group: int) -> WeightStorage:
     """Build the arrays of a weight of which `group` inputs share a scale, called `codes` and `scales`; -1 for all."""
-    block = QuantisedArray(codes, ("I32",), ((AlongDim(IN, TILE_INPUTS), AlongDim(OUT, TILE_OUTPUTS, _WORDS)),))
+    block = QuantizedArray(codes, ("I32",), ((AlongDim(IN, TILE_INPUTS), AlongDim(OUT, TILE_OUTPUTS, _WORDS)),))
     rows = AlongDim(IN, group) if group > 0 else 1
-    scale = QuantisedArray(scales, FLOAT, ((rows, AlongDim(OUT, TILE_OUTPUTS, TILE_OUTPUTS)),), plain=True)
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    scale = QuantizedArray(scales, FLOAT, ((rows, AlongDim(OUT, TILE_OUTPUTS, TILE_OUTPUTS)),), plain=True)
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     return WeightStorage((block, scale, bias), decoder=KernelTiles(block, scale, group))

@@ -15,9 +15,9 @@ from shardctl.models.quantization.storage import (
     OUT,
     AffineWords,
     AlongDim,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     WeightStorage,
     build_block_form,
     build_packed_dim,
@@ -30,17 +30,17 @@ _BITS: Final = (2, 4, 8)
 _LIST: Final = "modules_to_not_convert"
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     bits, group = config.size("bits", 4), config.size("group_size", 64)
     if bits not in _BITS:
         raise SourceError(f"{config.file} has bits = {bits} where one of {', '.join(map(str, _BITS))} is expected")
-    codes = QuantisedArray("weight", ("U32",), ((AlongDim(OUT), build_packed_dim(IN, bits)),))
+    codes = QuantizedArray("weight", ("U32",), ((AlongDim(OUT), build_packed_dim(IN, bits)),))
     by_group = (build_block_form(1, group),)
-    scales, biases = (QuantisedArray(name, FLOAT, by_group) for name in ("scales", "qbiases"))
-    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    scales, biases = (QuantizedArray(name, FLOAT, by_group) for name in ("scales", "qbiases"))
+    bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     storage = WeightStorage((codes, scales, biases, bias), decoder=AffineWords(codes, scales, biases, bits))
     listed = find_module_list(config, _LIST)
-    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
+    return QuantizationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-METAL: Final = QuantisationMethod(("metal",), _parse_scheme, build_list_extension(_LIST))
+METAL: Final = QuantizationMethod(("metal",), _parse_scheme, build_list_extension(_LIST))

@@ -1,4 +1,4 @@
-"""Lists the methods of quantisation, and finds what a config means by one."""
+"""Lists the methods of quantization, and finds what a config means by one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardctl.models.quantization.mlx import find_mlx_settings
 from shardctl.models.quantization.modelopt import MODELOPT
 from shardctl.models.quantization.mxfp4 import MXFP4
 from shardctl.models.quantization.quark import QUARK
-from shardctl.models.quantization.settings import find_quantisation_config, name_method
+from shardctl.models.quantization.settings import find_quantization_config, name_method
 from shardctl.models.quantization.torchao import TORCHAO
 from shardctl.models.tables.config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.quantization.storage import QuantisationMethod, QuantisationScheme
+    from shardctl.models.quantization.storage import QuantizationMethod, QuantizationScheme
 
-METHODS: Final[tuple[QuantisationMethod, ...]] = (
+METHODS: Final[tuple[QuantizationMethod, ...]] = (
     AUTOROUND,
     AWQ,
     BITNET,
@@ -46,17 +46,17 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
 """Every method; to add one, write its file and name it here."""
 
 
-def find_method(name: str) -> QuantisationMethod | None:
+def find_method(name: str) -> QuantizationMethod | None:
     """Find the method that a config calls `name`, in small letters; None if it is not known."""
     return next((method for method in METHODS if name in method.names), None)
 
 
-def read_scheme(config: Mapping[str, object]) -> QuantisationScheme | None:
-    """Read what a config says of quantised weights; None if it says nothing, or the family's own table does.
+def read_scheme(config: Mapping[str, object]) -> QuantizationScheme | None:
+    """Read what a config says of quantized weights; None if it says nothing, or the family's own table does.
 
     Raises UnsupportedError for a method that is not known, and SourceError for settings that make no sense.
     """
-    settings = find_quantisation_config(config)
+    settings = find_quantization_config(config)
     if settings is None:
         return None
     name = name_method(settings)

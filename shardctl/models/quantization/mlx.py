@@ -21,14 +21,14 @@ from shardctl.models.quantization.storage import (
     AffineWords,
     AlongDim,
     PackedFloats,
-    QuantisedArray,
+    QuantizedArray,
     ScaledFloats,
     build_block_form,
     build_packed_dim,
 )
 from shardctl.models.quantization.stored_weight import (
-    QuantizedArray,
-    QuantizedWeight,
+    PackedArray,
+    PackedWeight,
     StoredQuantization,
     WeightListing,
     flatten_shape,
@@ -173,7 +173,7 @@ def _list_weights(
     declared: Mapping[str, Any],
     config: Mapping[str, object],
     listing: WeightListing,
-) -> Mapping[str, QuantizedWeight]:
+) -> Mapping[str, PackedWeight]:
     """List the weights by their names on the Hub; raises UnsupportedError where MLX keeps other values than the Hub."""
     kind = str(config.get("model_type", ""))
     if kind in _CHANGED:
@@ -186,7 +186,7 @@ def _list_weights(
 
 def _build_weights(
     tensors: Mapping[str, Tensor], modules: Iterable[str], declared: Mapping[str, Any], listing: WeightListing
-) -> Iterator[tuple[str, QuantizedWeight]]:
+) -> Iterator[tuple[str, PackedWeight]]:
     for module in modules:
         weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES}"]
         settings = _choose_settings(tensors, module, declared, listing.shapes)
@@ -195,7 +195,7 @@ def _build_weights(
         decoder, arrays = _build_arrays(tensors, module, settings, flat=not stack)
         yield (
             f"{module}.weight",
-            QuantizedWeight(shape[1:] if stack else shape, decoder, arrays, stack),
+            PackedWeight(shape[1:] if stack else shape, decoder, arrays, stack),
         )
 
 
@@ -215,16 +215,16 @@ def _list_stacked_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 def _build_arrays(
     tensors: Mapping[str, Tensor], module: str, settings: _PackingSettings, *, flat: bool
-) -> tuple[WeightDecoder, Mapping[str, QuantizedArray]]:
+) -> tuple[WeightDecoder, Mapping[str, PackedArray]]:
     """Build what decodes a module's weight, and where its arrays are; `flat` reads all rows as those of one matrix."""
     scales = f"{module}{_SCALES}"
     by_group = build_block_form(1, settings.group)
 
-    def locate(name: str, form: Any, dtype: str = "", units: int = 1) -> QuantizedArray:  # noqa: ANN401 - a form
+    def locate(name: str, form: Any, dtype: str = "", units: int = 1) -> PackedArray:  # noqa: ANN401 - a form
         stored = tensors[name].shape
         rows, columns = flatten_shape(stored)
         shape = (rows, columns * units) if flat else (*stored[:-1], columns * units)
-        return QuantizedArray(name, form, shape, dtype)
+        return PackedArray(name, form, shape, dtype)
 
     if settings.mode == "affine":
         biases = f"{module}.biases"
@@ -232,9 +232,9 @@ def _build_arrays(
             raise SourceError(f"{module}.weight cannot be decoded without {biases}", hint="a shard may be missing")
         words = (AlongDim(OUT), build_packed_dim(IN, settings.bits))
         decoder: WeightDecoder = AffineWords(
-            QuantisedArray("weight", ("U32",), (words,)),
-            QuantisedArray("scales", FLOAT, (by_group,)),
-            QuantisedArray("biases", FLOAT, (by_group,)),
+            QuantizedArray("weight", ("U32",), (words,)),
+            QuantizedArray("scales", FLOAT, (by_group,)),
+            QuantizedArray("biases", FLOAT, (by_group,)),
             settings.bits,
         )
         arrays = {
@@ -245,8 +245,8 @@ def _build_arrays(
         return decoder, arrays
     kind = "F8_E4M3" if settings.bits == _FLOAT_MODES["mxfp8"][0] else "U8"
     form = MATRIX if kind == "F8_E4M3" else PAIRS
-    codes = QuantisedArray("weight", (kind,), (form,))
-    scale = QuantisedArray("scales", (_FLOAT_SCALES[settings.mode],), (by_group,))
+    codes = QuantizedArray("weight", (kind,), (form,))
+    scale = QuantizedArray("scales", (_FLOAT_SCALES[settings.mode],), (by_group,))
     located = {
         "weight": locate(f"{module}.weight", form, kind, units=WORD // 8),
         "scales": locate(scales, by_group, _FLOAT_SCALES[settings.mode]),
@@ -258,6 +258,6 @@ def _build_arrays(
         return PackedFloats(codes, scale), located
     if flat and tensors[peak].shape:
         raise UnsupportedError(f"{peak} has the shape {list(tensors[peak].shape)} where one number is expected")
-    whole = QuantisedArray("global_scale", ("F32",), ((),))
+    whole = QuantizedArray("global_scale", ("F32",), ((),))
     decoder = PackedFloats(codes, scale, whole, largest=_LARGEST)
-    return decoder, {**located, "global_scale": QuantizedArray(peak, ())}
+    return decoder, {**located, "global_scale": PackedArray(peak, ())}

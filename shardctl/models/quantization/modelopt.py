@@ -31,9 +31,9 @@ from shardctl.models.quantization.storage import (
     SCALE,
     AlongDim,
     PackedFloats,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     ScaledFloats,
     ScaledIntegers,
     WeightStorage,
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Names, WeightDecoder
 
 _MIXED: Final = "MIXED_PRECISION"
-_FP8_CODES: Final = QuantisedArray("weight", FP8, (MATRIX,))
-_INT8_CODES: Final = QuantisedArray("weight", ("I8",), (MATRIX,))
-_INT4_CODES: Final = QuantisedArray("weight", ("U8",), ((AlongDim(OUT, 2), AlongDim(IN)),))
+_FP8_CODES: Final = QuantizedArray("weight", FP8, (MATRIX,))
+_INT8_CODES: Final = QuantizedArray("weight", ("I8",), (MATRIX,))
+_INT4_CODES: Final = QuantizedArray("weight", ("U8",), ((AlongDim(OUT, 2), AlongDim(IN)),))
 """Two outputs a byte, the first in the lower half, each in two's complement (`pack_int4_in_uint8`)."""
-_FP4_CODES: Final = QuantisedArray("weight", ("U8",), (PAIRS,))
+_FP4_CODES: Final = QuantizedArray("weight", ("U8",), (PAIRS,))
 """Two inputs a byte, the first in the lower half (torch/quantization/qtensor/nvfp4_tensor.py)."""
-_WHOLE: Final = QuantisedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1])
-_INPUT: Final = QuantisedArray("input_scale", FLOAT, PER_TENSOR[::-1], optional=True)
-_SMOOTHING: Final = QuantisedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True, plain=True)
+_WHOLE: Final = QuantizedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1])
+_INPUT: Final = QuantizedArray("input_scale", FLOAT, PER_TENSOR[::-1], optional=True)
+_SMOOTHING: Final = QuantizedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True, plain=True)
 """What inputs are multiplied with; absent where the norm in front of the layer has taken it in."""
 _EXPONENTS: Final = ("U8", "F8_E8M0")
 
@@ -64,10 +64,10 @@ _EXPONENTS: Final = ("U8", "F8_E8M0")
 class _NumberFormat:
     """What weights of one `quant_algo` are stored as."""
 
-    codes: QuantisedArray
-    scale: Callable[[int], QuantisedArray]
+    codes: QuantizedArray
+    scale: Callable[[int], QuantizedArray]
     """The scales, by how many inputs share one."""
-    more: tuple[QuantisedArray, ...] = ()
+    more: tuple[QuantizedArray, ...] = ()
     group: int = 0
     """How many inputs share a scale if the config does not say; 0 if that is not a question."""
 
@@ -77,7 +77,7 @@ class _NumberFormat:
         scale = self.scale(group)
         return WeightStorage((self.codes, scale, *self.more), decoder=self._build_decoder(scale))
 
-    def _build_decoder(self, scale: QuantisedArray) -> WeightDecoder:
+    def _build_decoder(self, scale: QuantizedArray) -> WeightDecoder:
         """Build what decodes the weights; W4A8_AWQ's second scale is that of the FP8 codes that its kernel computes."""
         smoothing = _SMOOTHING if _SMOOTHING in self.more else None
         if self.codes is _FP4_CODES:
@@ -96,22 +96,22 @@ def _find_group_size(config: ModelConfig) -> int:
     return ModelConfig(weights, config.file).count("group_size", 0) if isinstance(weights, dict) else 0
 
 
-def _scale_tensor(_group: int) -> QuantisedArray:
-    return QuantisedArray("weight_scale", FLOAT, (*PER_TENSOR[::-1], *PER_ROW))
+def _scale_tensor(_group: int) -> QuantizedArray:
+    return QuantizedArray("weight_scale", FLOAT, (*PER_TENSOR[::-1], *PER_ROW))
 
 
-def _scale_rows(_group: int) -> QuantisedArray:
-    return QuantisedArray("weight_scale", FLOAT, PER_ROW[::-1])
+def _scale_rows(_group: int) -> QuantizedArray:
+    return QuantizedArray("weight_scale", FLOAT, PER_ROW[::-1])
 
 
-def _scale_blocks(block: int) -> QuantisedArray:
+def _scale_blocks(block: int) -> QuantizedArray:
     """Scales of square blocks, which ModelOpt keeps as it computes them: each dim of blocks with a dim of 1."""
     rows, columns = build_block_form(block, block)
-    return QuantisedArray("weight_scale weight_scale_inv", FLOAT, ((rows, 1, columns, 1), (rows, columns)))
+    return QuantizedArray("weight_scale weight_scale_inv", FLOAT, ((rows, 1, columns, 1), (rows, columns)))
 
 
-def _scale_groups(*dtypes: str) -> Callable[[int], QuantisedArray]:
-    return lambda group: QuantisedArray("weight_scale", dtypes, (build_block_form(1, group),))
+def _scale_groups(*dtypes: str) -> Callable[[int], QuantizedArray]:
+    return lambda group: QuantizedArray("weight_scale", dtypes, (build_block_form(1, group),))
 
 
 _NVFP4: Final = _NumberFormat(_FP4_CODES, _scale_groups("F8_E4M3", *SCALE), (_WHOLE, _INPUT), 16)
@@ -141,15 +141,15 @@ _NUMBER_FORMATS: Final[Mapping[str, _NumberFormat]] = {
 """By `quant_algo` in capitals, which ModelOpt writes of some in small letters."""
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     algorithm = config.text("quant_algo", "").upper()
     if algorithm == _MIXED:
         return _parse_mixed_scheme(config)
     listed = find_module_list(config, "ignore", "exclude_modules")
     storage = build_modelopt_storage(config)
-    if storage is None:  # only the cache of keys and values is quantised
-        return QuantisationScheme(lambda _names: WeightStorage(()), lambda _names: True)
-    return QuantisationScheme(lambda _names: storage, match_wildcards(listed or ()), heads=listed is not None)
+    if storage is None:  # only the cache of keys and values is quantized
+        return QuantizationScheme(lambda _names: WeightStorage(()), lambda _names: True)
+    return QuantizationScheme(lambda _names: storage, match_wildcards(listed or ()), heads=listed is not None)
 
 
 def build_modelopt_storage(config: ModelConfig) -> WeightStorage | None:
@@ -167,7 +167,7 @@ def build_modelopt_storage(config: ModelConfig) -> WeightStorage | None:
     return _NUMBER_FORMATS[algorithm].build_storage(config)
 
 
-def _parse_mixed_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_mixed_scheme(config: ModelConfig) -> QuantizationScheme:
     """Of every module that is named, or is in one that is, what `quantized_layers` says; others are as they were."""
     layers = config.values.get("quantized_layers")
     if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
@@ -191,8 +191,8 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantisationScheme:
         around = (around for name in names for around in list_enclosing_modules(name))
         return next((storages[module] for module in around if module in storages), None)
 
-    usual = next(iter(storages.values()))  # of what is quantised though the config does not name it
-    return QuantisationScheme(
+    usual = next(iter(storages.values()))  # of what is quantized though the config does not name it
+    return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: find(names) is None,
         heads=True,
@@ -209,4 +209,4 @@ def _spare_modules(settings: Mapping[str, Any], decoded: Sequence[str], plain: S
 
 
 _extend_list: Final = build_list_extension("ignore", "exclude_modules")
-MODELOPT: Final = QuantisationMethod(("modelopt", "modelopt_fp8", "modelopt_fp4"), _parse_scheme, _spare_modules)
+MODELOPT: Final = QuantizationMethod(("modelopt", "modelopt_fp8", "modelopt_fp4"), _parse_scheme, _spare_modules)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.quantization.encoding import WeightArray, WeightEncoding
-from shardctl.models.quantization.storage import IN, OUT, AlongDim, PackedFloats, QuantisationMethod, QuantisedArray
+from shardctl.models.quantization.storage import IN, OUT, AlongDim, PackedFloats, QuantizationMethod, QuantizedArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
 
 _BLOCK: Final = 32
-_CODES: Final = QuantisedArray("blocks", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK), _BLOCK // 2),))
-_SCALES: Final = QuantisedArray("scales", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK)),))
+_CODES: Final = QuantizedArray("blocks", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK), _BLOCK // 2),))
+_SCALES: Final = QuantizedArray("scales", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK)),))
 _DECODER: Final = PackedFloats(_CODES, _SCALES)
 
 
 def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
-    """List how each stack of experts is stored, by the name that its values have without quantisation."""
+    """List how each stack of experts is stored, by the name that its values have without quantization."""
     found = {}
     for name in model.plain.tensors if model.plain is not None else ():
         module, _, own = name.rpartition(".")
@@ -41,4 +41,4 @@ def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
     return found
 
 
-MXFP4: Final = QuantisationMethod(("mxfp4",), lambda _config: None)
+MXFP4: Final = QuantizationMethod(("mxfp4",), lambda _config: None)

@@ -19,13 +19,13 @@ from shardctl.models.quantization.storage import (
     AlongDim,
     OpenDim,
     PackedGroups,
-    QuantisedArray,
+    QuantizedArray,
     ScaledFloats,
     ScaledIntegers,
 )
 from shardctl.models.quantization.stored_weight import (
-    QuantizedArray,
-    QuantizedWeight,
+    PackedArray,
+    PackedWeight,
     StoredQuantization,
     WeightListing,
 )
@@ -72,19 +72,19 @@ def _name_type(tensors: Mapping[str, Tensor], name: str) -> str:
 
 def _list_weights(
     tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
-) -> Mapping[str, QuantizedWeight]:
+) -> Mapping[str, PackedWeight]:
     return dict(_build_weights(tensors, weights, listing))
 
 
 def _build_weights(
     tensors: Mapping[str, Tensor], weights: Iterable[str], listing: WeightListing
-) -> Iterator[tuple[str, QuantizedWeight]]:
+) -> Iterator[tuple[str, PackedWeight]]:
     for name in weights:
         plain = tensors.get(f"{name}{_BYTES}")
         yield name, _build_packed(tensors, name, listing) if plain is None else _build_plain(plain, name, tensors)
 
 
-def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> PackedWeight:
     """Build a weight of one byte an element; raises SourceError for a scale that is not one a row."""
     scale, outputs = tensors[f"{name}{_SCALE}"], codes.shape[0] if codes.shape else 0
     if codes.dtype.name not in ("I8", *FP8) or scale.shape != (outputs, *(1 for _ in codes.shape[1:])):
@@ -94,19 +94,19 @@ def _build_plain(codes: Tensor, name: str, tensors: Mapping[str, Tensor]) -> Qua
         )
     matrix = (outputs, prod(codes.shape[1:]))
     array, factor = (
-        QuantisedArray("_data", (codes.dtype.name,), (MATRIX,)),
-        QuantisedArray("_scale", FLOAT, (_PER_ROW,)),
+        QuantizedArray("_data", (codes.dtype.name,), (MATRIX,)),
+        QuantizedArray("_scale", FLOAT, (_PER_ROW,)),
     )
     floats = codes.dtype.name in FP8
     decoder: WeightDecoder = ScaledFloats(array, factor, by_scale=True) if floats else ScaledIntegers(array, factor)
     arrays = {
-        "_data": QuantizedArray(codes.name, MATRIX, matrix),
-        "_scale": QuantizedArray(scale.name, _PER_ROW, (outputs, 1)),
+        "_data": PackedArray(codes.name, MATRIX, matrix),
+        "_scale": PackedArray(scale.name, _PER_ROW, (outputs, 1)),
     }
-    return QuantizedWeight(codes.shape, decoder, arrays)
+    return PackedWeight(codes.shape, decoder, arrays)
 
 
-def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListing) -> QuantizedWeight:
+def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListing) -> PackedWeight:
     """Build a weight of packed integers; raises SourceError where its shape does not follow from its arrays."""
     codes, scale, shift = (tensors.get(f"{name}{own}") for own in (_PACKED, _SCALE, _SHIFT))
     if codes is None or scale is None or shift is None or not codes.shape or not scale.shape:
@@ -122,18 +122,18 @@ def _build_packed(tensors: Mapping[str, Tensor], name: str, listing: WeightListi
         )
     matrix = (codes.shape[0], width)
     arrays = {
-        "_data": QuantizedArray(codes.name, _GROUP_ROWS, matrix),
-        "_scale": QuantizedArray(scale.name, _GROUP_ROWS, (rows, 1)),
-        "_shift": QuantizedArray(shift.name, _GROUP_ROWS, (rows, 1)),
+        "_data": PackedArray(codes.name, _GROUP_ROWS, matrix),
+        "_scale": PackedArray(scale.name, _GROUP_ROWS, (rows, 1)),
+        "_shift": PackedArray(shift.name, _GROUP_ROWS, (rows, 1)),
     }
     decoder = PackedGroups(
-        QuantisedArray("_data", ("U8",), (_GROUP_ROWS,)),
-        QuantisedArray("_scale", FLOAT, (_GROUP_ROWS,)),
-        QuantisedArray("_shift", ("I8", *FLOAT), (_GROUP_ROWS,)),
+        QuantizedArray("_data", ("U8",), (_GROUP_ROWS,)),
+        QuantizedArray("_scale", FLOAT, (_GROUP_ROWS,)),
+        QuantizedArray("_shift", ("I8", *FLOAT), (_GROUP_ROWS,)),
         bits,
         inputs=prod(shape[1:]),
     )
-    return QuantizedWeight(tuple(shape), decoder, arrays)
+    return PackedWeight(tuple(shape), decoder, arrays)
 
 
 def _find_bits(tensors: Mapping[str, Tensor], name: str) -> int:

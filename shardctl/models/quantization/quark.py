@@ -27,9 +27,9 @@ from shardctl.models.quantization.storage import (
     SCALE,
     Form,
     PackedFloats,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     ScaledFloats,
     WeightStorage,
     build_block_form,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _EXPONENTS: Final = ("U8", "F8_E8M0")
 _ZEROS: Final = ("I8", "I32", *FLOAT)
 _ACTIVATIONS: Final = tuple(
-    QuantisedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
+    QuantizedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
     for side in ("input", "output")
     for what, kinds in (("scale", FLOAT), ("zero_point", _ZEROS))
 )
@@ -53,7 +53,7 @@ _GROUP: Final = 32
 """Inputs that share an exponent (OCP Microscaling Formats 1.0)."""
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     export = config.values.get("export")
     if isinstance(export, dict) and export.get("pack_method", "reorder") not in ("reorder", "order"):
         raise UnsupportedError(f"Quark's pack_method {export['pack_method']!r} is not known")
@@ -75,8 +75,8 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
     some = usual or next((storage for _, storage in rules if storage is not None), None)
     if some is None:
-        raise UnsupportedError(f"{config.file} says Quark, but names no quantised weights")
-    return QuantisationScheme(lambda names: find(names) or some, lambda names: find(names) is None, heads=bool(listed))
+        raise UnsupportedError(f"{config.file} says Quark, but names no quantized weights")
+    return QuantizationScheme(lambda names: find(names) or some, lambda names: find(names) is None, heads=bool(listed))
 
 
 def _build_storage(said: object, config: ModelConfig) -> WeightStorage | None:
@@ -93,17 +93,17 @@ def _build_storage(said: object, config: ModelConfig) -> WeightStorage | None:
     group = settings.size("group_size", _GROUP) if scheme == "per_group" else 0
     exponents = scheme == "per_group" and settings.text("scale_format", "e8m0") == "e8m0"
     if kind == "fp4" and exponents:
-        codes = QuantisedArray("weight", ("U8",), (PAIRS,))
-        scale = QuantisedArray("weight_scale", _EXPONENTS, (build_block_form(1, group),))
+        codes = QuantizedArray("weight", ("U8",), (PAIRS,))
+        scale = QuantizedArray("weight_scale", _EXPONENTS, (build_block_form(1, group),))
         return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=PackedFloats(codes, scale))
     if kind == "fp8_e4m3" and (exponents or scheme in _SCALES or scheme == "per_block"):
-        codes = QuantisedArray("weight", FP8, (MATRIX,))
-        scale = QuantisedArray("weight_scale", _EXPONENTS if exponents else SCALE, _list_scale_forms(settings))
+        codes = QuantizedArray("weight", FP8, (MATRIX,))
+        scale = QuantizedArray("weight_scale", _EXPONENTS if exponents else SCALE, _list_scale_forms(settings))
         return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=ScaledFloats(codes, scale))
     if kind == "int8" and scheme in _SCALES:
-        codes = QuantisedArray("weight", ("I8",), (MATRIX,))
-        zeros = QuantisedArray("weight_zero_point", _ZEROS, _SCALES[scheme], optional=True)
-        return WeightStorage((codes, QuantisedArray("weight_scale", FLOAT, _SCALES[scheme]), zeros, *_ACTIVATIONS))
+        codes = QuantizedArray("weight", ("I8",), (MATRIX,))
+        zeros = QuantizedArray("weight_zero_point", _ZEROS, _SCALES[scheme], optional=True)
+        return WeightStorage((codes, QuantizedArray("weight_scale", FLOAT, _SCALES[scheme]), zeros, *_ACTIVATIONS))
     raise UnsupportedError(f"Quark's {kind or 'weights without dtype'} {scheme.replace('_', ' ')} is not known")
 
 
@@ -122,4 +122,4 @@ def _list_scale_forms(settings: ModelConfig) -> tuple[Form, ...]:
     return (build_block_form(*block),)
 
 
-QUARK: Final = QuantisationMethod(("quark",), _parse_scheme, build_list_extension("exclude"))
+QUARK: Final = QuantizationMethod(("quark",), _parse_scheme, build_list_extension("exclude"))

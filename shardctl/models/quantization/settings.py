@@ -1,4 +1,4 @@
-"""Finds what a config says of how weights are quantised, and by which method."""
+"""Finds what a config says of how weights are quantized, and by which method."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SIDECAR: Final = "hf_quant_config.json"
-"""Where ModelOpt up to 0.33 says how weights are quantised."""
-QUANTISATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json", "quanto_qmap.json"})
+"""Where ModelOpt up to 0.33 says how weights are quantized."""
+QUANTIZATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_config.json", "quanto_qmap.json"})
 """Files next to a config that say how weights are quantized: ModelOpt's, AutoAWQ's, AutoGPTQ's, optimum-quanto's."""
-VALUES_PLACE: Final = "{} (dequantised)"
+VALUES_PLACE: Final = "{} (dequantized)"
 """What the place of a decoded weight's values is called in messages, by the name of the weight."""
 KEEP_HINT: Final = "leave --dtype out to keep the quantized weights as they are"
 _KEYS: Final = ("quantization_config", "compression_config")
 
 
-def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None:
-    """Find the `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
+def find_quantization_config(config: Mapping[str, object]) -> ModelConfig | None:
+    """Find the `quantization_config` of a `config.json` or of its text half; None if the model is not quantized.
 
     Raises SourceError if it is there and is no table.
     """
@@ -57,7 +57,7 @@ def name_method(settings: ModelConfig) -> str:
 def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return `config` with what only its `hf_quant_config.json` says, and warnings of what is odd about the two.
 
-    Where `config.json` says how weights are quantised, engines follow it; of the same quantisation the sidecar says
+    Where `config.json` says how weights are quantized, engines follow it; of the same quantization the sidecar says
     more in some versions: sizes of groups, and which module has which precision.
     Raises SourceError for a sidecar that is none.
     """
@@ -66,7 +66,7 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
         raise SourceError(
             f"{SIDECAR} has no table 'quantization'", hint=f"remove {SIDECAR} if nothing wrote it for this model"
         )
-    own = find_quantisation_config(config)
+    own = find_quantization_config(config)
     if own is None:
         return {**config, _KEYS[0]: {"quant_method": "modelopt", **sidecar}}, ()
     said, there = own.values.get("quant_algo"), inner.get("quant_algo")
@@ -79,7 +79,7 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
     return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
 
 
-def replace_quantisation_settings(
+def replace_quantization_settings(
     config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return a config with `change` made of what it says of quantized weights, wherever it says so.
@@ -89,7 +89,7 @@ def replace_quantisation_settings(
     found = dict(config)
     text = config.get("text_config")
     if isinstance(text, dict):
-        found["text_config"] = replace_quantisation_settings(text, change)
+        found["text_config"] = replace_quantization_settings(text, change)
     for key in _KEYS:
         if isinstance(config.get(key), dict):
             found[key] = replace_file_settings(config[key], change)
@@ -104,8 +104,8 @@ def replace_file_settings(
     return {**settings, "quantization": change(inner)} if isinstance(inner, dict) else change(settings)
 
 
-def drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Leave out of a config that the model is quantised."""
+def drop_quantization_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Leave out of a config that the model is quantized."""
     text = config.get("text_config")
     inner = {"text_config": {k: v for k, v in text.items() if k not in _KEYS}} if isinstance(text, dict) else {}
     return {key: value for key, value in config.items() if key not in _KEYS} | inner

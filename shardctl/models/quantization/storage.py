@@ -1,4 +1,4 @@
-"""Describes in which arrays a quantised weight is stored, and how their dims follow those of the weight.
+"""Describes in which arrays a quantized weight is stored, and how their dims follow those of the weight.
 
 A weight is `[out, in]`, dim 0 and dim 1, whatever its arrays look like.
 """
@@ -90,7 +90,7 @@ PER_ROW: Final[tuple[Form, ...]] = ((AlongDim(OUT), 1), (AlongDim(OUT),))
 
 
 @value_class
-class QuantisedArray:
+class QuantizedArray:
     """One of the arrays that are stored in place of a weight."""
 
     name: str
@@ -126,8 +126,8 @@ def build_packed_dim(dim: int, bits: int) -> AlongDim:
 class ScaledFloats:
     """Codes of a byte each, and their scales."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
     by_scale: bool = False
     """Whether the owner computes in the type of the scales, rather than in F32."""
     rounded: str = "F32"
@@ -141,9 +141,9 @@ class ScaledFloats:
 class PackedFloats:
     """Two codes of E2M1 in a byte, the first in its low half, with a scale a block, and perhaps one for them all."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    whole: QuantisedArray | None = None
+    codes: QuantizedArray
+    scale: QuantizedArray
+    whole: QuantizedArray | None = None
     """The scale of the blocks' scales."""
     divided: bool = False
     """Whether the blocks' scales are divided by it, rather than multiplied with it."""
@@ -151,7 +151,7 @@ class PackedFloats:
     """The number that `whole` stands for, if it is the largest magnitude of the weight (MLX); else 1."""
     rounded: str = "F32"
     """The type of the owner's result."""
-    smoothing: QuantisedArray | None = None
+    smoothing: QuantizedArray | None = None
     """What each input is multiplied with before the weight is used."""
     blocked: int = 0
     """How many inputs share a scale, if scales are in the order of cuBLAS; else 0."""
@@ -164,10 +164,10 @@ class PackedFloats:
 class ScaledIntegers:
     """Integers in a byte each, in two halves of a byte, or packed along the inputs as compressed-tensors does."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray | None = None
-    groups: QuantisedArray | None = None
+    codes: QuantizedArray
+    scale: QuantizedArray
+    zero: QuantizedArray | None = None
+    groups: QuantizedArray | None = None
     """The group of each input, where act-order mixed them."""
     bits: int = 0
     """Of a packed code; 0 where each has a byte of its own."""
@@ -177,7 +177,7 @@ class ScaledIntegers:
     """Whether zero points are numbers that are added to the product, rather than subtracted from the codes."""
     rounded: str = ""
     """The type of the owner's result; empty if it is that of the scales."""
-    smoothing: QuantisedArray | None = None
+    smoothing: QuantizedArray | None = None
     """What each input is multiplied with before the weight is used."""
     order: tuple[int, int] = BY_OUTPUT
 
@@ -186,13 +186,13 @@ class ScaledIntegers:
 class PackedByInput:
     """GPTQ's integers, packed along the inputs, and AWQ's, packed along the outputs; both `[in, out]`."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
+    zero: QuantizedArray
     bits: int
     group: int
     """Inputs that share a scale; -1 for all."""
-    groups: QuantisedArray | None = None
+    groups: QuantizedArray | None = None
     """The group of each input, if a checkpoint has it."""
     less_one: bool = False
     """Whether zero points are stored less one (GPTQ's first format)."""
@@ -205,9 +205,9 @@ class PackedByInput:
 class PackedRows:
     """AWQ's integers for its `gemv` kernel: packed along the inputs, and rows of zeros and scales with a padded end."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
+    zero: QuantizedArray
     group: int
     """Inputs that share a scale; -1 for all."""
     order: tuple[int, int] = BY_OUTPUT
@@ -222,8 +222,8 @@ TILE_OUTPUTS: Final = 64
 class KernelTiles:
     """Marlin's integers of four bits, in the order in which a GPU's threads take them; the middle code is zero."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
     group: int
     """Inputs that share a scale; -1 for all."""
     order: tuple[int, int] = BY_INPUT
@@ -233,15 +233,15 @@ class KernelTiles:
 class PackedIntegers:
     """bitsandbytes' codes of four bits, each an index of a table, in blocks that run on from row to row."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    table: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
+    table: QuantizedArray
     """The sixteen numbers."""
-    settings: QuantisedArray
+    settings: QuantizedArray
     """A JSON text: the size of a block, the shape and the type of the weight."""
-    second: QuantisedArray
+    second: QuantizedArray
     """The scales of the blocks' scales, if those are codes of a byte."""
-    second_table: QuantisedArray
+    second_table: QuantizedArray
     """The 256 numbers that such a code may stand for."""
     order: tuple[int, int] = BY_OUTPUT
 
@@ -250,9 +250,9 @@ class PackedIntegers:
 class ByteRows:
     """bitsandbytes' integers of a byte, with the largest number of each row, which 127 stands for."""
 
-    codes: QuantisedArray
-    peak: QuantisedArray
-    arrangement: QuantisedArray
+    codes: QuantizedArray
+    peak: QuantizedArray
+    arrangement: QuantizedArray
     """Whether rows are stored as rows, or in the order of a kernel."""
     order: tuple[int, int] = BY_OUTPUT
 
@@ -261,10 +261,10 @@ class ByteRows:
 class StackedIntegers:
     """HQQ's integers: groups of the flattened weight as rows or columns, of which the first share bytes with later."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray
-    settings: tuple[QuantisedArray, ...]
+    codes: QuantizedArray
+    scale: QuantizedArray
+    zero: QuantizedArray
+    settings: tuple[QuantizedArray, ...]
     """Arrays of one number or text each, which say the rest."""
     order: tuple[int, int] = BY_OUTPUT
 
@@ -273,9 +273,9 @@ class StackedIntegers:
 class AffineWords:
     """MLX's integers, packed along the inputs: a code times the scale of its group, plus the bias of the group."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    bias: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
+    bias: QuantizedArray
     bits: int
     """Of a code: 1 to 6, or 8."""
     order: tuple[int, int] = BY_OUTPUT
@@ -285,9 +285,9 @@ class AffineWords:
 class PackedGroups:
     """quanto's integers of 2 or 4 bits: groups of the flattened weight as rows, of which distant ones share bytes."""
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    shift: QuantisedArray
+    codes: QuantizedArray
+    scale: QuantizedArray
+    shift: QuantizedArray
     """Zero points, which are subtracted from codes, or floats, which are subtracted from products."""
     bits: int
     inputs: int
@@ -308,14 +308,14 @@ WeightDecoder = (
     | AffineWords
     | PackedGroups
 )
-"""How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
+"""How the values of a weight follow from its arrays; `models/dequantization` works them out."""
 
 
 @dataclass(frozen=True)
 class WeightStorage:
     """How one weight is stored."""
 
-    arrays: tuple[QuantisedArray, ...]
+    arrays: tuple[QuantizedArray, ...]
     uncut: Mapping[int, str] = field(default_factory=dict)
     """Dims of the weight that no axis may cut, each with what it is then, in words that follow "1"."""
     whole: str = ""
@@ -334,26 +334,26 @@ Names = tuple[str, ...]
 
 
 @value_class
-class QuantisationScheme:
+class QuantizationScheme:
     """What a `quantization_config` says."""
 
     storage: Callable[[Names], WeightStorage]
-    """How the weight of a module is stored if it is quantised."""
+    """How the weight of a module is stored if it is quantized."""
     spares: Callable[[Names], bool]
     """Whether the config expressly leaves a module as it is."""
     heads: bool = False
-    """Whether an output head is quantised unless the config says otherwise."""
+    """Whether an output head is quantized unless the config says otherwise."""
     example: str = ""
     """A quantized module, if the config names each of them, so that a model without any is an error."""
 
 
 @value_class
-class QuantisationMethod:
-    """A way to quantise."""
+class QuantizationMethod:
+    """A way to quantize."""
 
     names: tuple[str, ...]
     """What `quant_method` says."""
-    read: Callable[[ModelConfig], QuantisationScheme | None]
+    read: Callable[[ModelConfig], QuantizationScheme | None]
     """What its settings mean; None if the family's own table has the arrays already."""
     spare: Callable[[Mapping[str, Any], Sequence[str], Sequence[str]], Mapping[str, Any]] | None = None
     """Returns settings that also leave modules as they are: those that were decoded, and those that no list names yet

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class QuantizedArray:
+class PackedArray:
     """One array of such a weight."""
 
     name: str
@@ -28,13 +28,13 @@ class QuantizedArray:
 
 
 @value_class
-class QuantizedWeight:
+class PackedWeight:
     """How one weight is stored."""
 
     shape: tuple[int, ...]
     """Of the weight; of each matrix, if `stack` names some."""
     decoder: WeightDecoder
-    arrays: Mapping[str, QuantizedArray]
+    arrays: Mapping[str, PackedArray]
     """By the names that the decoder has for them."""
     stack: tuple[str, ...] = ()
     """The names of the matrices in order, if each array has one of each along its first dim."""
@@ -56,7 +56,7 @@ class StoredQuantization:
 
     title: str
     """The format, such as `MLX 4-bit (group 32)`."""
-    list_weights: Callable[[WeightListing], Mapping[str, QuantizedWeight]] | None
+    list_weights: Callable[[WeightListing], Mapping[str, PackedWeight]] | None
     """Lists the weights by the names that they have without quantization; None where nobody here decodes them.
 
     It raises SourceError for arrays that do not fit each other, UnsupportedError for what is not decoded.

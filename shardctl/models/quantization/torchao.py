@@ -22,9 +22,9 @@ from shardctl.models.quantization.storage import (
     PAIRS,
     AlongDim,
     PackedFloats,
-    QuantisationMethod,
-    QuantisationScheme,
-    QuantisedArray,
+    QuantizationMethod,
+    QuantizationScheme,
+    QuantizedArray,
     ScaledFloats,
     ScaledIntegers,
     WeightStorage,
@@ -51,11 +51,11 @@ _MX_GROUP: Final = 32
 _MX_CODES: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float4_e2m1fn_x2": "U8"}
 _BLOCKED: Final = "row of scales, because those of 128 outputs are in the order of a kernel"
 _ROW: Final[Form] = (AlongDim(OUT), 1)
-_SMOOTHING: Final = QuantisedArray("_weight_act_pre_scale", FLOAT, ((AlongDim(IN),), (1, AlongDim(IN))), optional=True)
+_SMOOTHING: Final = QuantizedArray("_weight_act_pre_scale", FLOAT, ((AlongDim(IN),), (1, AlongDim(IN))), optional=True)
 """What inputs are multiplied with."""
 _ACTIVATIONS: Final = (
-    QuantisedArray("_weight_act_quant_scale", FLOAT, ((1, 1), (1,), ()), optional=True),
-    QuantisedArray("_weight_act_quant_zero_point", ("I8", *FLOAT), ((1, 1), (1,), ()), optional=True),
+    QuantizedArray("_weight_act_quant_scale", FLOAT, ((1, 1), (1,), ()), optional=True),
+    QuantizedArray("_weight_act_quant_zero_point", ("I8", *FLOAT), ((1, 1), (1,), ()), optional=True),
     _SMOOTHING,
 )
 
@@ -66,9 +66,9 @@ def _build_byte_storage(config: ModelConfig, dtype: str) -> WeightStorage:
 
 
 def _build_integer_storage(form: Form, dtype: str, *, optional_zeros: bool) -> WeightStorage:
-    codes = QuantisedArray("_weight_qdata", ("I8",), (MATRIX,))
-    scale = QuantisedArray("_weight_scale", FLOAT, (form,))
-    zero = QuantisedArray("_weight_zero_point", ("I8", *FLOAT), (form,), optional=optional_zeros)
+    codes = QuantizedArray("_weight_qdata", ("I8",), (MATRIX,))
+    scale = QuantizedArray("_weight_scale", FLOAT, (form,))
+    zero = QuantizedArray("_weight_zero_point", ("I8", *FLOAT), (form,), optional=optional_zeros)
     decoder = ScaledIntegers(codes, scale, zero, rounded=dtype, smoothing=_SMOOTHING)
     return WeightStorage((codes, scale, zero, *_ACTIVATIONS), decoder=decoder)
 
@@ -78,8 +78,8 @@ def _build_float_storage(config: ModelConfig, dtype: str) -> WeightStorage:
     if packing != "PLAIN":
         raise _refuse_packing(packing)
     dynamic = "activation_dtype" in config.values
-    codes = QuantisedArray("_weight_qdata", FP8, (MATRIX,))
-    scale = QuantisedArray(
+    codes = QuantizedArray("_weight_qdata", FP8, (MATRIX,))
+    scale = QuantizedArray(
         "_weight_scale", FLOAT, (_parse_granularity(config, "granularity", (1, 1) if dynamic else _ROW), ())
     )
     decoder = ScaledFloats(codes, scale, rounded=dtype)
@@ -101,22 +101,22 @@ def _build_pair_storage(config: ModelConfig, _dtype: str) -> WeightStorage:
     if packing != "PLAIN":
         raise _refuse_packing(packing)
     form: Form = (AlongDim(IN, config.size("group_size", 128)), AlongDim(OUT))
-    codes = QuantisedArray("_weight_qdata", ("I8", "U8"), (PAIRS,))
-    scale = QuantisedArray("_weight_scale", FLOAT, (form,), plain=True)
-    zero = QuantisedArray("_weight_zero_point", FLOAT, (form,), plain=True)
+    codes = QuantizedArray("_weight_qdata", ("I8", "U8"), (PAIRS,))
+    scale = QuantizedArray("_weight_scale", FLOAT, (form,), plain=True)
+    zero = QuantizedArray("_weight_zero_point", FLOAT, (form,), plain=True)
     decoder = ScaledIntegers(codes, scale, zero, halved=True, added=True, rounded="F32", smoothing=_SMOOTHING)
     return WeightStorage((codes, scale, zero, _SMOOTHING), decoder=decoder)
 
 
-def _build_blocked_scale(dtype: str, group: int) -> QuantisedArray:
+def _build_blocked_scale(dtype: str, group: int) -> QuantizedArray:
     """Build scales of `group` inputs each in the order of cuBLAS, which torchao's configs always ask for."""
-    return QuantisedArray("_weight_scale", (dtype,), ((AlongDim(OUT, 128, 32), AlongDim(IN, 4 * group, 16)),))
+    return QuantizedArray("_weight_scale", (dtype,), ((AlongDim(OUT, 128, 32), AlongDim(IN, 4 * group, 16)),))
 
 
 def _build_nvfp4_storage(_config: ModelConfig, dtype: str) -> WeightStorage:
-    codes, scale = QuantisedArray("_weight_qdata", ("U8",), (PAIRS,)), _build_blocked_scale("F8_E4M3", _NVFP4_GROUP)
-    whole = QuantisedArray("_weight_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
-    inputs = QuantisedArray("_weight_act_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
+    codes, scale = QuantizedArray("_weight_qdata", ("U8",), (PAIRS,)), _build_blocked_scale("F8_E4M3", _NVFP4_GROUP)
+    whole = QuantizedArray("_weight_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
+    inputs = QuantizedArray("_weight_act_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
     decoder = PackedFloats(codes, scale, whole, rounded=dtype, blocked=_NVFP4_GROUP)
     return WeightStorage((codes, scale, whole, inputs), uncut={IN: _BLOCKED}, decoder=decoder)
 
@@ -127,7 +127,7 @@ def _build_mx_storage(config: ModelConfig, dtype: str) -> WeightStorage:
     if group != _MX_GROUP or kind not in _MX_CODES:
         raise UnsupportedError(f"torchao's MX weights of {kind} in blocks of {group} are not known")
     scale = _build_blocked_scale("F8_E8M0", group)
-    codes = QuantisedArray("_weight_qdata", (_MX_CODES[kind],), (MATRIX if _MX_CODES[kind] in FP8 else PAIRS,))
+    codes = QuantizedArray("_weight_qdata", (_MX_CODES[kind],), (MATRIX if _MX_CODES[kind] in FP8 else PAIRS,))
     decoder = ScaledFloats if _MX_CODES[kind] in FP8 else PackedFloats
     return WeightStorage(
         (codes, scale), uncut={IN: _BLOCKED}, decoder=decoder(codes, scale, rounded=dtype, blocked=group)
@@ -191,7 +191,7 @@ def _open_object(value: object, file: str, key: str) -> tuple[str, ModelConfig]:
     return value["_type"], ModelConfig(plain, file)
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     said = config.values.get("quant_type")
     chosen = said.get("default") if isinstance(said, dict) else None
     if chosen is None:
@@ -213,7 +213,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     usual = next((storage for _, storage in rules if storage is not None), None)
     if usual is None:
         raise UnsupportedError(f"{config.file} says torchao, but that no weight is quantised")
-    return QuantisationScheme(
+    return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: skipped(names) or find(names) is None,
         heads=config.switch("include_input_output_embeddings", default=False),
@@ -269,4 +269,4 @@ def drop_torchao_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return {key: value for key, value in metadata.items() if key != _LIST and not value.startswith(_CLASS)}
 
 
-TORCHAO: Final = QuantisationMethod((_NAME,), _parse_scheme, build_list_extension("modules_to_not_convert"))
+TORCHAO: Final = QuantizationMethod((_NAME,), _parse_scheme, build_list_extension("modules_to_not_convert"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.quantization.settings import find_quantisation_config, name_method
+from shardctl.models.quantization.settings import find_quantization_config, name_method
 from shardctl.models.quantization.stored_weight import StoredQuantization
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _ARRAYS: Final = {
 
 def find_undecoded_weights(stored: Manifest, config: Mapping[str, object]) -> StoredQuantization | None:
     """Find weights in a format that is only named here; None if there are none."""
-    tensors, settings = stored.tensors, find_quantisation_config(config)
+    tensors, settings = stored.tensors, find_quantization_config(config)
     method = name_method(settings) if settings is not None else ""
     if method in UNDECODED_METHODS:
         return StoredQuantization(UNDECODED_METHODS[method], None)

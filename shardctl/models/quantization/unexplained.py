@@ -1,4 +1,4 @@
-"""Notices weights that are codes, although no config says how they are quantised."""
+"""Notices weights that are codes, although no config says how they are quantized."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def check_unexplained_codes(model: Model, stored: Manifest) -> tuple[str, ...]:
     if plain and all(find_canonical_name(model, name) is not None for name in stored.tensors):
         found = format_first_few([tensor.name for tensor in codes])
         kinds = " and ".join(sorted({tensor.dtype.name for tensor in codes}))
-        return (f"config.json does not say how {found} were quantised to {kinds}; they are taken for plain numbers",)
+        return (f"config.json does not say how {found} were quantized to {kinds}; they are taken for plain numbers",)
     raise UnsupportedError(
         f"{codes[0].name} is {codes[0].dtype}, but config.json does not say how weights are quantised",
         hint=f"ModelOpt up to 0.33 says so in {SIDECAR}, which must be beside config.json; "
-        "for others, give the quantised model's own config with --config PATH",
+        "for others, give the quantized model's own config with --config PATH",
     )
 
 

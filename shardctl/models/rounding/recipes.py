@@ -1,4 +1,4 @@
-"""Lists the formats that weights are quantised to without data, as compressed-tensors stores and describes them.
+"""Lists the formats that weights are quantized to without data, as compressed-tensors stores and describes them.
 
 Presets: compressed-tensors 0.20 (quantization/quant_scheme.py). Those that need data have no recipe: activations whose
 scales are calibrated (FP8, NVFP4), GPTQ, AWQ.
@@ -30,7 +30,7 @@ class RoundingRecipe:
     """Outputs and inputs that share a scale; 0 for all of them."""
     weights: _Settings
     inputs: _Settings | None
-    """How engines are to quantise activations, while they run; None if they are not to."""
+    """How engines are to quantize activations, while they run; None if they are not to."""
     scale: Literal["float", "exponent", "fp8", "exact"] = "float"
     """What scales are: of the weight's type, exponents alone, or FP8 beside one number for the whole weight; or
     exponents with which every value is held exactly, where that is an error otherwise."""

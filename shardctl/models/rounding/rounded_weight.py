@@ -1,4 +1,4 @@
-"""Presents the arrays of a quantised weight as if they were stored, worked out of the weight when they are read.
+"""Presents the arrays of a quantized weight as if they were stored, worked out of the weight when they are read.
 
 Rows are read in strips: a row of blocks, or as many rows as make up a tile. The scales of a strip are remembered, so
 that those of a weight, which are read after its codes, need no second look at it.
@@ -71,7 +71,7 @@ class ScaleMemory:
 
 @value_class
 class RoundedWeight:
-    """A weight and how it is quantised."""
+    """A weight and how it is quantized."""
 
     matrix: StoredMatrix
     rule: ScaleRule

@@ -31,7 +31,7 @@ _HINT: Final = "leave it as it is with --quantize-ignore {}"
 
 @value_class
 class StoredMatrix:
-    """A weight that is to be quantised."""
+    """A weight that is to be quantized."""
 
     module: str
     shape: tuple[int, int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import UnsupportedError, format_first_few
-from shardctl.models.quantization import find_quantisation_config
+from shardctl.models.quantization import find_quantization_config
 from shardctl.models.rules.fused_orders import FusedOrders
 from shardctl.models.rules.transformers_plan import read_plan
 from shardctl.models.tables.config import ModelConfig
@@ -51,9 +51,9 @@ def build_transformers_model(config: Mapping[str, object], stored: Manifest) -> 
     """
     named = ModelConfig(config)
     architecture = named.architecture()
-    if find_quantisation_config(config) is not None:
+    if find_quantization_config(config) is not None:
         raise UnsupportedError(
-            f"the plan that transformers has for {architecture} does not cover quantised weights",
+            f"the plan that transformers has for {architecture} does not cover quantized weights",
             hint="write a rule file and give it with --rules FILE",
         )
     plan = read_plan(named.text("model_type", ""), architecture)

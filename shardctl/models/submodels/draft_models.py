@@ -50,7 +50,8 @@ def name_draft_model(config: Mapping[str, Any] | None, shapes: Mapping[str, tupl
 
     >>> name_draft_model({"architectures": ["LlamaForCausalLMEagle3"]}, {})
     'EAGLE-3'
-    >>> name_draft_model({"architectures": ["LlamaForCausalLM"]}, {"fc.weight": (64, 128), "layers.0.up.weight": (8, 8)})
+    >>> shapes = {"fc.weight": (64, 128), "layers.0.up.weight": (8, 8)}
+    >>> name_draft_model({"architectures": ["LlamaForCausalLM"]}, shapes)
     'EAGLE'
     """
     kind = _find_declared_kind(config or {}) or _find_kind_by_names(config or {}, shapes)

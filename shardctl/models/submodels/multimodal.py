@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.names.binding import bind_names, find_canonical_name
-from shardctl.models.quantization import quantise_model
+from shardctl.models.quantization import quantize_model
 from shardctl.models.rules.untabled import place_tensor
 from shardctl.models.submodels.inner_adapters import add_inner_adapters, list_inner_adapters
 from shardctl.models.submodels.inner_kinds import assume_inner_values, find_inner_family, list_flat_families
@@ -123,7 +123,7 @@ class TextBackbone:
         text = self.build(base, head or "")
         if head is None:  # the names that a tied head would have are anyone's guess
             text = replace(text, tensors={n: replace(t, ties=()) for n, t in text.tensors.items()}, aliases={})
-        text = quantise_model(text, self.config, self.stored)
+        text = quantize_model(text, self.config, self.stored)
         known = {name for name in self.stored.tensors if find_canonical_name(text, name) is not None}
         rest = {name: None for name in self.stored.tensors if name not in known}
         self.check(text, base, known, rest, {name.split(".")[0] for name in inside})
@@ -137,7 +137,7 @@ class TextBackbone:
 
     def alone(self) -> Model:
         """Build the text half of a model of which nothing is stored, under the usual names."""
-        text = quantise_model(self.build(f"{_USUAL}{self.member.prefix}.", _USUAL), self.config)
+        text = quantize_model(self.build(f"{_USUAL}{self.member.prefix}.", _USUAL), self.config)
         return self.complete(text, f"only the {self.family.name} inside {self.title} is counted, without its towers")
 
     def complete(self, text: Model, line: str) -> Model:

@@ -168,7 +168,7 @@ class ModelConfig:
     def dtype(self) -> DType:
         """Return the declared type, else that which transformers would make the model in.
 
-        It is F32, but what is not quantised of a quantised model is in 16 bits (quantizers/, `update_dtype`).
+        It is F32, but what is not quantized of a quantized model is in 16 bits (quantizers/, `update_dtype`).
         """
         return self.declared() or BY_NAME["BF16" if self.values.get("quantization_config") else "F32"]
 

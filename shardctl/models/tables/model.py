@@ -73,9 +73,9 @@ class Model:
     transposed: bool = False
     """Whether linear weights are stored as `[in, out]`."""
     plain: Model | None = None
-    """The model as it would be without quantisation; None if that makes no difference."""
+    """The model as it would be without quantization; None if that makes no difference."""
     encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)
-    """How each quantised weight is stored, by its name."""
+    """How each quantized weight is stored, by its name."""
     derivation: RuleDerivation | None = None
     """How the cuts were derived, where no table says them."""
 

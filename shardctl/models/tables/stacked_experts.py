@@ -54,7 +54,7 @@ def split_family(family: Family) -> Family | None:
 
 
 def stores_split_experts(config: Mapping[str, Any], stored: Manifest | None) -> bool:
-    """Return whether experts have matrices of their own: as stored, else as compressed-tensors has quantised ones."""
+    """Return whether experts have matrices of their own: as stored, else as compressed-tensors has quantized ones."""
     if stored is not None:
         return any(_FIRST in name for name in stored.tensors)
     settings = config.get("quantization_config")

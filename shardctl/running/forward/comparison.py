@@ -325,7 +325,7 @@ def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
     quantised = original.config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "some way") if isinstance(quantised, dict) else "some way"
-        raise UnsupportedError(f"the weights are quantised ({method}) and cannot be run here")
+        raise UnsupportedError(f"the weights are quantized ({method}) and cannot be run here")
     return original.config
 
 

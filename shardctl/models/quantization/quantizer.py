@@ -1,4 +1,4 @@
-"""Describes a quantised model: instead of each quantised weight the arrays that are stored of it."""
+"""Describes a quantized model: instead of each quantized weight the arrays that are stored of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardctl.models.quantization.arrays import list_stored_arrays
 from shardctl.models.quantization.encoding import WeightEncoding
 from shardctl.models.quantization.expert_codes import list_stacked_parts, list_weight_stacks, stack_arrays_alike
 from shardctl.models.quantization.expressions import limit_matching
-from shardctl.models.quantization.settings import find_quantisation_config
+from shardctl.models.quantization.settings import find_quantization_config
 from shardctl.models.quantization.storage import FLOAT, SCALE
 from shardctl.models.quantization.unexplained import check_unexplained_codes
 from shardctl.models.tables.family import Row
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.models.quantization.encoding import WeightArray
     from shardctl.models.quantization.following import Cuts
-    from shardctl.models.quantization.storage import Names, QuantisationScheme, WeightStorage
+    from shardctl.models.quantization.storage import Names, QuantizationScheme, WeightStorage
     from shardctl.models.tables.fusion import TensorFusion
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest, Tensor
@@ -37,7 +37,7 @@ _WEIGHT: Final = ".weight"
 _PLAIN_NAMES: Final = frozenset({"weight", "bias"})
 _MATRIX: Final = 2
 _SPARED_DIMS: Final = ("experts ", "index_heads ")
-"""The first dims of what nobody quantises: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
+"""The first dims of what nobody quantizes: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
 _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
@@ -46,8 +46,8 @@ _CACHED: Final = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 """The projections beside which, or in which, they are."""
 
 
-def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
-    """Return `model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
+def quantize_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
+    """Return `model` as its `quantization_config` says it is stored: the arrays of each quantized weight instead of it.
 
     Which weights those are, the config says only in part, for it also depends on the code of the class (routers and
     heads are spared unsaid). So where `stored` has a weight in one form or the other, that decides, and the config
@@ -55,7 +55,7 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     Raises UnsupportedError for a method that is not known, or codes that no config explains, SourceError for settings
     that make no sense and for an array that is stored as another type than its method has.
     """
-    if find_quantisation_config(config) is None:
+    if find_quantization_config(config) is None:
         noticed = check_unexplained_codes(model, stored) if stored is not None else ()
         return replace(model, warnings=(*model.warnings, *noticed)) if noticed else model
     from shardctl.models.quantization.methods import read_scheme
@@ -66,12 +66,12 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     if model.transposed:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
     with limit_matching():
-        return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
+        return _ModelQuantizer(model, scheme, known=stored is not None).model_of(stored)
 
 
 @value_class
-class _QuantisableWeight:
-    """A weight that may be quantised."""
+class _QuantizableWeight:
+    """A weight that may be quantized."""
 
     tensor: ModelTensor
     module: str
@@ -82,7 +82,7 @@ class _QuantisableWeight:
 
 @value_class
 class _StoredWeight:
-    """What is stored of a quantised weight, as of many others."""
+    """What is stored of a quantized weight, as of many others."""
 
     arrays: tuple[tuple[str, tuple[tuple[int, ...], DType] | None], ...]
     """By each name that an array may have after the module's: its shape and type, None if it is not there."""
@@ -90,11 +90,11 @@ class _StoredWeight:
 
 
 @state_class
-class _ModelQuantiser:
+class _ModelQuantizer:
     """One model, while its weights are replaced."""
 
     plain: Model
-    scheme: QuantisationScheme
+    scheme: QuantizationScheme
     known: bool
     """Whether what is stored is known."""
     present: dict[str, Tensor] = field(default_factory=dict)
@@ -119,10 +119,10 @@ class _ModelQuantiser:
     """Of these, the names that may be in the table beside the weight's."""
     storages: list[WeightStorage] = field(default_factory=list)
     contrary: list[str] = field(default_factory=list)
-    """Modules that are quantised though the config says that they are not."""
+    """Modules that are quantized though the config says that they are not."""
 
     def model_of(self, stored: Manifest | None) -> Model:
-        """Return the quantised model."""
+        """Return the quantized model."""
         weights = {name: w for name, t in self.plain.tensors.items() if (w := self.weight(t))}
         stacks = dict(list_weight_stacks(self.plain, weights.keys()))
         if stored is not None:
@@ -152,7 +152,7 @@ class _ModelQuantiser:
             )
         warnings = self.plain.warnings
         if self.contrary:
-            warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantised, but it is",)
+            warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantized, but it is",)
         return replace(
             self.plain,
             tensors=tensors,
@@ -162,18 +162,18 @@ class _ModelQuantiser:
             encodings=encodings,
         )
 
-    def weight(self, tensor: ModelTensor) -> _QuantisableWeight | None:
-        """Return the weight that `tensor` is; None if it cannot be quantised."""
+    def weight(self, tensor: ModelTensor) -> _QuantizableWeight | None:
+        """Return the weight that `tensor` is; None if it cannot be quantized."""
         name = tensor.name
         unfit = len(tensor.shape) != _MATRIX or tensor.free or tensor.ties or tensor.row.buffer
         if unfit or not name.endswith(_WEIGHT):
             return None
         module = name[: -len(_WEIGHT)]
         names = self.names(module)
-        return _QuantisableWeight(tensor, module, names, self.scheme.storage(names))
+        return _QuantizableWeight(tensor, module, names, self.scheme.storage(names))
 
     def read(
-        self, stored: Manifest, weights: Mapping[str, _QuantisableWeight], stacks: Mapping[str, TensorFusion]
+        self, stored: Manifest, weights: Mapping[str, _QuantizableWeight], stacks: Mapping[str, TensorFusion]
     ) -> None:
         """Find out what is stored of each weight."""
         modules = {weight.module: weight for weight in weights.values()}
@@ -207,8 +207,8 @@ class _ModelQuantiser:
             else:
                 self.present[meant] = tensor
 
-    def find_parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...] | None:
-        """Find the arrays of the weight, None if it is not quantised; nearly all are as another one was before."""
+    def find_parts(self, weight: _QuantizableWeight) -> tuple[WeightArray, ...] | None:
+        """Find the arrays of the weight, None if it is not quantized; nearly all are as another one was before."""
         key = (id(weight.storage), id(weight.tensor.row), id(weight.tensor.spec.cuts), weight.tensor.shape)
         last = self.last.get(key)
         if last is not None and self.is_stored_as(weight, last):
@@ -226,7 +226,7 @@ class _ModelQuantiser:
             self.last[key] = _StoredWeight(arrays, parts)
         return parts
 
-    def is_stored_as(self, weight: _QuantisableWeight, other: _StoredWeight) -> bool:
+    def is_stored_as(self, weight: _QuantizableWeight, other: _StoredWeight) -> bool:
         """Return whether the same is stored of a weight as of another one, in arrays alike."""
         present, beside, module = self.present, self.beside, weight.module
         for suffix, kind in other.arrays:
@@ -240,7 +240,7 @@ class _ModelQuantiser:
                 return False
         return True
 
-    def list_held(self, weight: _QuantisableWeight) -> dict[str, Tensor]:
+    def list_held(self, weight: _QuantizableWeight) -> dict[str, Tensor]:
         """List what is stored of a weight, by the names that follow the module's."""
         present, module, held = self.present, weight.module, dict[str, "Tensor"]()
         for name in self.list_likely_names(weight.storage) if present else ():
@@ -249,8 +249,8 @@ class _ModelQuantiser:
                 held[name] = found
         return held
 
-    def quantised(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> bool:
-        """Return whether the weight is quantised: by what is stored, else by the config."""
+    def quantised(self, weight: _QuantizableWeight, held: Mapping[str, Tensor]) -> bool:
+        """Return whether the weight is quantized: by what is stored, else by the config."""
         if not self.present:
             return not self.spared(weight)
         plain = held.get("weight") or self.present.get(weight.tensor.name)
@@ -261,14 +261,14 @@ class _ModelQuantiser:
             return True
         return plain is None and not self.spared(weight)
 
-    def spared(self, weight: _QuantisableWeight) -> bool:
-        """Return whether the config leaves the weight as it is, or nobody quantises such weights."""
+    def spared(self, weight: _QuantizableWeight) -> bool:
+        """Return whether the config leaves the weight as it is, or nobody quantizes such weights."""
         if weight.tensor.row.dims.startswith(_SPARED_DIMS) or self.listed(weight):
             return True
         where = {kind for kind, _ in weight.tensor.spec.where}
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)
 
-    def listed(self, weight: _QuantisableWeight) -> bool:
+    def listed(self, weight: _QuantizableWeight) -> bool:
         """Return whether the config expressly leaves the module as it is."""
         return self.scheme.spares(weight.names)
 
@@ -284,7 +284,7 @@ class _ModelQuantiser:
         return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))
 
     def add_arrays(
-        self, weight: _QuantisableWeight, parts: Sequence[WeightArray], tensors: dict[str, ModelTensor]
+        self, weight: _QuantizableWeight, parts: Sequence[WeightArray], tensors: dict[str, ModelTensor]
     ) -> None:
         """Add what is stored instead of the weight."""
         tensor, spec, module = weight.tensor, weight.tensor.spec, weight.module
@@ -316,7 +316,7 @@ class _ModelQuantiser:
             rule = self.specs[key] = PartitionSpec(part.cuts, spec.where, spec.rule.member)
         return build_member_spec(rule, spec.member)
 
-    def parts(self, weight: _QuantisableWeight, held: Mapping[str, Tensor]) -> tuple[WeightArray, ...]:
+    def parts(self, weight: _QuantizableWeight, held: Mapping[str, Tensor]) -> tuple[WeightArray, ...]:
         """Return the arrays of the weight, worked out once for all that are alike."""
         tensor, module, known = weight.tensor, weight.module, self.plain.tensors
         beside = self.list_tabled_names(weight.storage)
@@ -353,7 +353,7 @@ class _ModelQuantiser:
             self.likely_tabled[id(storage)] = found
         return found
 
-    def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
+    def cache_scales(self, weight: _QuantizableWeight) -> Iterator[ModelTensor]:
         """Yield the scales of the key/value cache that are stored beside or in this projection."""
         names = _list_cache_names(weight.module) if self.present else ()
         rows = _list_cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
