@@ -311,7 +311,7 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
     ("name", "changes", "message"),
     [
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers = 3 where a list of layers"),
-        ("llama4_text", {"moe_layers": "all"}, "moe_layers = 'all' where a list of layers"),
+        ("llama4_text", {"moe_layers": "all"}, "moe_layers = 'all' where a list of names or numbers"),
         ("mixtral", {"num_local_experts": None}, "no 'num_local_experts'"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
         ("qwen3_next", {"linear_num_value_heads": 6}, "6 value heads for 4 key heads"),
