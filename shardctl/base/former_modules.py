@@ -35,7 +35,7 @@ _MOVED: Final = {
         "optimizers preconditioner_blocks profiles recomputed_modules recurrent schedule scheme selective "
         "states timeline trained_weights transients unit_transients"
     ),
-    ("estimate", "hardware"): ("device_spec devices devices_geforce devices_hopper devices_nvidia devices_others"),
+    ("estimate", "hardware"): ("device_spec devices"),
     ("models", "estimate.model"): ("layer_weights"),
     ("models", "models.names"): (
         "autoep_names automodel_names binding extra_names flat_parameters hub maxtext_names meta_names naming "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from shardctl.base.errors import MachineError, UsageError
-from shardctl.hardware.devices import DEVICES, DeviceSpec, find_named_device, get_device
+from shardctl.hardware.devices import DeviceSpec, find_named_device, get_device, list_devices
 
 _NAMED: Final = "name the device, such as --gpu h100-80g"
 
@@ -48,6 +48,6 @@ def _match_device(name: str, nbytes: int) -> DeviceSpec:
 def _find_by_part(name: str) -> list[DeviceSpec]:
     """Find the devices of which the name has the longest part: a GB200's has that of a B200, too."""
     plain = "".join(c for c in name.lower() if c.isalnum())
-    parts = {one.name: max((len(s) for s in one.spellings if s in plain), default=0) for one in DEVICES}
+    parts = {one.name: max((len(s) for s in one.spellings if s in plain), default=0) for one in list_devices()}
     longest = max(parts.values())
-    return [one for one in DEVICES if longest and parts[one.name] == longest]
+    return [one for one in list_devices() if longest and parts[one.name] == longest]

@@ -24,9 +24,9 @@ def list_format_names() -> list[str]:
 
 def list_gpu_names() -> list[str]:
     """List what `--gpu` takes; a size such as 80GB is taken, too."""
-    from shardctl.hardware.devices import DEVICES, format_short_name
+    from shardctl.hardware.devices import format_short_name, list_devices
 
-    return [*(format_short_name(one) for one in DEVICES), "auto"]
+    return [*(format_short_name(one) for one in list_devices()), "auto"]
 
 
 def list_recipe_names() -> list[str]:

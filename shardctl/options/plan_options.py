@@ -202,10 +202,10 @@ class PlanOptions:
         "DeviceSpec | None",
         CommandOption(
             HelpPanel.DEVICES,
-            "Device name (h100-80g, rtx-4090, ...), memory size (80GB), or auto for this machine's device. "
-            "Exits with 3 if the model does not fit.",
+            "Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto "
+            "for this machine's device. Exits with 3 if the model does not fit.",
             flag="--gpu",
-            metavar="NAME|SIZE|auto",
+            metavar="NAME|SIZE|FILE|auto",
             words=list_gpu_names,
             parser=find_device,
         ),

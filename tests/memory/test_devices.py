@@ -8,7 +8,7 @@ import pytest
 
 from shardctl.base.errors import UsageError
 from shardctl.estimate.local_device import _match_device
-from shardctl.hardware.devices import DEVICES, GB, GIB, PCIE3, TERA, get_device
+from shardctl.hardware.devices import GB, GIB, PCIE3, TERA, get_device, list_devices
 from shardctl.options.plan_options import find_device
 
 
@@ -50,7 +50,7 @@ def test_a_device_is_found_by_the_names_it_is_given(named, name):
     assert get_device(named).name == name
 
 
-@pytest.mark.parametrize("one", DEVICES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", list_devices(), ids=lambda one: one.name)
 def test_every_device_has_every_figure_and_its_source(one):
     assert one.timed or "does not publish operations" in one.source
     assert one.usable_bytes <= one.memory_bytes
@@ -68,9 +68,9 @@ def test_every_device_has_every_figure_and_its_source(one):
 
 
 def test_there_are_the_devices_that_people_rent_and_buy():
-    names = {one.name for one in DEVICES}
-    assert len(DEVICES) == len(names) >= 40
-    assert f"one of {len(DEVICES)} [devices]" in (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    names = {one.name for one in list_devices()}
+    assert len(list_devices()) == len(names) >= 40
+    assert f"one of {len(list_devices())} [devices]" in (Path(__file__).parents[2] / "docs/planning.md").read_text()
     for name in ("RTX 3060", "RTX 5090", "A40", "L4", "H20", "H100 NVL", "GB300", "MI355X", "TPU7x", "Trainium 3"):
         assert name in names
 
@@ -88,12 +88,12 @@ def test_the_page_has_every_device_as_the_table_has_it():
             *(f"{rate / GB:,.6g}" for rate in (one.memory_bandwidth, one.link_bandwidth, one.network_bandwidth)),
             str(one.per_node),
         ]
-        for one in DEVICES
+        for one in list_devices()
     ]
 
 
 def test_the_memory_that_torch_reports():
-    usable = {one.name: round(one.usable_bytes / GIB, 2) for one in DEVICES}
+    usable = {one.name: round(one.usable_bytes / GIB, 2) for one in list_devices()}
     assert usable["A100-80GB"] == 79.15
     assert usable["H100-80GB"] == 79.18
     assert usable["H200"] == 139.81
@@ -148,3 +148,49 @@ def test_the_device_here_is_the_one_whose_name_it_has_most_of(reported, gib, nam
     found = _match_device(reported, round(gib * GIB))
     assert found.source == get_device(name).source
     assert (found.name, found.measured_by) == (reported, "torch")
+
+
+OWN = """
+[[device]]
+name = "Own 48"
+memory_gib = 48
+usable_gib = 47.5
+measured_by = "torch"
+bf16_tflops = 200
+memory_gb_per_s = 1000
+link_gb_per_s = 64
+network_gb_per_s = 12.5
+host_gb_per_s = 31.5
+per_node = 4
+source = "a datasheet"
+"""
+
+
+def test_a_file_describes_a_device(tmp_path):
+    (tmp_path / "own.toml").write_text(OWN)
+    found = find_device(str(tmp_path / "own.toml"))
+    assert (found.name, found.memory_bytes, found.usable_bytes) == ("Own 48", 48 * GIB, round(47.5 * GIB))
+    assert (found.flops_bf16, found.memory_bandwidth, found.per_node) == (200 * TERA, 1000 * GB, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "describes no device"),
+        ("[[device]]", "missing required field `name`"),
+        ('[[device]]\nname = "x"\nmemory_gib = 0', "Expected `float` > 0"),
+        ('[[device]]\nname = "x"\nmemory_gib = inf', "Expected `float` <= "),
+        ('[[device]]\nname = "x"\nmemory_gib = nan', "describes no device"),
+        ('[[device]]\nname = "x"\nmemory_gib = 8\nmemory = 8', "unknown field `memory`"),
+        ('[[device]]\nname = "x"\nmemory_gib = 8\nusable_gib = 9', "more usable memory"),
+        (OWN + OWN, "describes 2 devices"),
+        ("[[device", "describes no device"),
+    ],
+)
+def test_a_file_that_describes_no_device_is_refused(tmp_path, text, message):
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        find_device(str(tmp_path / "own.toml"))
+    assert message in error.value.message
+    with pytest.raises(UsageError, match="cannot be read"):
+        find_device(str(tmp_path / "none.toml"))
