@@ -86,6 +86,6 @@ def check_stored(profile: ConsumerProfile, checkpoint: OpenedCheckpoint, mesh: M
     stored = describe_model(checkpoint, arrays, files, config, shapes=shapes, extra=extra)
     verdict = check_consumer(profile, stored, mesh, path, per_rank=False)
     if checkpoint.stored.format not in _PLAIN_FORMATS or list_ranks(checkpoint.stored):
-        reason = f"it does not read {checkpoint.stored.format} files; reshard --for {profile.consumer} converts them"
+        reason = f"it does not read {checkpoint.stored.format} files; reshard --for {profile.option} converts them"
         return replace(verdict, reasons=(reason,), unknown=())
     return verdict

@@ -130,7 +130,8 @@ def check_consumer(
             (reasons if known else unknown).append(text)
         unlisted = "; ".join(unknown)
         if not profile.rope_parameters and lacks_older_settings(stored.config):
-            reasons.append(f"it reads {CONFIG} otherwise: reshard --for {profile.consumer} adds the older settings")
+            some = f"{CONFIG} lacks settings of transformers 4, such as rope_theta or num_experts"
+            reasons.append(f"{some}; reshard --for {profile.option} adds them")
         reasons += _check_quantization(profile, stored)
         reasons += _check_degrees(stored.config, mesh)
     if not per_rank:
@@ -221,7 +222,7 @@ def _check_names(profile: ConsumerProfile, stored: StoredModel) -> Iterator[tupl
         some = f"{_count(stored.unsaved)} as transformers 5 has them in memory, and not as on the Hub"
         yield (
             True,
-            f"{some}: {format_first_few(stored.unsaved, MAX_NAMES)}; reshard --for {profile.consumer} renames them",
+            f"{some}: {format_first_few(stored.unsaved, MAX_NAMES)}; reshard --for {profile.option} renames them",
         )
     extra = [name for name in stored.extra if not name.endswith(_IGNORED_EVERYWHERE)]
     if not extra or profile.extra_tensors == "ignore":

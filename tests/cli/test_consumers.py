@@ -344,7 +344,8 @@ def test_transformers_4_gets_a_config_that_it_reads(say, source, tmp_path):
     for consumer in ("transformers@4.57", "tgi"):
         said = say("verify", source, "--for", consumer)
         assert said.code == 3
-        assert "older settings" in said.out
+        assert "lacks settings of transformers 4, such as rope_theta" in said.out
+        assert f"reshard --for {consumer}" in said.out
         assert say("reshard", source, tmp_path / consumer, "--for", consumer).code == 0
         assert json.loads((tmp_path / consumer / "config.json").read_text())["rope_theta"] == 123.0
         assert say("verify", tmp_path / consumer, "--for", consumer, "--against", source).code == 0

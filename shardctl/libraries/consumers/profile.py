@@ -68,6 +68,11 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.consumer if self.consumer == "sglang" else _shorten_version(self.consumer, self.version)
 
     @property
+    def option(self) -> str:
+        """What `--for` takes for exactly this profile, such as ``vllm@0.32``."""
+        return f"{self.consumer}@{_shorten_version(self.consumer, self.version)}"
+
+    @property
     def label(self) -> str:
         """The name and the short version, such as ``vllm 0.32``."""
         return f"{self.consumer} {_shorten_version(self.consumer, self.version)}"
