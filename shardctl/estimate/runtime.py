@@ -1,4 +1,4 @@
-"""Estimates what a process holds on a device besides tensors: CUDA context, buffers, allocator slack."""
+"""Estimates what a process holds on a device besides tensors: CUDA context, buffers, fragmentation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PEERS: Final = 7
 _GRAPHS: Final = (0, 384 * MIB, 1792 * MIB)
 """Of CUDA graphs of decoding; the least is for engines that run eagerly."""
 SLACK: Final = "allocator slack"
-"""The name of what the allocator keeps beside what is allocated."""
+"""The name of the term for fragmentation: bytes that the allocator reserves in addition to those allocated."""
 _SLACK: Final = {True: (0, 5, 20), False: (1, 5, 10)}
-"""Hundredths that the allocator reserves beyond what is allocated; by whether the model is served."""
+"""Fragmentation, in hundredths of the allocated bytes; by whether the model is served."""
 
 
 def list_runtime_terms(

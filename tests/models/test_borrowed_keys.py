@@ -14,7 +14,7 @@ from shardctl.models.names.naming import bind_manifest
 
 def test_only_layers_with_keys_of_their_own_cache_them():
     anatomy = build_layer_graph(fixture("gemma4_text"))
-    assert [(one.attention.borrowed, one.attention.head_dim, one.attention.window) for one in anatomy.layers] == [
+    assert [(one.attention.shares_kv, one.attention.head_dim, one.attention.window) for one in anatomy.layers] == [
         (False, 8, 16),
         (False, 16, None),
         (True, 8, 16),

@@ -175,7 +175,7 @@ def test_gemma4s_assistants_have_the_tensors_of_transformers_class(name, monkeyp
     model = describe_model(hub_config(name))
     assert model.state() == state(real)
     assert {tie: t.name for t in model.own() for tie in t.ties} == real.all_tied_weights_keys
-    assert all(layer.attention.borrowed for layer in build_layer_graph(hub_config(name)).layers)
+    assert all(layer.attention.shares_kv for layer in build_layer_graph(hub_config(name)).layers)
 
 
 def test_deepseek_1_is_the_text_model_of_transformers_deepseek_ocr_2():

@@ -100,7 +100,7 @@ def test_layers_that_predict_are_kept_apart(made, tmp_path):
 
 def test_layers_cache_latents_of_their_own_or_those_of_an_earlier_one():
     attentions = [layer.attention for layer in build_layer_graph(CONFIGS_OF["mistral_large4"]).layers]
-    assert [(one.borrowed, count_elements_per_token(one, 1), bool(one.indexer)) for one in attentions] == [
+    assert [(one.shares_kv, count_elements_per_token(one, 1), bool(one.indexer)) for one in attentions] == [
         (False, 16, True),
         (True, 12, False),
         (False, 12, True),

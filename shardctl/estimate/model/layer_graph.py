@@ -83,8 +83,8 @@ class LayerAttention:
     """Whether its result is multiplied by a gate (Qwen3-Next)."""
     sinks: bool = False
     """Whether each head has a score that belongs to no token (gpt-oss)."""
-    borrowed: bool = False
-    """Whether keys and values are those of an earlier layer, and cached there (Gemma 4)."""
+    shares_kv: bool = False
+    """Whether keys and values are those of an earlier layer, and cached there: KV sharing (Gemma 4)."""
     chosen: int | None = None
     """The most tokens that a query attends to, of all that it sees, where an indexer of this or an earlier layer
     chooses them."""
@@ -465,10 +465,10 @@ class _LayerGraphReader:
             heads = named.size("qs") // head
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
             width = ranks[1] + (named.size("rope") if named.has("rope") else 0)
-            borrowed = "own_kv" in self.facts.flags and not any(row.dims == named.known("kv_rank") for row in rows)
+            shares_kv = "own_kv" in self.facts.flags and not any(row.dims == named.known("kv_rank") for row in rows)
             sinks = _has_sinks(rows)
             latent = LayerAttention(
-                "latent", heads, heads, head, value, None, width, *ranks, borrowed=borrowed, sinks=sinks
+                "latent", heads, heads, head, value, None, width, *ranks, shares_kv=shares_kv, sinks=sinks
             )
             return _add_indexer(latent, named) if named.known("chosen") else latent
         wide = "full_" if named.has("full_q") else ""
@@ -479,10 +479,10 @@ class _LayerGraphReader:
         head = named.size(f"{wide}head") if named.known(f"{wide}head") else named.unit("q")
         width = named.size(f"{wide}q")
         keys = width
-        borrowed = "own_kv" in self.facts.flags and not named.has(f"{wide}kv")
+        shares_kv = "own_kv" in self.facts.flags and not named.has(f"{wide}kv")
         if named.has("window_kv"):
-            keys, borrowed = named.size("window_kv"), False
-        elif borrowed or named.has(f"{wide}kv"):
+            keys, shares_kv = named.size("window_kv"), False
+        elif shares_kv or named.has(f"{wide}kv"):
             keys = named.size(f"{wide}kv")
         elif named.has("qkv"):
             keys = (named.size("qkv") - width) // 2
@@ -503,7 +503,7 @@ class _LayerGraphReader:
             window,
             cross=cross,
             gated=gated,
-            borrowed=borrowed,
+            shares_kv=shares_kv,
             sinks=_has_sinks(rows),
         )
         return _add_indexer(found, named, packed=False) if named.has("index") else found

@@ -225,7 +225,7 @@ def _add_attention_sizes(
     if normed:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
         sizes["head_norm_rows"] = n + seen if whole else sizes["rows"] + sizes["key_rows"]
-    if attention.borrowed and attention.kind != "latent":  # which an earlier layer keeps, and norms
+    if attention.shares_kv and attention.kind != "latent":  # which an earlier layer keeps, and norms
         own: tuple[Size, ...] = () if heads != kv_heads else ("repeated_keys", "repeated_values")
         sizes |= dict.fromkeys(("keys", "values", "key_rows", *own), 0)
         if normed:

@@ -96,7 +96,7 @@ def _list_cached_layers(
     found = []
     for layer in anatomy.layers:
         some = []
-        if layer.attention is not None and not layer.attention.borrowed and not layer.encoder:
+        if layer.attention is not None and not layer.attention.shares_kv and not layer.encoder:
             width = count_elements_per_token(layer.attention, tp) * cached.bits / 8
             some.append(CachedLayer(width, layer.attention.window))
         if layer.state is not None:
@@ -115,7 +115,7 @@ def _list_terms(
     pages = -(-work.context // work.page)
     common = {"B": work.batch, "c": work.context, "p": work.page, "bytes": float(cached.bits / 8)}
     for kind, name in (("full", "keys and values"), ("latent", "latent keys and values")):
-        some = {one: n for one, n in found.items() if one.kind == kind and not one.borrowed}
+        some = {one: n for one, n in found.items() if one.kind == kind and not one.shares_kv}
         elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
         if elements:
             rank = -(-pages // cp) * work.page
@@ -292,12 +292,12 @@ def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[s
 
 
 def _count_attentions(layers: Sequence[ModelLayer]) -> Counter[LayerAttention]:
-    """Count how many attentions there are of each kind that caches; one that borrows may cache its indexer's keys."""
+    """Count the attentions of each kind that caches; one with KV sharing may cache its indexer's keys."""
     return Counter(
         layer.attention
         for layer in layers
         if layer.attention is not None
-        and (not layer.attention.borrowed or layer.attention.besides)
+        and (not layer.attention.shares_kv or layer.attention.besides)
         and not layer.encoder
         for _ in range(layer.halves)
     )

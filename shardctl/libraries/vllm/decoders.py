@@ -58,16 +58,16 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     if here.ends:
         yield from here.same(*(f"{norm}.{kind}" for norm in _LAST_NORMS for kind in _KINDS))
     yield from _list_layer_inputs(here)
-    borrowing = 0
+    shared = 0
     for number in here.layers:
         layer = new = f"model.layers.{number}"
-        if _borrows_keys(here, f"{layer}.self_attn"):
+        if _shares_kv(here, f"{layer}.self_attn"):
             if len(here.layers) < model.layers:
                 raise PartitionError(
                     f"vLLM makes no stages of {model.architecture} where layers borrow keys and values of earlier ones",
                     hint="leave --pp out",
                 )
-            new, borrowing = f"model.cross_decoder.decoder_layers.{borrowing}", borrowing + 1
+            new, shared = f"model.cross_decoder.decoder_layers.{shared}", shared + 1
         for entry in _list_layer(here, layer):
             yield entry if new == layer else replace(entry, name=entry.name.replace(layer, new, 1))
 
@@ -90,8 +90,8 @@ def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
     yield from _list_gemma4_extras(here, layer)
 
 
-def _borrows_keys(here: VllmRank, have: str) -> bool:
-    """Return whether attention borrows keys and values of a layer before; vLLM has such layers in a module apart."""
+def _shares_kv(here: VllmRank, have: str) -> bool:
+    """Return whether attention has KV sharing with an earlier layer; vLLM has such layers in a module of their own."""
     key = f"{have}.k_proj.weight"
     return f"{have}.q_proj.weight" in here and (key not in here or here.parts.is_optional(key))
 
@@ -104,7 +104,7 @@ def _is_headless(here: VllmRank, family: str) -> bool:
 
 
 def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
-    borrows = _borrows_keys(here, have)
+    borrows = _shares_kv(here, have)
     if borrows:
         yield from here.column_layer(f"{have}.q_proj")
     for kind in _KINDS:

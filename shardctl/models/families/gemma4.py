@@ -1,8 +1,8 @@
-"""Describes Gemma 4: wider heads in the layers that see every token, layers that borrow keys and values, and experts.
+"""Describes Gemma 4: wider heads in layers with full attention, layers with KV sharing, and experts.
 
 Names and shapes follow the Hub (`models/gemma4/modeling_gemma4.py`). A layer may have an MLP and experts side by side,
 get a part of an embedding of its own, and take the keys and values of an earlier layer: then it has no projections to
-them, though files may. In layers that see every token, values may be what the keys are projected to.
+them, though files may. In layers with full attention, values may be what the keys are projected to.
 """
 
 from __future__ import annotations

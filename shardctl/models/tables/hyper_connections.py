@@ -1,7 +1,7 @@
-"""Lists what training keeps of layers that mix several states of each token (hyper-connections).
+"""Lists the saved activations of layers that mix multiple residual streams (hyper-connections).
 
 Counted of the connections and decoder layers of transformers 5's DeepSeek-V4, GLM-5.3-Flash and Hunyuan 4. Of a
-family's dims, `count` are the states of a token, `streams` their elements, and `mixes` what is made of them.
+family's dims, `count` are the residual streams of a token, `streams` their elements, and `mixes` what is made of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def list_mixed_streams(experts: str) -> Iterator[FurtherTensor]:
-    """Yield what is kept where streams go into each other, too, by shares evened out in `rounds` (DeepSeek-V4).
+    """Yield the saved activations where residual streams are mixed by shares evened out in `rounds` (DeepSeek-V4).
 
     `experts` is the table's condition for layers with experts, whose results are as wide as they are.
     """
