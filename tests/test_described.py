@@ -281,5 +281,5 @@ def test_experts_in_stacks_are_said_to_be_counted_as_they_are(tmp_path):
         config = json.loads((PUBLIC.parent / "configs" / f"{family}.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | quantised))
         with open_checkpoint(tmp_path, DESCRIBED) as checkpoint:
-            said = [text for text in checkpoint.manifest.warnings if "counted as if they were not quantised" in text]
+            said = [text for text in checkpoint.manifest.warnings if "counted as if they were not quantized" in text]
         assert bool(said) == stacked

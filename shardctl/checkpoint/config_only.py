@@ -117,7 +117,7 @@ def _note_stacks(model: Model) -> list[str]:
     if not model.encodings:
         return []
     size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
-    return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantised"] if size else []
+    return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantized"] if size else []
 
 
 def _note_uncounted(model: Model) -> list[str]:

@@ -196,7 +196,7 @@ def _check_encodings(whole: Model | None, model: Model, half: PartModel) -> None
     """Raise UnsupportedError if by its own config other weights of a half would be quantized than are."""
     if _count_encoded(whole, half.names.keys()) != _count_encoded(model, half.names.values()):
         raise UnsupportedError(
-            f"a config of {half.title} alone would not say which of its weights are quantised",
+            f"a config of {half.title} alone would not say which of its weights are quantized",
             hint="take them back to numbers with --dtype bf16",
         )
 

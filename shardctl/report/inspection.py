@@ -113,7 +113,7 @@ def _list_part_facts(parts: Iterable[PipelinePart]) -> Iterator[tuple[str, str]]
     """List the models of a pipeline."""
     for number, part in enumerate(parts):
         amount = f"{format_count(part.parameters)} parameters, {format_file_size(part.nbytes)}"
-        quantised = ", quantised" if part.quantised else ""
+        quantised = ", quantized" if part.quantised else ""
         yield "" if number else "parts", f"{part.name}: {part.class_name}, {amount}, {'+'.join(part.dtypes)}{quantised}"
 
 

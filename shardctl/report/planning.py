@@ -179,7 +179,7 @@ def _format_header(planned: PlanResult) -> str:
     if planned.forecast.quantised:
         layout = f" | if it were quantized to {planned.forecast.quantised}"
     elif planned.forecast.dequantised:
-        layout = " | as it is trained, not quantised"
+        layout = " | as it is trained, not quantized"
     return f"{model}  {amounts} | {mesh}{layout}"
 
 

@@ -272,7 +272,7 @@ class TestRefusals:
         config = json.loads((tmp_path / "hf" / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "fp8"}
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UsageError, match="nothing can be compared with the engine: the weights are quantised"):
+        with pytest.raises(UsageError, match="nothing can be compared with the engine: the weights are quantized"):
             asked(tmp_path / "hf", tmp_path / "hf", "transformers")
 
     def test_a_program_that_dies_without_an_answer(self, tmp_path):

@@ -126,7 +126,7 @@ def test_the_scales_of_a_quantized_part_are_not_cast(pipeline, tmp_path):
     config = pipeline / "text_encoder/config.json"
     values = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
     config.write_text(json.dumps(values))
-    with pytest.raises(UnsupportedError, match="would cast the scales of text_encoder, which is quantised"):
+    with pytest.raises(UnsupportedError, match="would cast the scales of text_encoder, which is quantized"):
         reshard(pipeline, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
     reshard(pipeline, tmp_path / "out", ReshardOptions(to="hf"))
 

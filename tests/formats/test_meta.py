@@ -110,7 +110,7 @@ def test_tensors_that_no_such_llama_has_are_refused(place):
 
 def test_quantized_weights_are_refused(place):
     (place / "fp8_scales_0.pt").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match="quantised to 8 bits"):
+    with pytest.raises(UnsupportedError, match="quantized to 8 bits"):
         scan(place)
 
 

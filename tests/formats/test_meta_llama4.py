@@ -167,7 +167,7 @@ class TestRefusals:
         with pytest.raises(SourceError, match="mlp_ratio -1, which is not a positive number"):
             digest(place)
         (place / "int4_scales_0.pt").write_bytes(b"")
-        with pytest.raises(UnsupportedError, match="quantised to 4 bits"):
+        with pytest.raises(UnsupportedError, match="quantized to 4 bits"):
             digest(place)
 
     def test_a_file_that_is_missing_at_the_end(self, tmp_path):

@@ -301,7 +301,7 @@ class TestRefusals:
     def test_quantized_by_its_config(self, place, key):
         at = place("llama_tp8")
         say(at, quantization={key: "FP8"})
-        with pytest.raises(UnsupportedError, match=f"quantised \\({key} is 'FP8'\\)"):
+        with pytest.raises(UnsupportedError, match=f"quantized \\({key} is 'FP8'\\)"):
             scan_checkpoint(LocalSource(at))
 
     @pytest.mark.parametrize("name", ["mlp.fc.weights_scaling_factor", "mlp.fc.per_channel_scale", "mlp.fc.weight"])

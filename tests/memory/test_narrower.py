@@ -135,7 +135,7 @@ def test_what_is_quantized_is_not_estimated_in_another_type():
     quantised = stock({**TINY["llama"], "quantization_config": GPTQ})
     with pytest.raises(UsageError, match=r"q_proj.qweight is I32") as error:
         narrow_inventory(quantised, "fp8")
-    assert "quantised from" in error.value.hint
+    assert "quantized from" in error.value.hint
 
 
 def test_an_unknown_type_lists_those_there_are():

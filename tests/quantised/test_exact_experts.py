@@ -82,5 +82,5 @@ def test_values_that_fp8_does_not_hold_are_refused(tmp_path):
 
 def test_other_formats_still_need_numbers_first(tmp_path):
     source = write_experts(tmp_path / "source", (-3, 3), top=True)
-    with pytest.raises(UnsupportedError, match="quantised already"):
+    with pytest.raises(UnsupportedError, match="quantized already"):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", quantize="int8"))

@@ -298,7 +298,7 @@ def test_a_cast_comes_first_and_a_quantized_source_is_decoded_before(tmp_path):
     assert_same(read(tmp_path / "both"), read(tmp_path / "then"))
     assert json.loads((tmp_path / "both/config.json").read_text())["dtype"] == "bfloat16"
     assert verify(tmp_path / "both", VerifyOptions(level="full", against=source)).ok
-    with pytest.raises(UnsupportedError, match="quantised already") as caught:
+    with pytest.raises(UnsupportedError, match="quantized already") as caught:
         reshard(tmp_path / "then", tmp_path / "again", ReshardOptions(quantize="fp8-channel"))
     assert "--dtype bf16" in caught.value.hint
     reshard(tmp_path / "then", tmp_path / "again", ReshardOptions(quantize="fp8-channel", dtype="bf16"))
@@ -407,7 +407,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("layout", ["vllm", "megatron"])
     def test_layouts_that_have_no_codes(self, tmp_path, layout):
-        with pytest.raises(UnsupportedError, match="quantised weights"):
+        with pytest.raises(UnsupportedError, match="quantized weights"):
             reshard(FIXTURES / "llama", tmp_path / "out", ReshardOptions(quantize="int8", to=layout))
 
     def test_a_model_that_nobody_knows(self, tmp_path):
@@ -476,7 +476,7 @@ def test_experts_that_no_loader_takes_quantized_are_named_beforehand_and_at_the_
     config = json.loads((FIXTURES.parent / f"configs/{kind}.json").read_text())
     config.pop("quantization_config", None)
     source = write(tmp_path / "source", config, plain_state(config))
-    said = "the experts are not quantised"
+    said = "the experts are not quantized"
     assert run(["plan", str(source), "--quantize", "fp8-channel", "--json"]) == 0
     assert any(said in warning for warning in json.loads(capsys.readouterr().out)["warnings"])
     assert run(["plan", str(source), "--quantize", "fp8-channel"]) == 0

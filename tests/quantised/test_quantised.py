@@ -484,7 +484,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"quant_method": "eetq"}, "quantised weights by 'eetq' are not known"),
+            ({"quant_method": "eetq"}, "quantized weights by 'eetq' are not known"),
             ({}, "quantization_config names no quant_method"),
             ({**AWQ, "version": "gemv_fast"}, "AWQ weights in the format 'gemv_fast'"),
             ({**GPTQ, "checkpoint_format": "marlin_24"}, "GPTQ weights in the format 'marlin_24'"),

@@ -25,8 +25,8 @@ from shardctl.verbs.reshard import reshard
 def test_codes_that_no_config_explains_are_named(quantised, tmp_path, name):
     source = shutil.copytree(quantised(name), tmp_path / "source")
     (source / "config.json").write_text(json.dumps(LLAMA))
-    assert "but config.json does not say how weights are quantised" in inspect(source).why_no_model
-    with pytest.raises(UnsupportedError, match="does not say how weights are quantised") as caught:
+    assert "but config.json does not say how weights are quantized" in inspect(source).why_no_model
+    with pytest.raises(UnsupportedError, match="does not say how weights are quantized") as caught:
         plan(source, ReshardOptions(mesh=Mesh.of(tp=2)))
     assert "hf_quant_config.json" in caught.value.hint
     reshard(source, tmp_path / "out", ReshardOptions(to="hf"))  # on one device they need no explanation

@@ -50,7 +50,7 @@ def test_a_name_that_is_no_model_is_skipped(made):
 def test_quantized_weights_are_skipped_and_the_method_is_named(made):
     result = run_as(made("llama"), quantization_config={"quant_method": "fp8"})
     assert result.status == "skipped"
-    assert "quantised (fp8)" in result.reason
+    assert "quantized (fp8)" in result.reason
 
 
 def test_without_a_config_there_is_no_model_to_run(made):

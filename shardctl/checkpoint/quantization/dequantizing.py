@@ -198,7 +198,7 @@ def require_plain_model(checkpoint: OpenedCheckpoint) -> tuple[Model, Model, Map
     if model is None and checkpoint.model_error is not None:
         raise checkpoint.model_error
     if model is None or config is None or model.plain is None:
-        raise UsageError("quantised weights can be decoded only for a model that shardctl knows", hint=KEEP_HINT)
+        raise UsageError("quantized weights can be decoded only for a model that shardctl knows", hint=KEEP_HINT)
     return model, model.plain, config
 
 

@@ -203,7 +203,7 @@ def _build_weights(
     for name in chosen:
         tensor, dtype = stored[name], dtypes[name]
         if dtype not in FLOATS.values():
-            raise UnsupportedError(f"{name} is {dtype}, which is not quantised", hint="add --dtype bf16 or fp32")
+            raise UnsupportedError(f"{name} is {dtype}, which is not quantized", hint="add --dtype bf16 or fp32")
         chunks = ChunkIndex(cover_tensor(tensor))
         rows, columns = tensor.shape
         matrices[name] = StoredMatrix(name.removesuffix(".weight"), (rows, columns), chunks, dtype)

@@ -241,7 +241,7 @@ _HF_LAYER: Final = (
             SavedActivation("the same before its cast", "expert_routed", 4, ("gated", "wide experts")),
             SavedActivation("tokens of the expert, less its two results, which come later", "expert_hidden", -2),
             SavedActivation("what is wider of these", "expert_hidden", -2, ("wide experts",)),
-            SavedActivation("matrix that bitsandbytes dequantised", "expert_matrix"),
+            SavedActivation("matrix that bitsandbytes dequantized", "expert_matrix"),
         ),
         when=("looped experts",),
     ),

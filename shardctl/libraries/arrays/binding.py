@@ -193,7 +193,7 @@ def _check_constant(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int
             found = read(chunk.where.file, chunk.where.offset, chunk.dtype.nbytes(chunk.box.shape))
             if found != entry.constant:
                 raise UnsupportedError(
-                    f"{tensor.name} in {chunk.where.file} has other values than a model that is not quantised"
+                    f"{tensor.name} in {chunk.where.file} has other values than a model that is not quantized"
                 )
 
 

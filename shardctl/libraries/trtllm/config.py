@@ -90,8 +90,8 @@ def _refuse_quantized(config: ModelConfig) -> None:
         if found is not None:
             raise UnsupportedError(
                 f"config.json says that the checkpoint is quantized ({key} is {ascii(found)[:40]}): "
-                f"quantised checkpoints of {TITLE} are not read",
-                hint="convert the model that was quantised",
+                f"quantized checkpoints of {TITLE} are not read",
+                hint="convert the model that was quantized",
             )
     if config.switch("is_pruned", default=False):
         raise UnsupportedError(

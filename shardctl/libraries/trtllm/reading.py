@@ -110,8 +110,8 @@ def _refuse_quantized(array: Tensor) -> None:
     if not plain or _SCALES.fullmatch(chunk.name):
         raise UnsupportedError(
             f"{chunk.name} in {array.files[0]} {'scales quantized weights' if plain else f'is {array.dtype}'}: "
-            "quantised checkpoints of TensorRT-LLM are not read",
-            hint="convert the model that was quantised",
+            "quantized checkpoints of TensorRT-LLM are not read",
+            hint="convert the model that was quantized",
         )
 
 

@@ -172,7 +172,7 @@ def check_model(model: Model) -> None:
     if model.encodings:
         raise UnsupportedError(
             "vLLM reorders quantized weights for the kernel that it chooses",
-            hint="serve the original files, which vLLM can quantize or read quantised",
+            hint="serve the original files, which vLLM can quantize or read quantized",
         )
     decay = next((name for name in model.tensors if name.endswith(_DECAY)), None)
     if decay is not None and model.family not in FAMILIES:

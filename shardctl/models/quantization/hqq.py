@@ -80,7 +80,7 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
         if settings is not None:
             storages[tag] = _build_storage(settings if isinstance(settings, dict) else {}, config.file)
     if not storages:
-        raise UnsupportedError(f"{config.file} says HQQ, but that no weight is quantised")
+        raise UnsupportedError(f"{config.file} says HQQ, but that no weight is quantized")
     skipped = match_name_parts(find_module_list(config, "skip_modules") or ())
 
     def find(names: Names) -> WeightStorage | None:

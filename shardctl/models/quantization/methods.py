@@ -73,4 +73,4 @@ def read_scheme(config: Mapping[str, object]) -> QuantizationScheme | None:
 def _describe_unknown_method(name: str, config: Mapping[str, object]) -> str:
     if not name and find_mlx_settings(config):
         return "the weights are quantized by MLX, and there are no files to decode"
-    return f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method"
+    return f"quantized weights by {name!r} are not known" if name else "quantization_config names no quant_method"

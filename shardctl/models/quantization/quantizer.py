@@ -64,7 +64,7 @@ def quantize_model(model: Model, config: Mapping[str, object], stored: Manifest 
     if scheme is None:
         return model
     if model.transposed:
-        raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
+        raise UnsupportedError(f"quantized weights of {model.architecture}, which are [in, out], are not known")
     with limit_matching():
         return _ModelQuantizer(model, scheme, known=stored is not None).model_of(stored)
 

@@ -212,7 +212,7 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
 
     usual = next((storage for _, storage in rules if storage is not None), None)
     if usual is None:
-        raise UnsupportedError(f"{config.file} says torchao, but that no weight is quantised")
+        raise UnsupportedError(f"{config.file} says torchao, but that no weight is quantized")
     return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: skipped(names) or find(names) is None,

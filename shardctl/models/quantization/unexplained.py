@@ -35,7 +35,7 @@ def check_unexplained_codes(model: Model, stored: Manifest) -> tuple[str, ...]:
         kinds = " and ".join(sorted({tensor.dtype.name for tensor in codes}))
         return (f"config.json does not say how {found} were quantized to {kinds}; they are taken for plain numbers",)
     raise UnsupportedError(
-        f"{codes[0].name} is {codes[0].dtype}, but config.json does not say how weights are quantised",
+        f"{codes[0].name} is {codes[0].dtype}, but config.json does not say how weights are quantized",
         hint=f"ModelOpt up to 0.33 says so in {SIDECAR}, which must be beside config.json; "
         "for others, give the quantized model's own config with --config PATH",
     )
