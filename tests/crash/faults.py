@@ -14,6 +14,8 @@ from shardctl.storage import linux
 
 DATA = {"write", "pwrite"}
 """Calls that carry bytes, and can be torn."""
+FILLING = {*DATA, "reserve", "mkdir", "open"}
+"""Calls that need room on the disk."""
 PYTHONS = (*DATA, "fsync", "open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "link")
 OURS = {"reserve": "reserve_space", "exchange": "exchange_names", "rename_new": "rename_without_replacing"}
 """Our own system calls, by the names that they have in `calls`."""
@@ -97,7 +99,7 @@ class Faults:
             if self.torn and name in DATA:
                 call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
             os.kill(os.getpid(), signal.SIGKILL)
-        full = self.full_from is not None and number >= self.full_from and name in {*DATA, "reserve", "mkdir", "open"}
+        full = self.full_from is not None and number >= self.full_from and name in FILLING
         if full or number in self.errors:
             code = getattr(errno, "ENOSPC" if full else self.errors[number])
             raise OSError(code, os.strerror(code))

@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 from crash_site import checkpoint, snapshot
+from faults import FILLING
 from test_kill import clean, finish, killed
 
 NOBODY = 65534
@@ -37,6 +38,9 @@ def test_a_disk_that_fills_up_keeps_what_was_synced_before(site, threads):
     names = [name for name, _ in done["calls"]]
     for number in range(names.index("reserve"), names.index("rename"), 7):
         failed = site.run({"full_from": number}, threads=threads)
+        if threads > 1 and not FILLING.intersection(name for name, _ in failed["calls"][number:]):
+            site.clear()
+            continue  # calls come in another order each time, and nothing was written after this one
         assert failed["code"] == 6
         assert "No space left on device" in failed["message"]
         assert "same command" in failed["hint"]
