@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
-CODES = Path(__file__).parents[1] / "quantised" / "codes.py"
+CODES = Path(__file__).parents[1] / "quantized" / "codes.py"
 MESHES = {
     "tp2": "tp=2",
     "pp2 tp2": "pp=2,tp=2",
