@@ -267,7 +267,9 @@ def main():
     profile = READERS[given.consumer](given.folder)
     version = given.version or profile["version"]
     state_names = given.consumer == "transformers" and not version.startswith("4.")
-    older = given.consumer == "tgi" or version.startswith("4.")  # TGI's lock file has transformers 4
+    older = given.consumer == "tgi" or version.startswith(
+        "4."
+    )  # server/requirements_cuda.txt of TGI has transformers 4.51.3
     behavior = {**BEHAVIOR[given.consumer], "state_names": state_names, "rope_parameters": not older}
     profile = {"consumer": given.consumer, **profile, **behavior, "version": version}
     short = ".".join(version.split(".")[: 3 if given.consumer == "sglang" else 2])  # SGLang has no 0.6 yet

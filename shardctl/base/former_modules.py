@@ -1,4 +1,4 @@
-"""Finds modules under the names that they had before 0.2, with a warning; they go with the next release.
+"""Finds modules under their former names, with a warning; the former names go with the next release.
 
 >>> find_present_name("shardctl.errors"), find_present_name("shardctl.execute.engine")
 ('shardctl.base.errors', 'shardctl.conversion.engine.engine')

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shardctl.verbs.reshard import ReshardResult
 
 COMMON = (
-    "--to", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--only", "--merge",
-    "--memory", "--max-shard-size", "--worker", "--each", "--prove", "--dry-run", "--overwrite", "--from",
+    "--to", "--for", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--merge",
+    "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--from",
     "--json",
 )  # fmt: skip
 """What the help of one screen shows."""
@@ -33,6 +33,7 @@ EXAMPLES = """
 Examples:
   shardctl reshard ./llama ./llama-tp4 --tp 4
   shardctl reshard ./llama-tp4 ./llama-fp8 --to hf --quantize fp8-block
+  shardctl reshard ./fsdp-run ./llama --for vllm --config ./config.json
 """
 _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
 """A verb that moves bytes, and two functions that render its result and seconds as a document and as text."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.verify.level import VerifyResult
 
 COMMON = (
-    "--level", "--against", "--load", "--forward", "--engine", "--mesh", "--require", "--strict", "--junit",
+    "--level", "--against", "--for", "--load", "--forward", "--engine", "--mesh", "--require", "--strict", "--junit",
     "--summary", "--newest-good", "--threads", "--json",
 )  # fmt: skip
 """What the help of one screen shows."""
@@ -24,6 +24,7 @@ EXAMPLES = """
 Examples:
   shardctl verify ./llama-tp4 --level full --against ./llama
   shardctl verify ./llama-tp4 --forward --against ./llama
+  shardctl verify ./llama --for vllm
 """
 
 

@@ -166,7 +166,7 @@ def _build_tuned_model(
     """Build the model of which a part is trained."""
     model = checkpoint.require_model("fine-tuning of a part")
     if checkpoint.adapter or has_coded_weights(checkpoint):
-        what = "an adapter" if checkpoint.adapter else "quantised"
+        what = "an adapter" if checkpoint.adapter else "quantized"
         raise UsageError(
             f"{checkpoint.source.name} is {what}, and fine-tuning is estimated from plain weights",
             hint="name the model that it was made from; --base-dtype nf4 or int8 quantizes it",

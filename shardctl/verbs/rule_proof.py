@@ -33,10 +33,10 @@ _MAX_SECONDS: Final = 30
 """Seconds that a proof may take: importing torch and transformers takes most of what it usually needs, about ten."""
 _NEEDED_MEMORY: Final = 600 << 20
 """Bytes that torch, transformers and a small model take at least; measured 330 MB to 480 MB."""
-_CHILD: Final = "shardctl.verbs.small_proof"
-_PAUSE: Final = 0.1
+_CHILD_MODULE: Final = "shardctl.verbs.small_proof"
+_POLL_SECONDS: Final = 0.1
 """Seconds between looks at the child's memory."""
-_HINT: Final = "save the rules with inspect --show-rules, correct them, and give them with --rules"
+_WRONG_RULES_HINT: Final = "save the rules with inspect --show-rules, correct them, and give them with --rules"
 
 
 @value_class
@@ -111,7 +111,7 @@ def _run_child(request: str, memory: int) -> RuleProof:
     with TemporaryDirectory(prefix="shardctl-proof-") as folder:
         Path(folder, "request.json").write_text(request, encoding="utf-8")
         child = subprocess.Popen(  # noqa: S603 - this module, with Python itself
-            [sys.executable, "-m", _CHILD, folder],
+            [sys.executable, "-m", _CHILD_MODULE, folder],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ def _run_child(request: str, memory: int) -> RuleProof:
         raise Mismatch(
             f"the derived rules are wrong: ranks of a small model of the same class do not compute what it computes: "
             f"{found['reason']}",
-            hint=_HINT,
+            hint=_WRONG_RULES_HINT,
         )
     return RuleProof(found["status"], found["reason"])
 
@@ -140,7 +140,7 @@ def _watch_child(child: subprocess.Popen[bytes], memory: int) -> str:
     until = time.monotonic() + _MAX_SECONDS
     while time.monotonic() < until:
         try:
-            child.wait(_PAUSE)
+            child.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             if _measure_memory(child.pid) > memory:
                 return f"a small model takes more than --memory {format_file_size(memory)}"

@@ -1,7 +1,7 @@
 """Answers whether a small model of a class proves derived rules: the process that `rule_proof.py` starts.
 
-It makes the model, derives its rules, cuts it in two, and runs the ranks beside it, as `reshard --prove` does with a
-real result.
+It makes the model, derives its rules, cuts it in two, and compares the ranks with the model, as `reshard --prove` does
+with a real result.
 """
 
 from __future__ import annotations

@@ -161,8 +161,11 @@ class NameConversions:
 
     def lacks_prefix(self, name: str) -> bool:
         """Return whether a stored name lacks a module that transformers 4 has; see `find_conversions`."""
+        prefixes = [each for each in self.saving if each.kind == "prefix"]
+        if not prefixes:  # as in most models, some of which have 100,000 names
+            return False
         renamed = NameRenamer(each for each in self.loading_renames if each.kind != "prefix").rename(name)
-        return any(each.kind == "prefix" and each.match(renamed) for each in self.saving)
+        return any(each.match(renamed) for each in prefixes)
 
     def reads_as_saved(self, names: Collection[str]) -> bool:
         """Return whether these look like names that the class saves, and not like those of its state dict.

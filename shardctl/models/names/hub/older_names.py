@@ -1,7 +1,7 @@
 """Reads names that classes of transformers without a table had in memory in earlier versions as those of today.
 
 >>> name = "model.layers.0.self_attn.r_proj.weight"
->>> modernise_name(name, {"architectures": ["Inkling2ForCausalLM"], "model_type": "inkling2_text"})
+>>> modernize_name(name, {"architectures": ["Inkling2ForCausalLM"], "model_type": "inkling2_text"})
 'model.layers.0.self_attn.relative_position_bias.linear.weight'
 """
 
@@ -32,7 +32,7 @@ _INKLING2_RENAMES: Final = (
 _INKLING2_TYPES: Final = ("inkling2", "inkling2_text")
 
 
-def modernise_name(name: str, config: Mapping[str, Any]) -> str:
+def modernize_name(name: str, config: Mapping[str, Any]) -> str:
     """Return what transformers 5.24 calls a tensor in memory that an earlier version called `name`."""
     found = _INKLING2.fullmatch(name) if config.get("model_type") in _INKLING2_TYPES else None
     if found is None:
@@ -46,7 +46,7 @@ def modernise_name(name: str, config: Mapping[str, Any]) -> str:
 
 def read_older_names(stored: Manifest, config: Mapping[str, Any] | None) -> Manifest:
     """Return `stored`, and the states of optimizers, under the names that transformers 5.24 has in memory."""
-    names = {name: modernise_name(name, config) for name in stored.tensors} if config is not None else {}
+    names = {name: modernize_name(name, config) for name in stored.tensors} if config is not None else {}
     if all(name == new for name, new in names.items()) or len(set(names.values())) < len(names):
         return stored
     tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in stored.tensors.items()}
