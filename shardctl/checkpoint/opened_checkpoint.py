@@ -81,6 +81,8 @@ class OpenedCheckpoint:
     """Whether `config` is not what the file says, but follows from what was made of the checkpoint."""
     dropped_rows: int = 0
     """Rows of padding that the stored vocabulary has and `manifest` does not."""
+    untied: bool = False
+    """Whether the head is a weight of its own although the source's config ties it, because the two differ."""
     remade_files: Mapping[str, bytes] = field(default_factory=dict)
     """Auxiliary files that say something else than the source's, by name."""
     stored_quantization: StoredQuantization | None = None

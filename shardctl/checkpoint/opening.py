@@ -40,7 +40,7 @@ from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
 from shardctl.storage.excluded_names import exclude_names
 from shardctl.tensors.manifest import Tensor, first_byte
-from shardctl.tensors.record import RECORD, CheckpointRecord, parse_record
+from shardctl.tensors.record import RECORD, UNTIED, CheckpointRecord, parse_record
 from shardctl.tensors.training import SETTINGS, separate_states
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ _LOADED_WITH_ADAPTER: Final = frozenset({"safetensors", "torch"})
 """Formats that transformers loads, with an adapter that lies next to them."""
 _FORMATS_WITH_TIES: Final = frozenset({"safetensors", "torch"})
 """Formats of the Hub: what a file has under two names there is two weights, or known as one storage."""
+_TIED: Final = "tie_word_embeddings"
 
 __all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
@@ -167,8 +168,13 @@ def _read_checkpoint(
 
         fitted = fit_vocabulary(source, stored, config, source_options)
         stored, config, dropped, remade = fitted.stored, fitted.config, fitted.dropped, remade or fitted.remade
+    untied = config is not None and (source_options.untied if record is None else UNTIED in record.options)
+    if config is not None and untied:
+        config, remade = _untie_head(config), remade or record is None
     checkpoint = _bind_checkpoint(source_options, record, selection, source, stored, config)
-    return replace(checkpoint, dropped_rows=dropped, remade_config=remade) if dropped or remade else checkpoint
+    if dropped or remade:
+        return replace(checkpoint, dropped_rows=dropped, remade_config=remade, untied=untied)
+    return checkpoint
 
 
 def _bind_checkpoint(
@@ -303,6 +309,14 @@ def _apply_rule_names(
     expressions = [line.expression() for line in rules.names.lines]
     made = record is not None and not any(each.fullmatch(name) for name in stored.tensors for each in expressions)
     return stored if made else rules.names.applied(stored), rules if rules.cuts else None
+
+
+def _untie_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model whose head is a weight of its own; submodels that mention the tie say the same."""
+    inner = {
+        key: {**value, _TIED: False} for key, value in config.items() if isinstance(value, dict) and _TIED in value
+    }
+    return {**config, **inner, _TIED: False}
 
 
 def _set_vocabulary(

@@ -77,6 +77,7 @@ from shardctl.tensors.record import (
     RULES_PROOF,
     SAVED_NAMES,
     SUBTREE,
+    UNTIED,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
-    *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES, SUBTREE),
+    *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES),
+    *(SUBTREE, UNTIED),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -311,6 +313,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         | _record_options(reshard_options)
         | ({DEQUANTIZED: "true"} if checkpoint.encoded else {})
         | ({"dropped_rows": str(checkpoint.dropped_rows)} if checkpoint.dropped_rows else {})
+        | ({UNTIED: "true"} if checkpoint.untied else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)
         | ({"left_out": "true"} if checkpoint.part and not is_whole_model(checkpoint.part) else {})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardctl.base.errors import DestinationError, UsageError
+from shardctl.base.workers import ExecutionOptions, choose_thread_count
 from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
@@ -29,10 +31,12 @@ from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.hub import is_hub_address
 from shardctl.storage.local import LocalSource
 from shardctl.storage.path_overlap import is_same_or_inside
+from shardctl.verify.agreement import list_untied_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.storage import Source
 
@@ -72,7 +76,13 @@ def open_conversion(
         if path != adapter:
             said += warn_of_merge(adapter, path)
             _require_inputs_elsewhere(destination, wanted, options)  # the adapter is one of them now
-    with open_checkpoint(path, options, count=count if whole else None, selection=selection) as checkpoint:
+    with ExitStack() as stack:
+        open_source = partial(open_checkpoint, path, count=count if whole else None, selection=selection)
+        checkpoint = stack.enter_context(open_source(options))
+        if wanted.consumer is not None and (heads := _list_untied_heads(checkpoint, wanted)):
+            stack.close()
+            checkpoint = stack.enter_context(open_source(replace(options, untied=True)))
+            said += heads
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
         work = (
@@ -95,6 +105,14 @@ def open_conversion(
 
             work = reserve_publishing_memory(work)
         yield work
+
+
+def _list_untied_heads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> tuple[str, ...]:
+    """List the heads that differ from the embedding that they are tied to, within the limit on host memory."""
+    threads = reshard_options.threads or choose_thread_count()
+    effort = ExecutionOptions(threads, block=min(8 << 20, reshard_options.host_memory // (16 * threads)))
+    tensors = list(checkpoint.manifest.tensors.values())
+    return tuple(list_untied_heads(tensors, checkpoint.source, effort))
 
 
 def _require_inputs_elsewhere(

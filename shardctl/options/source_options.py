@@ -130,5 +130,7 @@ class SourceOptions:
     """Whether arrays in another library's form are accepted as they are; the verb sets this, not an option."""
     unpadded: bool = False
     """Whether a padded vocabulary is fitted to the config; the verb sets this, not an option."""
+    untied: bool = False
+    """Whether the head is a weight of its own, whatever config.json says; the verb sets this, not an option."""
     described: bool = False
     """Whether a config without weights is enough, for verbs that read no bytes; the verb sets this, not an option."""

@@ -45,6 +45,7 @@ LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 BASE_ONLY: Final = "base_only"
 """The option of a record that says that the source was a base model, without the head of the config's class."""
 SUBTREE: Final = "subtree"
+UNTIED: Final = "untied"
 """The option of a record that says below which prefix of the source's names the model was."""
 RULES_PROOF: Final = "rules_proof"
 """The option of a record that says whether a small model proved derived rules; it decides no bytes."""

@@ -40,7 +40,7 @@ from shardctl.storage.local import LocalSource
 from shardctl.tensors.digest import compute_checkpoint_digest
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
-from shardctl.tensors.record import GIVEN, RECORD, SUBTREE
+from shardctl.tensors.record import GIVEN, RECORD, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
@@ -271,7 +271,7 @@ def _open_source(
 ) -> AbstractContextManager[OpenedCheckpoint]:
     """Open what a checkpoint is compared with, as its record says that the source was read."""
     made = checkpoint.record.options if checkpoint.record is not None else {}
-    options = replace(options, subtree=options.subtree or made.get(SUBTREE), unpadded=True)
+    options = replace(options, subtree=options.subtree or made.get(SUBTREE), unpadded=True, untied=UNTIED in made)
     return open_checkpoint(path, options, selection=NameSelection.of_record(made))
 
 

@@ -17,6 +17,25 @@ if TYPE_CHECKING:
     from shardctl.verify.structure import SpecFinder
 
 
+def list_untied_heads(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> list[str]:
+    """List the heads that are weights of their own although a config ties them to the embedding, in sentences.
+
+    Training changes nearly every element. A head that differs in fewer than half of them is rather damaged: it is not
+    listed, and `require_agreement` refuses it. Reads the embedding and the head, if both are stored.
+    """
+    tied = [tensor for tensor in tensors if tensor.ties]
+    found = []
+    for difference in compare_replicas(tied, reader, effort):
+        tensor = next(t for t in tied if t.name == difference.tensor)
+        if difference.count > tensor.size / 2:
+            names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
+            found.append(
+                f"{' and '.join(names)} are two weights, although config.json ties them: {difference.count:,} of "
+                f"{tensor.size:,} elements differ; tie_word_embeddings is set to false"
+            )
+    return found
+
+
 def require_agreement(
     tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, find_spec: SpecFinder | None = None
 ) -> None:

@@ -349,3 +349,53 @@ def test_transformers_4_gets_a_config_that_it_reads(say, source, tmp_path):
         assert say("reshard", source, tmp_path / consumer, "--for", consumer).code == 0
         assert json.loads((tmp_path / consumer / "config.json").read_text())["rope_theta"] == 123.0
         assert say("verify", tmp_path / consumer, "--for", consumer, "--against", source).code == 0
+
+
+@pytest.mark.parametrize("saved", ["safetensors", "dcp"])
+@pytest.mark.parametrize("consumer", ["vllm", "transformers@4.57"])
+def test_a_head_that_was_trained_apart_is_untied(say, tmp_path, saved, consumer):
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    model = transformers.Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "config", max_shard_size="1GB")
+    (tmp_path / "config" / "model.safetensors").unlink()
+    said = json.loads((tmp_path / "config" / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    source, state = tmp_path / "run", model.state_dict()
+    if saved == "dcp":
+        dcp.save(state, checkpoint_id=source, no_dist=True)
+    else:
+        source.mkdir()
+        save_file(
+            {name: tensor.numpy() for name, tensor in state.items()}, source / "model.safetensors", {"format": "pt"}
+        )
+    options = ("--config", tmp_path / "config" / "config.json")
+    said = say("reshard", source, tmp_path / "out", "--for", consumer, *options)
+    assert said.code == 0, said.err
+    text = " ".join(said.err.split())
+    assert "are two weights, although config.json ties them: 2,048 of 2,048 elements differ" in text
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    tokens = torch.arange(16)[None]
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    assert say("verify", tmp_path / "out", "--level", "full", "--against", source, *options).code == 0
+
+
+def test_a_head_of_which_a_few_elements_differ_is_refused_as_damaged(say, tmp_path):
+    broken = llama(tmp_path / "broken", tie_word_embeddings=True)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"].view(np.uint8)[5, 6] ^= 1
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    said = say("reshard", broken, tmp_path / "out", "--for", "vllm")
+    assert said.code == 4
+    assert "are tied by config.json, but their stored values" in " ".join(said.err.split())
