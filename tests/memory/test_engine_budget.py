@@ -48,9 +48,28 @@ CASES = {
 def test_a_request_takes_the_bytes_that_vllm_says(case):
     layers = [[one] for one in CASES[case]]
     for row in SIZES[case]:
+        if "requests" in row:
+            continue
         work = ServingWorkload(row["context"], batched_tokens=row["batched"])
         terms = list_grouped_terms(layers, range(len(layers)), work, batches=2)
         assert sum(term.nbytes for term in terms) == row["bytes"], row
+
+
+def test_requests_together_take_what_the_scheduler_holds():
+    """vLLM's own manager holds less than so many times what one request may take alone: a pass is of all of them."""
+    checked = 0
+    for case, rows in SIZES.items():
+        layers = [[one] for one in CASES[case]]
+        for row in rows:
+            if "requests" not in row:
+                continue
+            work = ServingWorkload(row["context"], row["requests"], batched_tokens=row["batched"])
+            total = sum_terms(list_grouped_terms(layers, range(len(layers)), work, batches=1))
+            assert total.low <= row["bytes"] <= total.high, (case, row)
+            # Requests that are shorter than a pass are prefilled whole, and hold less than the bound.
+            assert total.nbytes <= row["bytes"] * (1.09 if row["context"] > 1000 else 1.4), (case, row)
+            checked += 1
+    assert checked == 16
 
 
 def test_stages_have_their_layers_of_every_group():

@@ -1,8 +1,13 @@
 """Computes the cache of models whose layers differ as vLLM pages it: in groups of layers that share blocks.
 
 vLLM has one pool of blocks. It divides the layers into groups of one kind and one size each, pads the pages of smaller
-layers, and a request takes blocks for every group: of a window those of its tokens and of all that may be on their way
-(vLLM 0.32, v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`; v1/kv_cache_interface.py).
+layers, and a request takes blocks for every group (vLLM 0.32, v1/core/kv_cache_utils.py,
+`_get_kv_cache_groups_uniform_page_size`; v1/kv_cache_interface.py).
+
+Of a window, one request takes at most the blocks of its window and of a whole forward pass, which is what vLLM's log
+divides the cache by ("Maximum concurrency"). But all requests share the tokens of a forward pass, and before each chunk
+the scheduler frees what the window has left behind (v1/core/kv_cache_manager.py, `allocate_slots`;
+v1/core/single_type_kv_cache_manager.py, `remove_skipped_blocks`): together they take their windows, and one pass.
 """
 
 from __future__ import annotations
@@ -63,14 +68,14 @@ def list_grouped_terms(
     alike = len({(one.window, bool(one.state), one.tokens) for one in kinds}) == 1
     for kind, all_numbers in kinds.items():
         some = [numbers for one, numbers in groups if one == kind]
-        blocks = _count_blocks(kind, work, batches)
+        least, blocks = _count_blocks(kind, work, batches)
         # Of layers that all need the same tokens a block has the pages of all, and none is padded.
         pages = sum(n in held for n in all_numbers) if alike else len(some) * widest
         yield MemoryTerm(
             kind.name,
             "kv cache",
-            round(pages * blocks * work.batch * kind.page),
-            "B * groups * layers * blocks * page",
+            round(pages * blocks * kind.page),
+            "groups * layers * blocks * page",
             {
                 "B": work.batch,
                 "groups": 1 if alike else len(some),
@@ -80,6 +85,7 @@ def list_grouped_terms(
                 "tokens of a block": kind.tokens,
             },
             _SOURCE,
+            interval=(round(pages * least * kind.page), round(pages * blocks * kind.page)) if least < blocks else None,
         )
 
 
@@ -115,10 +121,18 @@ def _group_layers(kinds: dict[CachedLayer, list[int]]) -> list[tuple[CachedLayer
     ]
 
 
-def _count_blocks(kind: CachedLayer, work: ServingWorkload, batches: int) -> int:
-    """Count the blocks that one request may take in one group."""
-    if kind.state:
-        return 1
-    if kind.window is None:
-        return -(-work.context // kind.tokens)
-    return -(-min(kind.window - 1 + batches * work.batched_tokens, work.context) // kind.tokens) + 1
+def _count_blocks(kind: CachedLayer, work: ServingWorkload, batches: int) -> tuple[int, int]:
+    """Count the blocks of one group that all requests need at least, while they decode, and at most.
+
+    A window that begins inside a block has one block more than its tokens fill. One request alone gets what vLLM
+    requires at its start.
+    """
+    if kind.state or kind.window is None:
+        each = 1 if kind.state else -(-work.context // kind.tokens)
+        return work.batch * each, work.batch * each
+    passing = batches * work.batched_tokens
+    alone, decoding = (
+        -(-min(kind.window - 1 + new, work.context) // kind.tokens) + 1 for new in (passing, min(batches, passing))
+    )
+    most = min(work.batch * alone, work.batch * decoding - (-passing // kind.tokens))
+    return most if work.batch == 1 else work.batch * (decoding - 1), most
