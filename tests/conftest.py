@@ -34,25 +34,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _every_result_passes_its_own_verify() -> Iterator[None]:
-    """Fail the test in which this process writes a directory that `verify` finds wrong, from headers alone.
+    """Fail the test in which this process writes a directory or a prefix that `verify` finds wrong, from headers alone.
 
     `wrong_result` marks tests that do so on purpose.
     """
+    from shardctl.conversion import bucket_output
     from shardctl.verbs import finish, reshard
     from shardctl.verbs.verify import verify
 
     def assemble_and_verify(frame: Any, parts: Any, staging: Any, *rest: Any, **options: Any) -> Any:
         made = assemble(frame, parts, staging, *rest, **options)
-        checked = verify(staging.destination)
+        require_sound_result(staging.destination)
+        return made
+
+    def convert_and_verify(work: Any, destination: str, *rest: Any) -> Any:
+        made = convert(work, destination, *rest)
+        require_sound_result(destination)
+        return made
+
+    def require_sound_result(destination: Any) -> None:
+        checked = verify(destination)
         assert checked.ok or WRONG_ON_PURPOSE, [
             finding.message for finding in checked.findings if finding.severity == "error"
         ]
-        return made
 
-    assemble = reshard.assemble_result
+    assemble, convert = reshard.assemble_result, bucket_output.convert_into_bucket
     with pytest.MonkeyPatch.context() as patch:
         for verb in (reshard, finish):
             patch.setattr(verb, "assemble_result", assemble_and_verify)
+        patch.setattr(bucket_output, "convert_into_bucket", convert_and_verify)
         yield
 
 

@@ -120,6 +120,7 @@ def test_a_run_that_has_begun_to_publish_is_not_overtaken(s3_place, source, want
     assert s3_place.held("out/") == wanted["tp2"]
 
 
+@pytest.mark.wrong_result
 def test_what_a_user_put_there_in_the_meantime_is_left_alone(s3_place, source, wanted, monkeypatch):
     """Even under a name that the run whose place was taken would have written."""
     upload, taken = CloudBucket.upload, []
