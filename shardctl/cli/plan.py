@@ -24,9 +24,12 @@ def plan(
     src: arguments.Source,
     *,
     detail: Annotated[
-        Literal["summary", "stage", "rank", "tensor", "time"],
-        CommandOption(HelpPanel.GENERAL, "How much detail to show; time has the moments of a training step."),
-    ] = "rank",
+        Literal["summary", "stage", "rank", "tensor", "time", "zero"],
+        CommandOption(
+            HelpPanel.GENERAL,
+            "How much detail to show: time has the peaks of a training step, zero the stages of ZeRO.",
+        ),
+    ] = "summary",
     conversion: arguments.PlannedConversionOptions,
     options: PlanOptions,
     report: arguments.Page = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.base.amounts import format_memory_size
+from shardctl.base.amounts import format_memory_size, format_plural
 from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages
@@ -15,6 +15,7 @@ from shardctl.conversion.tensor_choice import filter_tensors
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.estimate.training.layer_flags import list_expert_remarks, list_model_remarks
 from shardctl.estimate.training.selective import list_recomputation_remarks
+from shardctl.estimate.workload import ServingWorkload
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
 from shardctl.planning.advice import PlanAdvice, advise_plan
@@ -32,12 +33,24 @@ if TYPE_CHECKING:
     from shardctl.conversion.measured_conversion import MeasuredConversion
     from shardctl.estimate.model.inventory import TensorInventory
     from shardctl.estimate.model.rank_shards import RankShards
+    from shardctl.estimate.term import MemorySum
     from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.options import PlanOptions, ReshardOptions
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.quantised_degrees import QuantizedDegrees
     from shardctl.tensors.copyplan import CopyPlan
 
+
+PlanAnswer = Literal[
+    "FITS",
+    "FITS, BUT TIGHT",
+    "DOES NOT FIT",
+    "DOES NOT FIT, THOUGH CLOSE",
+    "NOT KNOWN",
+    "NO ROOM TO CONVERT",
+    "NEEDS",
+]
+"""How the first line of a plan begins; docs/exit-codes.md says when, and which exit code each has."""
 
 _HEADERS: Final = 1 << 20
 """Bytes of headers that a rank's files may have without a word."""
@@ -122,6 +135,8 @@ class PlanResult(NotebookView):
     """Of an adapter: what is counted of its base, and what is not."""
     extra: tuple[ExtraTensor, ...] = ()
     """The tensors that the model's class does not have; no device holds them."""
+    strict: bool = False
+    """Whether a tight fit is a no (`--strict`)."""
     model: EstimatedModel | None = field(default=None, repr=False)
     """What was estimated, for further questions."""
     plan_copy: Callable[[], CopyPlan] | None = field(default=None, repr=False, compare=False)
@@ -134,10 +149,66 @@ class PlanResult(NotebookView):
 
     @property
     def fits(self) -> bool:
-        """Whether the answer is yes: devices and host can hold it, as far as limits were given."""
+        """Whether the answer is yes, or no limit was given; the exit code repeats it."""
+        return self.answer in {"FITS", "NEEDS"} or (self.answer == "FITS, BUT TIGHT" and not self.strict)
+
+    @property
+    def answer(self) -> PlanAnswer:
+        """Whether the devices hold it, and the host its conversion: the first words of the verdict."""
+        estimate = self.forecast.estimate
         if self.explored is not None and not self.explored.found.ranked:
-            return False
-        return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
+            return "DOES NOT FIT"
+        if estimate.budget is not None and estimate.fits is None:
+            return "NOT KNOWN"
+        if estimate.fits is False:
+            return "DOES NOT FIT" if estimate.certain else "DOES NOT FIT, THOUGH CLOSE"
+        if self.conversion is not None and not self.conversion.possible:
+            return "NO ROOM TO CONVERT"
+        if estimate.budget is None:
+            return "NEEDS"
+        return "FITS" if estimate.certain else "FITS, BUT TIGHT"
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line, as the first line of the text and `verdict.text` in JSON say it."""
+        answer, seen = self.answer, self.forecast
+        if answer == "NO ROOM TO CONVERT" and self.conversion is not None:
+            least = format_memory_size(self.conversion.peak_memory_bytes)
+            return f"{answer}: reshard needs {least} of host memory, which --memory does not allow"
+        needs = self._format_need()
+        if answer == "NEEDS":
+            return f"{answer} {needs}"
+        if self.explored is not None and not self.explored.found.ranked:
+            none = f"no mesh of {format_plural(self.explored.found.devices, 'device')} fits"
+            return f"{answer}: {none}; {self.mesh if self.mesh.world > 1 else 'one device'} needs {needs}"
+        if answer == "NOT KNOWN":
+            left_out = "activations are" if seen.work is not None else "memory besides weights is"
+            why = f": {seen.unmodelled}" if seen.unmodelled else ""
+            return f"{answer}: needs {needs}, but {left_out} not modelled{why}"
+        return f"{answer}: needs {needs}"
+
+    def _format_need(self) -> str:
+        """Format what the fullest device needs, of how much, and for what."""
+        estimate, device, work = self.forecast.estimate, self.forecast.device, self.forecast.work
+        least = "at least " if estimate.partial else ""
+        known = device is not None and (device.timed or device.measured)
+        name = device.name if device is not None and known else "device"
+        plural = name if known else "devices"
+        limit = f" of {format_memory_size(estimate.budget)}" if estimate.budget is not None else ""
+        place = f"the fullest of {self.mesh.world:,} {plural}" if self.mesh.world > 1 else f"one {name}"
+        load = " for the weights" if estimate.partial else ""
+        if isinstance(work, ServingWorkload):
+            load = f", for {format_plural(work.batch, 'sequence')} of {work.context:,} tokens"
+        elif work is not None:
+            load = f", for {format_plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank"
+        return f"{least}{format_amount(estimate.binding.total())}{limit} on {place}{load}"
+
+
+def format_amount(sum_: MemorySum) -> str:
+    """Format a number of bytes, with the interval to be expected if it is modelled."""
+    if sum_.exact:
+        return f"{format_memory_size(sum_.nbytes)} (exact)"
+    return f"{format_memory_size(sum_.nbytes)} ({format_memory_size(sum_.low)} to {format_memory_size(sum_.high)})"
 
 
 def describe_conversion(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.model.rank_shards import HeldPart
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
-    from shardctl.estimate.term import MemorySum
     from shardctl.tensors.mesh import Mesh
 
 FILLS: Final[dict[Category, tuple[str, str]]] = {
@@ -39,13 +38,6 @@ _LEAST_BAR: Final = 12
 """The same on a terminal that has room for no more."""
 _GAP: Final = 2
 """Columns between those of a table, and before it."""
-
-
-def format_amount(sum_: MemorySum) -> str:
-    """Format a number of bytes, with the interval to be expected if it is modelled."""
-    if sum_.exact:
-        return f"{format_memory_size(sum_.nbytes)} (exact)"
-    return f"{format_memory_size(sum_.nbytes)} ({format_memory_size(sum_.low)} to {format_memory_size(sum_.high)})"
 
 
 def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:

@@ -60,7 +60,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "replication": result.replication,
         "purpose": _build_purpose(result.forecast, result.mesh.degree("pp")),
         "device": _build_device(result.forecast),
-        "verdict": _build_verdict(result.forecast),
+        "verdict": _build_verdict(result),
         "cost": _build_cost(result.forecast.cost) if result.forecast.cost else None,
         "offload": _build_offload(result.forecast),
         "strategies": [_build_strategy(one) for one in result.forecast.strategies],
@@ -173,9 +173,11 @@ def _build_offload(seen: WorkloadEstimate) -> Document | None:
     }
 
 
-def _build_verdict(seen: WorkloadEstimate) -> Document:
-    estimate, whole = seen.estimate, seen.estimate.binding.total()
+def _build_verdict(result: PlanResult) -> Document:
+    estimate, whole = result.forecast.estimate, result.forecast.estimate.binding.total()
     return {
+        "answer": result.answer,
+        "text": result.verdict,
         "binding_rank": estimate.binding.holding.rank,
         "total_bytes": whole.nbytes,
         "low_bytes": whole.low,

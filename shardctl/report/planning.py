@@ -13,8 +13,9 @@ from shardctl.estimate.term import COUNTERS
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.hardware.devices import GB, TERA
 from shardctl.planning.forecast import BUSY
+from shardctl.planning.plan_result import PlanAnswer, format_amount
 from shardctl.report.grid import render_line, render_table
-from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
+from shardctl.report.memory_bars import render_bars, render_kinds, render_mesh_picture, render_terms
 from shardctl.report.search_table import format_cost, render_ranking
 from shardctl.report.step_moments import render_moments
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.plan_result import PlanResult, RankPlan, StagePlan
 
-Detail = Literal["summary", "stage", "rank", "tensor", "time"]
+Detail = Literal["summary", "stage", "rank", "tensor", "time", "zero"]
 
 _RUNS: Final = 3
 """Runs of numbers that a line names; beyond, their count says as much."""
@@ -36,51 +37,60 @@ _BAR: Final = 24
 """Characters of a full bar."""
 
 
-def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | None = None) -> RenderableType:
-    """Render the checkpoint and its mesh in one line, then stages, ranks, their needs, and the conversion's cost.
+def render_plan(planned: PlanResult, detail: Detail = "summary", columns: int | None = None) -> RenderableType:
+    """Render the answer, the meshes that were compared, the workload and what to change, then details.
 
     `columns` are those of a terminal; without, bars and pictures are as wide as they are.
     """
-    parts: list[RenderableType] = [render_line(_format_header(planned), "bold")]
-    if detail != "summary" and len(planned.stages) > 1:
+    parts: list[RenderableType] = [render_line(planned.verdict, STYLES[planned.answer])]
+    if planned.explored is not None:
+        parts += render_ranking(planned.explored, everything=detail == "tensor")
+    return Group(*parts, *_render_details(planned, detail, columns))
+
+
+def render_rehearsal(planned: PlanResult, verdict: str) -> RenderableType:
+    """Render what `reshard --dry-run` says: what it would write, and what that costs."""
+    return Group(render_line(verdict, "bold"), *_render_details(planned, "rank", None))
+
+
+def _render_details(planned: PlanResult, detail: Detail, columns: int | None) -> list[RenderableType]:
+    """Render the checkpoint and its mesh in one line, then the workload, stages, ranks, and the conversion's cost."""
+    seen = planned.forecast
+    parts: list[RenderableType] = [render_line(_format_header(planned))]
+    if seen.work is not None:
+        parts.append(render_line(format_workload(planned) + format_beyond_positions(seen)))
+    if seen.work is not None and seen.device is not None and (text := format_room(seen)):
+        parts.append(render_line(text))
+    parts += render_advice(planned.counsel)
+    parts += [render_line(text) for text in list_adapter_lines(planned)]
+    if detail not in {"summary", "zero"} and len(planned.stages) > 1:
         parts.append(
             render_table([_build_stage_row(stage, planned) for stage in planned.stages], right=frozenset({2}), indent=2)
         )
     if detail in {"rank", "tensor"}:
         parts.append(_render_ranks(planned))
-    parts += [render_line(text) for text in list_adapter_lines(planned)]
     parts += _render_needs(planned, detail, columns)
-    parts += render_advice(planned.counsel)
-    if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
-        parts += render_comparison(planned.forecast.strategies)
-    if planned.forecast.calibration is not None:
-        parts += render_calibration(planned.forecast.calibration)
-    if planned.explored is not None:
-        parts += render_ranking(planned.explored, everything=detail == "tensor")
-    parts += [render_line(text) for text in _list_last_lines(planned) if text]
-    return Group(*parts)
+    if detail == "zero" and seen.strategies and seen.strategies[0].inputs["N"] > 1:
+        parts += render_comparison(seen.strategies)
+    if seen.calibration is not None:
+        parts += render_calibration(seen.calibration)
+    return [*parts, *(render_line(text) for text in _list_last_lines(planned) if text)]
 
 
 def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> list[RenderableType]:
-    """Render what the ranks need for the purpose, and whether it fits."""
+    """Render what the ranks need for the purpose, and what is not modelled of it."""
     seen = planned.forecast
     if seen.work is None:
         why = f"memory besides weights is not modelled: {seen.unmodelled}" if seen.unmodelled else ""
-        answer = format_plan_verdict(planned) if seen.device is not None else ""
-        return [
-            render_line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text
-        ]
-    parts: list[RenderableType] = [render_line(format_workload(planned) + format_beyond_positions(seen))]
-    if detail not in {"summary", "time"}:
+        return [render_line(why, "dim")] if why else []
+    parts: list[RenderableType] = []
+    if detail not in {"summary", "time", "zero"}:
         parts += render_mesh_picture(planned.mesh, seen.estimate, columns)
     parts += render_bars(seen.estimate, columns)
     if detail == "tensor":
         parts += [render_terms(seen.estimate.binding), render_kinds(seen.estimate.binding)]
     if detail == "time":
         parts += render_moments(seen.estimate.binding)
-    if seen.device is not None and (text := format_room(seen)):
-        parts.append(render_line(text))
-    parts.append(render_line(format_plan_verdict(planned), _STYLES[seen.estimate.fits]))
     if isinstance(seen.work, TrainingWorkload):
         parts.append(render_line(format_counters(seen.estimate.binding)))
     if seen.cost is not None:
@@ -104,7 +114,16 @@ def list_adapter_lines(planned: PlanResult) -> list[str]:
     return [*counted, *(f"not counted: {each}" for each in found.uncounted)]
 
 
-_STYLES: Final = {True: "bold green", False: "bold red", None: ""}
+STYLES: Final[dict[PlanAnswer, str]] = {
+    "FITS": "bold green",
+    "FITS, BUT TIGHT": "bold yellow",
+    "DOES NOT FIT": "bold red",
+    "DOES NOT FIT, THOUGH CLOSE": "bold red",
+    "NOT KNOWN": "bold red",
+    "NO ROOM TO CONVERT": "bold red",
+    "NEEDS": "bold",
+}
+"""The colour of each answer."""
 
 
 def format_beyond_positions(seen: WorkloadEstimate) -> str:
@@ -128,23 +147,6 @@ def format_room(seen: WorkloadEstimate) -> str:
         made = f" (the model was made for {seen.positions:,})" if more else ""
         found.append(f"{format_plural(work.batch, 'sequence')} of {long}{made}")
     return f"room for {', or '.join(found)}" if found else ""
-
-
-def format_plan_verdict(planned: PlanResult) -> str:
-    """Format which rank needs most, and whether it fits."""
-    estimate, device = planned.forecast.estimate, planned.forecast.device
-    rank = estimate.binding
-    place = f" ({rank.holding.label})" if rank.holding.label != "only" else ""
-    least = "at least " if estimate.partial else ""
-    needs = f"rank {rank.holding.rank}{place} needs {least}{format_amount(rank.total())}"
-    if estimate.budget is None or device is None:
-        return f"binding: {needs}"
-    size = format_memory_size(estimate.budget)
-    what = f"{size} of {device.name}" if device.timed or device.measured else size
-    if estimate.fits is None:
-        return f"whether it fits is not known: {needs} of {what}"
-    sure = "" if estimate.certain else ", though not for certain"
-    return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
 
 
 def format_counters(rank: RankEstimate) -> str:

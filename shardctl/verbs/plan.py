@@ -95,7 +95,8 @@ def plan(
             )
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         assumed = [*shared, *towers, *_note_device_count(plan_options, planned)]
-        return replace(planned, explored=explored, warnings=(*planned.warnings, *assumed))
+        strict = source_options.strict
+        return replace(planned, explored=explored, strict=strict, warnings=(*planned.warnings, *assumed))
 
 
 def _build_beside_models(

@@ -98,23 +98,25 @@ def test_names_from_a_file_cannot_steer_the_terminal(say, tmp_path):
 
 
 def test_plan_for_a_mesh(say, source):
-    found = say("plan", source, "--tp", 2, "--pp", 2, "--dp", 2)
+    found = say("plan", source, "--tp", 2, "--pp", 2, "--dp", 2, "--detail", "rank")
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
     cost = lines.pop()
+    assert re.fullmatch(
+        r"NEEDS \S+ GiB \(\S+ GiB to \S+ GiB\) on the fullest of 8 devices, for 1 sequence of 64 tokens", lines.pop(0)
+    )
     assert lines[:7] == [
         "tiny-llama (LlamaForCausalLM)  21.66 K parameters  84.6 KiB | pp2 x dp2 x tp2 = 8 ranks | layout ranks",
+        "serve: 1 sequence of 64 tokens",
         "  stage 0  layer 0  42.5 KiB on 2 ranks x 2 copies",
         "  stage 1  layer 1  42.8 KiB on 2 ranks x 2 copies",
         "  ranks  place                       copies  tensors   weights    files",
         "    0-1  pp0 dp0 tp0 .. pp0 dp0 tp1      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
         "    4-5  pp1 dp0 tp0 .. pp1 dp0 tp1      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
-        "serve: 1 sequence of 64 tokens",
     ]
     assert [line.split("  ")[1] for line in lines[7:9]] == ["rank 0 (pp0 dp0 tp0)", "rank 4 (pp1 dp0 tp0)"]
     assert lines[9].startswith("  - runtime  (too small to draw: weights")
-    assert lines[10].startswith("binding: rank 4 (pp1 dp0 tp0) needs ")
-    assert lines[11] == "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)"
+    assert lines[10] == "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)"
     assert cost.startswith("conversion: read 86.7 kB, write ")
     assert " kB in 7 files, peak host memory " in cost
 
@@ -123,24 +125,26 @@ def test_plan_shows_less_on_request(say, source):
     def shown(detail):
         return [line.split()[0] for line in say("plan", source, "--pp", 2, "--detail", detail).out.splitlines()]
 
-    needs, costs = ["rank", "rank", "-", "binding:"], ["replication:", "conversion:"]
-    assert shown("summary") == ["tiny-llama", "serve:", *needs, *costs]
-    assert shown("stage") == ["tiny-llama", "stage", "stage", "serve:", *needs, *costs]
+    head, needs, costs = ["NEEDS", "tiny-llama", "serve:"], ["rank", "rank", "-"], ["replication:", "conversion:"]
+    assert shown("summary") == [*head, *needs, *costs]
+    assert shown("stage") == [*head, "stage", "stage", *needs, *costs]
     ranks = ["ranks", "0", "1"]
-    assert shown("rank") == ["tiny-llama", "stage", "stage", *ranks, "serve:", *needs, *costs]
+    assert shown("rank") == [*head, "stage", "stage", *ranks, *needs, *costs]
     tensors = shown("tensor")
-    assert tensors[: len(ranks) + 3] == shown("rank")[: len(ranks) + 3]
+    assert tensors[: len(ranks) + 5] == shown("rank")[: len(ranks) + 5]
     assert {"term", "tensors", "weights"} <= set(tensors)
 
 
 def test_plan_groups_equal_ranks(say, tmp_path):
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 256, "intermediate_size": 256}
-    lines = say("plan", llama(tmp_path / "wide", **heads), "--tp", 64, "--pp", 2).out.splitlines()
+    wide = llama(tmp_path / "wide", **heads)
+    lines = say("plan", wide, "--tp", 64, "--pp", 2, "--detail", "rank").out.splitlines()
     runs = [line.split()[0] for line in lines if " .. " in line]
     assert 2 <= len(runs) < 10, "headers of tiny files differ in what is shown"
     ends = [[int(end) for end in run.split("-")] for run in runs]
     assert [number for first, last in ends for number in range(first, last + 1)] == list(range(128))
-    lines = say("plan", FIXTURES / "configs_public/llama-3.1-70b.json", "--tp", 8, "--pp", 2).out.splitlines()
+    large = FIXTURES / "configs_public/llama-3.1-70b.json"
+    lines = say("plan", large, "--tp", 8, "--pp", 2, "--detail", "rank").out.splitlines()
     rows = [line.lstrip().split("  ")[:2] for line in lines if " .. " in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["0-7", "pp0 tp0 .. pp0 tp7"],

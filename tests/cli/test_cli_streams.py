@@ -67,7 +67,7 @@ def test_output_that_is_lost_is_an_error(source):
 
 
 def test_a_locale_without_blocks_gets_other_characters(source):
-    done = shardctl("plan", source, "--tp", "2", PYTHONIOENCODING="ascii")
+    done = shardctl("plan", source, "--tp", "2", "--detail", "rank", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "########################" in done.stdout
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.amounts import format_memory_size, format_plural
 from shardctl.base.value import value_class
 from shardctl.estimate.term import CATEGORIES, Category, MemorySum, sum_terms
-from shardctl.report.memory_bars import format_amount
+from shardctl.planning.plan_result import format_amount
 from shardctl.report.pages.svg import draw_box, draw_line, draw_picture
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.base.amounts import format_file_size, format_memory_size, format_plural
 from shardctl.base.errors import UsageError
 from shardctl.base.version import __version__
-from shardctl.report.memory_bars import format_amount
+from shardctl.planning.plan_result import format_amount
 from shardctl.report.visible import escape_control_characters
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from shardctl.report.pages.scatter import draw_search
 from shardctl.report.pages.svg import draw_picture, draw_polygon, draw_shapes
 from shardctl.report.pages.treemap import draw_parameters, list_looks
 from shardctl.report.planning import (
+    STYLES,
     format_beyond_positions,
-    format_plan_verdict,
     format_room,
     format_workload,
     list_adapter_lines,
@@ -50,6 +50,10 @@ _AREAS: Final = 220
 """Pixels of the picture of moments."""
 
 
+_LOOKS: Final = {"bold green": "yes", "bold yellow": "tight", "bold red": "no", "bold": ""}
+"""The class of the answer's paragraph by its style in text."""
+
+
 def render_plan_page(planned: PlanResult, command: Sequence[str]) -> str:
     """Return the whole page as HTML; `command` made it, and is empty where a program did."""
     return render_page("plan.html.jinja", _collect_facts(planned, command) | _collect_pictures(planned), command)
@@ -71,7 +75,8 @@ def _collect_facts(planned: PlanResult, command: Sequence[str]) -> dict[str, Any
         ],
         "workload": format_workload(planned) + format_beyond_positions(seen) if seen.work is not None else "",
         "room": format_room(seen) if seen.work is not None and seen.device is not None else "",
-        "verdict": format_plan_verdict(planned) if seen.work is not None or seen.device is not None else "",
+        "verdict": planned.verdict,
+        "verdict_look": _LOOKS[STYLES[planned.answer]],
         "remarks": _list_remarks(planned),
         "categories": [(category, name_look(category)) for category in list_categories(estimate)],
         "columns": min(next((degree for _, degree in reversed(mesh.axes) if degree > 1), 1), _WIDE),
