@@ -1,14 +1,13 @@
 """Converts model checkpoints between any two layouts: plans, reshards and verifies.
 
     import shardctl
-    from shardctl import Mesh, ReshardOptions, VerifyOptions
 
-    print(shardctl.inspect("llama").architecture)
-    done = shardctl.reshard("llama", "llama-tp4", ReshardOptions(mesh=Mesh.of(tp=4)))
-    assert shardctl.verify("llama-tp4", VerifyOptions(level="full", against="llama")).ok
+    print(shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, batch=50))
+    shardctl.reshard("llama", "llama-tp2", tp=2, progress=True)
+    assert shardctl.verify("llama-tp2", level="full", against="llama").ok
 
-Each verb is a function that returns a dataclass. On failure it raises a `ShardctlError`, whose `hint` says what to do
-and whose `exit_code` is that of the program. In a notebook, results of `plan` and `inspect` show themselves as HTML.
+Each command is a function, whose keywords are the long options of the command line with underscores: `--seq-len` is
+`seq_len`, and `--for` is `for_`. `help(shardctl.plan)` lists them. In a notebook, results show themselves as HTML.
 `shardctl.api` has the same names and the rest of the public ones.
 """
 

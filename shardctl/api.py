@@ -1,9 +1,24 @@
-"""Offers every verb as a function that returns a dataclass and raises a `ShardctlError`: the public Python API."""
+"""Offers every verb as a function with a keyword for each option: the public Python API.
 
-from shardctl.base.errors import ShardctlError
-from shardctl.base.workers import ExecutionOptions
+Keywords are the long options of the command line with underscores. A result has `verdict`, `to_dict()` (the JSON that
+the command prints) and `str()` (its text). On failure a `ShardctlError` is raised, whose `hint` says what to do.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, cast, overload
+
+from shardctl.base.errors import ShardctlError, UsageError
+from shardctl.base.workers import CallbackWatcher, ExecutionOptions, NullWatcher, ProgressUpdate, ProgressWatcher
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.worker_part import ContributeResult, contribute
+from shardctl.conversion.engine_sums import EngineSums, sum_engine_arrays
+from shardctl.conversion.plan_file import PlanFile, read_plan_file
+from shardctl.conversion.worker_part import ContributeResult
+from shardctl.conversion.worker_part import contribute as _contribute
 from shardctl.options import (
     DestinationOptions,
     InspectOptions,
@@ -12,24 +27,43 @@ from shardctl.options import (
     SourceOptions,
     VerifyOptions,
 )
+from shardctl.options.keywords import OptionKeywords, check_argument, check_path, describe_value, warn_of_object
+from shardctl.options.reshard_options import HostMemory, Threads
 from shardctl.planning.plan_result import PlanResult
-from shardctl.running.state_dict import lens, load
+from shardctl.running.state_dict import lens as _lens
+from shardctl.running.state_dict import load as _load
 from shardctl.tensors.mesh import Mesh
-from shardctl.verbs.diff import DiffResult, diff
-from shardctl.verbs.digest import DigestResult, digest
-from shardctl.verbs.find_newest import NewestCheckpoint, find_newest
-from shardctl.verbs.finish import FinishResult, finish
-from shardctl.verbs.inspect import InspectResult, inspect
-from shardctl.verbs.plan import plan
-from shardctl.verbs.reshard import ReshardResult, reshard
-from shardctl.verbs.reshard_each import ReshardEachResult, reshard_each
-from shardctl.verbs.verify import VerifyResult, verify
+from shardctl.verbs.diff import DiffResult
+from shardctl.verbs.diff import diff as _diff
+from shardctl.verbs.digest import DigestResult
+from shardctl.verbs.digest import digest as _digest
+from shardctl.verbs.find_newest import NewestCheckpoint
+from shardctl.verbs.find_newest import find_newest as _find_newest
+from shardctl.verbs.finish import FinishResult
+from shardctl.verbs.finish import finish as _finish
+from shardctl.verbs.inspect import InspectResult
+from shardctl.verbs.inspect import inspect as _inspect
+from shardctl.verbs.plan import plan as _plan
+from shardctl.verbs.reshard import ReshardResult
+from shardctl.verbs.reshard import reshard as _reshard
+from shardctl.verbs.reshard_each import ReshardEachResult
+from shardctl.verbs.reshard_each import reshard_each as _reshard_each
+from shardctl.verbs.verify import VerifyResult
+from shardctl.verbs.verify import verify as _verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from shardctl.estimate.training.calibrate import FittedCalibration
+    from shardctl.hardware.devices import DeviceSpec
 
 __all__ = [
     "ContributeResult",
     "DestinationOptions",
     "DiffResult",
     "DigestResult",
+    "EngineSums",
     "ExecutionOptions",
     "FinishResult",
     "InspectOptions",
@@ -38,11 +72,13 @@ __all__ = [
     "NewestCheckpoint",
     "PlanOptions",
     "PlanResult",
+    "ProgressUpdate",
     "ReshardEachResult",
     "ReshardOptions",
     "ReshardResult",
     "ShardctlError",
     "SourceOptions",
+    "UsageError",
     "VerifyOptions",
     "VerifyResult",
     "WorkerId",
@@ -59,3 +95,1031 @@ __all__ = [
     "reshard_each",
     "verify",
 ]
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_PLACES = frozenset({"path", "a", "b", "destination", "pattern"})
+"""Parameters that take a path or an address."""
+
+
+class _LinedSignature(Signature):
+    """A signature that `help` shows with each keyword on a line of its own."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, function: Callable[..., object]) -> _LinedSignature:
+        """Make that of a function."""
+        found = signature(function)
+        return cls(list(found.parameters.values()), return_annotation=found.return_annotation)
+
+    def __str__(self) -> str:
+        """Format it as the source has it, without the quotes of annotations."""
+        lines, keyword_only = [], False
+        for each in self.parameters.values():
+            if each.kind is each.KEYWORD_ONLY and not keyword_only:
+                lines.append("*")
+                keyword_only = True
+            default = "" if each.default is each.empty else f" = {each.default!r}"
+            lines.append(f"{each.name}: {each.annotation}{default}")
+        return "".join(["(\n", *(f"    {line},\n" for line in lines), f") -> {self.return_annotation}"])
+
+
+def _add_hints(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Check the paths that a function gets, and give its errors the hints that the command line gives."""
+    lined = _LinedSignature.of(function)
+
+    @wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            bound = lined.bind(*args, **kwargs)
+            for name in _PLACES & bound.arguments.keys():
+                if bound.arguments[name] is not None:
+                    bound.arguments[name] = check_path(name, bound.arguments[name])
+            return function(*bound.args, **bound.kwargs)
+        except (ShardctlError, OSError, MemoryError) as error:
+            from shardctl.report.failure import describe_failure
+
+            if isinstance(error, ShardctlError) and not error.hint:
+                error.hint = describe_failure(error).hint
+                error.add_note(f"hint: {error.hint}")
+            elif not isinstance(error, ShardctlError):
+                error.add_note(f"hint: {describe_failure(error).hint}")
+            raise
+
+    call.__signature__ = lined  # type: ignore[attr-defined]
+    return call
+
+
+@_add_hints
+def plan(
+    path: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    out: str | Path | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    seq_len: int | None = None,
+    batch: int | None = None,
+    kv_dtype: Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None = None,
+    dcp: int | None = None,
+    encoder_len: int | None = None,
+    batched_tokens: int | None = None,
+    max_seqs: int | None = None,
+    towers: Literal["cut", "whole"] | None = None,
+    utilization: float | None = None,
+    gpu: str | Path | Mapping[str, object] | DeviceSpec | None = None,
+    gpus: int | None = None,
+    search: bool = False,
+    optimizer: str | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
+    lora_dropout: float | None = None,
+    base_dtype: Literal["bf16", "fp16", "fp32", "int8", "nf4"] | None = None,
+    prepare_base: Literal["peft", "trl"] | None = None,
+    train_only: str | None = None,
+    beside: str | Path | Sequence[str | Path] = (),
+    precision: Literal["mixed", "bf16", "fp32"] | None = None,
+    zero: int | None = None,
+    profile: Literal["megatron", "hf", "fsdp2", "deepspeed"] | None = None,
+    recompute: Literal["none", "selective", "full"] | None = None,
+    recompute_modules: str | None = None,
+    recompute_every: int = 1,
+    microbatches: int | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
+    vp: int | None = None,
+    offload: Literal["none", "cpu", "nvme"] | None = None,
+    offload_parameters: bool = False,
+    gradient_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] | None = None,
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] | None = None,
+    no_sequence_parallel: bool = False,
+    attention: Literal["flash", "sdpa", "eager"] | None = None,
+    no_dropout: bool = False,
+    no_grad_accum_fusion: bool = False,
+    fused_loss: bool = False,
+    cp_a2a: bool = False,
+    compile: Literal["layers", "all"] | None = None,
+    float8: Literal["tensorwise", "rowwise"] | None = None,
+    float8_gather: bool = False,
+    optimizer_kernel: Literal["fused", "foreach"] | None = None,
+    calibrate: str | Path | FittedCalibration | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32", "fp8", "int8", "int4"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    destination: str | Path | None = None,
+    source_options: SourceOptions | None = None,
+    plan_options: PlanOptions | None = None,
+) -> PlanResult:
+    """Estimate what each device will hold, whether it fits, and what a conversion will cost.
+
+    Only headers are read, and nothing is written. `fits` of the result is the answer, and `str(result)` is what
+    `shardctl plan` prints. A memory limit that cannot hold the conversion is a warning of the result.
+
+    Example:
+        planned = shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, batch=50)
+        print(planned)
+        assert planned.fits
+
+    Arguments:
+        path: The checkpoint, or a config.json alone: a path, owner/name[@revision] on the Hub, or an address.
+        destination: Where free space is looked up for the conversion. Default: at the source.
+        reshard_options: Options of the conversion as an object, until the next release.
+        source_options: Options of the source as an object, until the next release.
+        plan_options: Options of the workload as an object, until the next release.
+
+    Options:
+        out: Write the plan to this file, for `reshard(plan=...)`.
+
+    Mesh:
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        dp: Number of data-parallel replicas.
+        fsdp: Number of ranks that share the first dim of each tensor.
+        cp: Number of context-parallel ranks.
+        ep: Number of expert-parallel ranks; they are ranks of the stage.
+        etp: Number of tensor-parallel ranks within each expert.
+        mesh: The whole mesh, outermost axis first, such as pp=2,fsdp=2,tp=4. A text, a dictionary such as {"pp": 2,
+            "tp": 4}, or a Mesh.
+        stages: Number of layers in each stage, or transformers for its own division (transformers@5.23 before 5.24).
+            Default: balanced by bytes.
+
+    Workload:
+        for_: What to estimate: serve, train, or a server such as vllm, vllm@0.32 or sglang, with memory as it counts.
+            Default: train if fsdp or a training option is given, else serve.
+        seq_len: Tokens per sequence. Default: 8192, or the model's limit if that is lower.
+        batch: Sequences served at once; in training, per forward pass of a data-parallel rank. Default: 1.
+
+    Serving:
+        kv_dtype: Type of the key/value cache. Default: the model's type.
+        dcp: Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default: 1.
+        encoder_len: Tokens per sequence in the encoder of an encoder-decoder model. Default: seq_len.
+        batched_tokens: Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192.
+        max_seqs: Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). Default:
+            batch.
+        towers: Whether tp cuts encoders of pictures and sounds (vLLM: mm_encoder_tp_mode weights or data). Default:
+            cut, where it is known how.
+        utilization: Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang:
+            mem_fraction_static). Default: 0.92 with for_="vllm", else all of it.
+
+    Devices:
+        gpu: Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto
+            for this machine's device. A dictionary with the keys of such a file, or a DeviceSpec, works too.
+        gpus: Number of devices for search and for the comparison. Default: the ranks of the mesh.
+        search: Compare all meshes of gpus devices and rank them.
+
+    Training:
+        optimizer: Optimizer: adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others. Default: adamw.
+        lora_rank: Train a low-rank adapter of this rank instead of the model.
+        lora_targets: Linear layers that the adapter changes, such as q_proj,v_proj. Default: all-linear.
+        lora_dropout: Dropout of the adapter, as PEFT's lora_dropout: any above 0 keeps masks and copies. Default: 0.
+        base_dtype: Type of the weights under the adapter; int8 and nf4 as bitsandbytes stores them. Default: the
+            model's.
+        prepare_base: Who prepares a quantized base: PEFT's prepare_model_for_kbit_training makes its norms, embedding
+            and head fp32, and TRL the latter two bf16 again. Default: neither.
+        train_only: Train only the tensors with a matching name.
+        beside: Keep the weights of this model beside the trained one, such as a reference or a reward model; a list
+            gives more than one.
+        precision: mixed computes in 16 bits and updates fp32 copies, bf16 and fp32 keep everything in one type.
+            Default: mixed.
+        zero: What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.
+        profile: Training runtime to estimate. Default: fsdp2.
+        recompute: Which activations to recompute instead of keeping them; selective is attention between its
+            projections, and with profile="fsdp2" all but what torchtitan's list of operations saves. Default: none.
+        recompute_modules: Profile megatron: what recompute="selective" recomputes, separated by commas: core_attn,
+            moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts. Default: core_attn.
+        recompute_every: Recompute only the last of so many layers, as recompute says. Default: 1.
+        microbatches: Forward passes per optimizer step of each data-parallel rank, also of each mesh of search.
+            Default: the number of stages; with search, as many as give all meshes equal steps.
+        schedule: Pipeline schedule. Default: 1f1b.
+        vp: Model chunks per stage, for the interleaved schedule. Default: 1.
+        offload: Where to offload optimizer states. Default: none.
+        offload_parameters: Offload parameters as well.
+        gradient_dtype: Type of gradients. Default: the type that the profile uses.
+        exp_avg_dtype: Profile megatron: type of the first moment, in the precision-aware optimizer. Default: fp32, in
+            another.
+        exp_avg_sq_dtype: Profile megatron: type of the second moment, in the precision-aware optimizer. Default: fp32,
+            in another.
+        no_sequence_parallel: Compute norms and dropouts on whole sequences on every tp rank.
+        attention: Attention kernel: eager keeps the scores, flash (FlashAttention) and sdpa (torch) do not; they differ
+            for windows and for values narrower than keys. Default: flash.
+        no_dropout: Train without dropout, which is the config's, or 0.1 with the profile megatron.
+        no_grad_accum_fusion: Profile megatron: sum weight gradients outside of their kernels.
+        fused_loss: Profile megatron: cross entropy in place of the logits (Transformer Engine's).
+        cp_a2a: Profile megatron: cp ranks exchange heads (cp_comm_type a2a), not keys and values in a ring.
+        compile: Profile fsdp2: what torch.compile compiles, each layer, or the loss too (all). Default: nothing.
+        float8: Profile fsdp2: products of layers in float8 (torchao), with one scale for each tensor or row.
+        float8_gather: With float8="tensorwise": FSDP2 gathers weights in float8 (enable_fsdp_float8_all_gather).
+        optimizer_kernel: Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters. Default:
+            foreach, with hf fused.
+        calibrate: Fit the estimate to the measured peaks in a log.
+
+    Output:
+        to: hf, ranks, dcp, universal, meta, torch_dist, fsdp_dtensor, megatron, trtllm, deepseek, vllm or orbax.
+            Default: ranks for a mesh, else hf.
+        names: Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate,
+            torchtitan, NeMo Automodel and VeOmni, in orbax MaxText's. Default: transformers; in hf those of the source
+            if its class loads them from the Hub, else hub.
+        experts: Write the experts of a layer as one array (fused), or each by itself (split). Default: "keep".
+        max_shard_size: Maximum bytes of tensors per file. Default: 5GB for hf.
+        trtllm_embedding: How to="trtllm" stores the embedding: whole, or cut along a dim. Default: whole.
+        meta_embedding: Dim along which to="meta" cuts the embedding: vocabulary (the code of Llama 3) or hidden (Llama
+            2). Default: by rope_theta.
+        megatron: How Megatron-LM will run the model, for to="megatron" and fsdp_dtensor, such as layers=local.
+        dtype: Type to cast floating-point tensors to; fp8, int8 and int4 only estimate a quantized model. Default:
+            "keep".
+        keep_fp32: Keep tensors with a matching name in fp32.
+        only: Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.
+        merge: Merge this adapter of PEFT (LoRA, DoRA) into the weights; a list gives more than one.
+        dequantize: Decode only this quantized module to dtype, a name or re:REGEX; a list gives more than one. The
+            others stay quantized.
+        allow_partial_adapter: Merge an adapter that lacks some of the modules that its config lists.
+        quantize: Quantize linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 or
+            int4.
+        quantize_ignore: Leave this module as it is, a name or re:REGEX; a list gives more than one. Heads and routers
+            are left anyway.
+        reflink: Share blocks with the files of the source instead of writing them again, where the file system can
+            (XFS, btrfs).
+        include: Write only tensors with a matching name.
+        exclude: Leave out tensors with a matching name.
+        extra_tensors: What to do with tensors that the model's class does not have: keep them in
+            extra/extra_tensors.safetensors, drop them, or stop. Default: "keep".
+        allow_expansion: Allow a result of more than four times the bytes of the source.
+        optimizer_states: Whether to convert optimizer states as well. Default: keep for dcp and universal, else drop.
+
+    Effort:
+        memory: Maximum host memory to use. Default: 1GiB.
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        rules_from: Where the rules for a model without a table come from. Default: derived from transformers' plan,
+            names and shapes.
+        from_: safetensors, dcp, deepspeed, meta, pickled-ranks, torch, torch_dist, megatron, trtllm, deepseek, vllm,
+            grok, orbax or diffusers. Default: detected.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        kv_heads: What to do if there are more tp ranks than key/value heads. Default: replicate for serving, else
+            error.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value, or the mesh cannot hold the model.
+        SourceError: The checkpoint is missing, malformed or not supported.
+    """
+    keywords = OptionKeywords(locals(), ReshardOptions, PlanOptions, SourceOptions)
+    return _plan(
+        path,
+        keywords.make(ReshardOptions),
+        source_options=keywords.make(SourceOptions),
+        destination=destination,
+        plan_options=keywords.make(PlanOptions),
+    )
+
+
+@_add_hints
+def reshard(
+    path: str | Path,
+    destination: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    overwrite: bool = False,
+    no_resume: bool = False,
+    hash: Literal["sha256"] | None = None,
+    prove: bool = False,
+    allow_overflow: bool = False,
+    create: bool = False,
+    private: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    plan: str | Path | PlanFile | None = None,
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    destination_options: DestinationOptions | None = None,
+) -> ReshardResult:
+    """Convert a checkpoint to another layout in a new directory, a bucket or a branch of the Hub.
+
+    When this returns, every byte is right and on stable storage. On any error the source and what stood at the
+    destination are untouched, and the same call resumes. If the destination holds exactly this result already, nothing
+    is written.
+
+    Example:
+        done = shardctl.reshard("llama", "llama-tp2", tp=2, progress=True)
+        back = shardctl.reshard("llama-tp2", "llama-hf", to="hf", progress=lambda update: print(update.done_bytes))
+        assert back.record.digest == done.record.digest
+
+    Arguments:
+        path: The checkpoint: a path, owner/name[@revision] on the Hub, or the address of a bucket.
+        destination: A directory that is new, empty or written by shardctl, or an hf://, s3://, gs:// or az:// address.
+        plan: A file that `plan(out=...)` wrote: then this is done, or nothing.
+        progress: True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and up to ten
+            times a second, from one thread at a time; what it raises ends the run. Default: False.
+        reshard_options: Options of the conversion as an object, until the next release.
+        source_options: Options of the source as an object, until the next release.
+        destination_options: Options of the destination as an object, until the next release.
+
+    Options:
+        overwrite: Replace a checkpoint that shardctl wrote.
+        no_resume: Start again instead of resuming an earlier run.
+        hash: Write SHA256SUMS, and Megatron-LM's integrity.json.
+        prove: Run the result beside the source, and publish it only if they agree.
+        allow_overflow: Publish a result in which finite values became infinite, which is refused otherwise.
+        create: Create the repository or the branch of a destination on the Hub.
+        private: With create, make the repository private.
+
+    Mesh:
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        dp: Number of data-parallel replicas.
+        fsdp: Number of ranks that share the first dim of each tensor.
+        cp: Number of context-parallel ranks.
+        ep: Number of expert-parallel ranks; they are ranks of the stage.
+        etp: Number of tensor-parallel ranks within each expert.
+        mesh: The whole mesh, outermost axis first, such as pp=2,fsdp=2,tp=4. A text, a dictionary such as {"pp": 2,
+            "tp": 4}, or a Mesh.
+        stages: Number of layers in each stage, or transformers for its own division (transformers@5.23 before 5.24).
+            Default: balanced by bytes.
+
+    Output:
+        for_: Write what this program loads, check that it will load, and print the command that starts it: vllm,
+            vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.
+        to: hf, ranks, dcp, universal, meta, torch_dist, fsdp_dtensor, megatron, trtllm, deepseek, vllm or orbax.
+            Default: ranks for a mesh, else hf.
+        names: Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate,
+            torchtitan, NeMo Automodel and VeOmni, in orbax MaxText's. Default: transformers; in hf those of the source
+            if its class loads them from the Hub, else hub.
+        experts: Write the experts of a layer as one array (fused), or each by itself (split). Default: "keep".
+        max_shard_size: Maximum bytes of tensors per file. Default: 5GB for hf.
+        trtllm_embedding: How to="trtllm" stores the embedding: whole, or cut along a dim. Default: whole.
+        meta_embedding: Dim along which to="meta" cuts the embedding: vocabulary (the code of Llama 3) or hidden (Llama
+            2). Default: by rope_theta.
+        megatron: How Megatron-LM will run the model, for to="megatron" and fsdp_dtensor, such as layers=local.
+        dtype: Type to cast floating-point tensors to; quantized weights are decoded. Default: "keep".
+        keep_fp32: Keep tensors with a matching name in fp32.
+        only: Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.
+        merge: Merge this adapter of PEFT (LoRA, DoRA) into the weights; a list gives more than one.
+        dequantize: Decode only this quantized module to dtype, a name or re:REGEX; a list gives more than one. The
+            others stay quantized.
+        allow_partial_adapter: Merge an adapter that lacks some of the modules that its config lists.
+        quantize: Quantize linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 or
+            int4.
+        quantize_ignore: Leave this module as it is, a name or re:REGEX; a list gives more than one. Heads and routers
+            are left anyway.
+        reflink: Share blocks with the files of the source instead of writing them again, where the file system can
+            (XFS, btrfs).
+        include: Write only tensors with a matching name.
+        exclude: Leave out tensors with a matching name.
+        extra_tensors: What to do with tensors that the model's class does not have: keep them in
+            extra/extra_tensors.safetensors, drop them, or stop. Default: "keep".
+        allow_expansion: Allow a result of more than four times the bytes of the source.
+        optimizer_states: Whether to convert optimizer states as well. Default: keep for dcp and universal, else drop.
+
+    Effort:
+        memory: Maximum host memory to use. Default: 1GiB.
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        rules_from: Where the rules for a model without a table come from. Default: derived from transformers' plan,
+            names and shapes.
+        from_: safetensors, dcp, deepspeed, meta, pickled-ranks, torch, torch_dist, megatron, trtllm, deepseek, vllm,
+            grok, orbax or diffusers. Default: detected.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        kv_heads: What to do if there are more tp ranks than key/value heads. Default: replicate for serving, else
+            error.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value, or the mesh cannot hold the model.
+        SourceError: The checkpoint is missing, malformed or not supported, or changed while it was read.
+        DestinationError: The destination is not shardctl's, has no space or cannot be written.
+        Mismatch: With prove, the result computes something else than the source.
+    """
+    keywords = OptionKeywords(locals(), ReshardOptions, DestinationOptions, SourceOptions)
+    conversion, source = keywords.make(ReshardOptions), keywords.make(SourceOptions)
+    file = None
+    if plan is not None:
+        file = plan if isinstance(plan, PlanFile) else read_plan_file(check_path("plan", plan))
+        given = keywords.list_given()
+        if reshard_options is None and source_options is None:
+            conversion, source = file.apply_run_options(conversion, source, given)
+    with _watch_progress("reshard", progress) as watcher:
+        return _reshard(
+            path,
+            destination,
+            conversion,
+            source_options=source,
+            destination_options=keywords.make(DestinationOptions),
+            progress=watcher,
+            plan=file,
+        )
+
+
+@_add_hints
+def verify(
+    path: str | Path,
+    verify_options: VerifyOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    level: Literal["quick", "full", "load", "forward"] = "quick",
+    against: str | Path | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    for_: str | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    require_finite: bool = False,
+    require: Literal["quick", "full", "load", "forward"] | None = None,
+    load: str | None = None,
+    device_memory: int | str | None = None,
+    forward: bool = False,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    prompt: str | None = None,
+    tokens: int = 16,
+    processes: int | None = None,
+    virtual: bool = False,
+    second_opinion: bool = False,
+    engine: str | None = None,
+    engine_python: str | Path | None = None,
+    engine_timeout: int = 3600,
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+) -> VerifyResult:
+    """Check that a checkpoint is complete, equals its source, loads and computes.
+
+    What is wrong is returned as findings, and only a source that cannot be read raises. `ok` of the result is the
+    answer; `trouble` says what this machine lacks for a level.
+
+    Example:
+        found = shardctl.verify("llama-tp2", level="full", against="llama")
+        assert found.ok, found.findings
+
+    Arguments:
+        path: The checkpoint: a path, owner/name[@revision] on the Hub, or the address of a bucket.
+        progress: True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and up to ten
+            times a second, from one thread at a time; what it raises ends the run. Default: False.
+        verify_options: Options as an object, until the next release.
+        source_options: Options of the source as an object, until the next release.
+        effort: Threads and watcher as an object, until the next release.
+
+    Options:
+        level: How far to check, from headers to running the model; full reads every element, load brings ranks onto
+            their devices, and each includes those before it. Default: "quick".
+        against: Compare every element with this checkpoint, which may have any layout.
+        merge: An adapter that was merged into the source; a list gives more than one.
+        for_: Say from headers whether this program loads the directory: vllm, vllm@0.32, sglang, transformers,
+            transformers@4.57, tgi or llama.cpp.
+        mesh: Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it; with for_, the mesh that the
+            program runs on. A text, a dictionary such as {"pp": 2, "tp": 4}, or a Mesh.
+        stages: Layers per pipeline stage of mesh. Default: balanced.
+        require_finite: Treat NaN and infinity as errors; implies level="full".
+        require: The highest level that must be run for `ok`. Default: all that are named.
+
+    On devices:
+        load: Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.
+        device_memory: Maximum device memory that a rank may use.
+        forward: Run the model of SRC, and compare it with the source's; implies level="forward".
+        dtype: Type that the model computes in. Default: "fp32".
+        prompt: Text that the source and the shards continue; implies level="forward".
+        tokens: Number of tokens to generate after prompt. Default: 16.
+        processes: Maximum number of processes, one per rank; with engine, how many share a model that is not cut.
+        virtual: Run all ranks in one process.
+        second_opinion: Compare with transformers' own tensor parallelism, too.
+        engine: Have vllm, transformers or fsdp2 load the directory, and compare what it says with the source; or ask a
+            running vLLM at http://HOST:PORT which weights it holds.
+        engine_python: Python that has the engine. Default: this one.
+        engine_timeout: Seconds that the engine may take. Default: 3600.
+
+    Effort:
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        from_: safetensors, dcp, deepspeed, meta, pickled-ranks, torch, torch_dist, megatron, trtllm, deepseek, vllm,
+            grok, orbax or diffusers. Default: detected.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value, or an effect only with another one.
+        SourceError: The checkpoint is missing, or cannot be read at all.
+    """
+    keywords = OptionKeywords(locals(), VerifyOptions, SourceOptions)
+    with _watch_effort("verify", threads, progress, effort) as work:
+        return _verify(
+            path,
+            keywords.make(VerifyOptions),
+            source_options=keywords.make(SourceOptions),
+            effort=work,
+        )
+
+
+@_add_hints
+def inspect(
+    path: str | Path,
+    inspect_options: InspectOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    tensors: bool = False,
+    show_rules: bool = False,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    source_options: SourceOptions | None = None,
+) -> InspectResult:
+    """Describe a checkpoint from its headers: format, layout, model, types, ties and tensors.
+
+    Example:
+        found = shardctl.inspect("llama")
+        print(found.architecture, found.parameters, [tensor.name for tensor in found.tensors])
+
+    Arguments:
+        path: The checkpoint, or a config.json alone: a path, owner/name[@revision] on the Hub, or an address.
+        inspect_options: Options as an object, until the next release.
+        source_options: Options of the source as an object, until the next release.
+
+    Options:
+        tensors: List every tensor in the text and the JSON of the result.
+        show_rules: List the rules in force in the text and the JSON of the result; derived ones as a rule file.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        rules_from: Where the rules for a model without a table come from. Default: derived from transformers' plan,
+            names and shapes.
+        from_: safetensors, dcp, deepspeed, meta, pickled-ranks, torch, torch_dist, megatron, trtllm, deepseek, vllm,
+            grok, orbax or diffusers. Default: detected.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value.
+        SourceError: The checkpoint is missing, malformed or not supported.
+    """
+    keywords = OptionKeywords(locals(), InspectOptions, SourceOptions)
+    options = keywords.make(InspectOptions)
+    found = _inspect(path, options, source_options=keywords.make(SourceOptions))
+    return replace(found, show_tensors=check_argument("tensors", bool, tensors), show_rules=options.show_rules)
+
+
+@_add_hints
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    # options: python docs/python_api.py writes these
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options_a: SourceOptions | None = None,
+    source_options_b: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+) -> DiffResult:
+    """List the tensors, settings and auxiliary files that differ between two checkpoints in any layouts.
+
+    Example:
+        found = shardctl.diff("llama", "llama-tp2")
+        assert found.equal_all, found.changes
+
+    Arguments:
+        a: One checkpoint: a path, owner/name[@revision] on the Hub, or the address of a bucket.
+        b: The other checkpoint.
+        progress: True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and up to ten
+            times a second, from one thread at a time; what it raises ends the run. Default: False.
+        source_options_a: How `a` is understood, if the two need different options: instead of the keywords.
+        source_options_b: How `b` is understood.
+        effort: Threads and watcher as an object, until the next release.
+
+    Effort:
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value.
+        SourceError: A checkpoint is missing, malformed or not supported, or lacks elements.
+    """
+    keywords = OptionKeywords(locals(), SourceOptions)
+    if (source_options_a is not None or source_options_b is not None) and set(keywords.list_given()):
+        raise UsageError(
+            f"{keywords.list_given()[0]} and source_options_a or source_options_b are both given",
+            hint="keywords are for both checkpoints: write everything in the two objects",
+        )
+    for name, given in (("source_options_a", source_options_a), ("source_options_b", source_options_b)):
+        if given is not None and not isinstance(given, SourceOptions):
+            raise UsageError(f"{name} takes SourceOptions, not {describe_value(given)}")
+    both = keywords.make(SourceOptions)
+    with _watch_effort("diff", threads, progress, effort) as work:
+        return _diff(
+            a,
+            b,
+            source_options_a=source_options_a or both,
+            source_options_b=source_options_b or both,
+            effort=work,
+        )
+
+
+@overload
+def digest(
+    path: str | Path,
+    *,
+    # options: python docs/python_api.py writes these
+    tensors: bool = False,
+    expect: str | None = None,
+    as_: None = None,
+    tp: int = 1,
+    pp: int = 1,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+    host_memory: int | None = None,
+) -> DigestResult: ...
+
+
+@overload
+def digest(
+    path: str | Path,
+    *,
+    # options: python docs/python_api.py writes these
+    tensors: bool = False,
+    expect: str | None = None,
+    as_: Literal["vllm"],
+    tp: int = 1,
+    pp: int = 1,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+    host_memory: int | None = None,
+) -> EngineSums: ...
+
+
+@_add_hints
+def digest(
+    path: str | Path,
+    *,
+    # options: python docs/python_api.py writes these
+    tensors: bool = False,
+    expect: str | None = None,
+    as_: Literal["vllm"] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+    host_memory: int | None = None,
+) -> DigestResult | EngineSums:
+    """Compute the digest of a checkpoint, which is the same for every layout of the same tensors.
+
+    Example:
+        assert shardctl.digest("llama").digest == shardctl.digest("llama-tp2").digest
+
+    Arguments:
+        path: The checkpoint: a path, owner/name[@revision] on the Hub, or the address of a bucket.
+        progress: True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and up to ten
+            times a second, from one thread at a time; what it raises ends the run. Default: False.
+        source_options: Options of the source as an object, until the next release.
+        effort: Threads and watcher as an object, until the next release.
+        host_memory: The former name of memory, until the next release.
+
+    Options:
+        tensors: List every tensor in the text and the JSON of the result.
+        expect: The digest that is expected; `ok` of the result says whether it is this one.
+        as_: Return the SHA-256 of the arrays that the ranks of this engine hold, as its weight checker has them.
+        tp: With as_, tensor-parallel ranks. Default: 1.
+        pp: With as_, pipeline stages. Default: 1.
+
+    Effort:
+        memory: Maximum host memory to use. Default: 1GiB.
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Source:
+        config: The model's config.json, its directory, or owner/name on the Hub.
+        rules: A rule file, which says how tensors are named and cut.
+        from_: safetensors, dcp, deepspeed, meta, pickled-ranks, torch, torch_dist, megatron, trtllm, deepseek, vllm,
+            grok, orbax or diffusers. Default: detected.
+        weights: Which weights of a training checkpoint: the module's, or the optimizer's fp32 master copy. Default:
+            master.
+        true_vocab: Vocabulary size without padding, for files that do not say it, such as Megatron-LM's, or have more
+            rows.
+        keep_padding: Keep the rows that Megatron-LM padded the vocabulary with, and raise vocab_size, instead of
+            leaving them out.
+        source_etp: Number of tensor-parallel ranks within each expert of the source, for Megatron-LM's directories that
+            do not say it.
+        prefer_index: If two files hold different values for a tensor, take those in the file that the index names.
+        subtree: Read only the tensors below this prefix, for files with more than one model, such as an EMA or a
+            teacher.
+        complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
+            files.
+        strict: Treat every warning as an error.
+        allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
+
+    Errors:
+        UsageError: An option has a wrong type or value, or memory is too small.
+        SourceError: The checkpoint is missing, malformed or not supported, or lacks elements.
+    """
+    keywords = OptionKeywords(locals(), SourceOptions)
+    if host_memory is not None:
+        warn_of_object("host_memory", "write memory", frames=2)
+    limit = check_argument("memory", HostMemory, memory if host_memory is None else host_memory)
+    wanted = check_argument("expect", str | None, expect)
+    engine = check_argument("as_", Literal["vllm"] | None, as_)
+    degrees = {"pp": check_argument("pp", int, pp), "tp": check_argument("tp", int, tp)}
+    source = keywords.make(SourceOptions)
+    if engine is not None and wanted is not None:
+        raise UsageError("as_ gives sums of arrays, and expect compares a digest", hint="leave one of them out")
+    if engine is None and set(degrees.values()) != {1}:
+        raise UsageError("tp and pp are for as_: a digest is the same for every mesh", hint='add as_="vllm"')
+    with _watch_effort("digest", threads, progress, effort) as work:
+        if engine is not None:
+            return sum_engine_arrays(path, Mesh.of(**degrees), source_options=source, effort=work, host_memory=limit)
+        found = _digest(path, source_options=source, effort=work, host_memory=limit)
+    return replace(found, expected=wanted, show_tensors=check_argument("tensors", bool, tensors))
+
+
+contribute, find_newest, finish = _add_hints(_contribute), _add_hints(_find_newest), _add_hints(_finish)
+lens, load, reshard_each = _add_hints(_lens), _add_hints(_load), _add_hints(_reshard_each)
+
+
+@contextmanager
+def _watch_progress(verb: str, progress: object) -> Iterator[ProgressWatcher]:
+    """Give who watches a task: a bar, a callable, an object, or nobody."""
+    methods = ("warn", "begin", "work_on", "advance", "file_done")
+    if progress is None or progress is False:
+        yield NullWatcher()
+    elif progress is True:
+        from shardctl.cli.progress import watch_progress
+
+        with watch_progress(verb) as bar:
+            yield bar
+    elif all(callable(getattr(progress, name, None)) for name in methods):
+        yield cast("ProgressWatcher", progress)
+    elif callable(progress):
+        watcher = CallbackWatcher(progress)
+        yield watcher
+        watcher.finish()
+    else:
+        hint = "write True for a bar on stderr, or give a function, which gets a ProgressUpdate"
+        raise UsageError(f"progress takes True, False or a callable, not {describe_value(progress)}", hint=hint)
+
+
+@contextmanager
+def _watch_effort(
+    verb: str, threads: object, progress: object, effort: ExecutionOptions | None
+) -> Iterator[ExecutionOptions]:
+    """Give how much to spend on a task that reads everything, and who watches it."""
+    count = check_argument("threads", Threads, threads)
+    if effort is None:
+        with _watch_progress(verb, progress) as watcher:
+            yield ExecutionOptions(watcher=watcher) if count is None else ExecutionOptions(count, watcher)
+        return
+    if not isinstance(effort, ExecutionOptions):
+        raise UsageError(f"effort takes ExecutionOptions, not {describe_value(effort)}", hint="write threads=4")
+    warn_of_object("effort", "write threads=4, progress=True", frames=4)
+    if count is not None or progress is not None:
+        given = "threads" if count is not None else "progress"
+        raise UsageError(f"{given} is given as a keyword and in effort", hint="leave effort out")
+    yield effort

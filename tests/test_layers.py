@@ -23,8 +23,8 @@ LAYERS = (
     ("checkpoint",),
     ("conversion",),
     ("planning", "running"),
-    ("verbs", "api"),
-    ("report", "cli"),
+    ("verbs",),
+    ("report", "cli", "api"),
 )
 """From the ground up; each name is a package or module of `shardctl`.
 

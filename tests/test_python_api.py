@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import html.parser
 import importlib
+import importlib.util
 import inspect
+import json
 import pydoc
+import re
+import shutil
 import subprocess
 import sys
 import traceback
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import typer
 
 import shardctl
 import shardctl.api
-from shardctl.base.errors import SourceError
+from shardctl.base.errors import ShardctlError, SourceError, UsageError
+from shardctl.base.workers import ExecutionOptions
+from shardctl.cli.app import app
+from shardctl.cli.program import run
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.notebook_views import render_notebook_view
 
-CONFIG = Path(__file__).parents[1] / "fixtures" / "configs" / "llama.json"
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "fixtures" / "configs" / "llama.json"
+LLAMA = ROOT / "fixtures" / "llmcompressor" / "llama"
 VERBS = ("plan", "reshard", "verify", "inspect", "diff", "digest", "load", "lens")
+COMMANDS = VERBS[:6]
 
 
 def test_help_shows_the_verbs_with_their_docstrings():
@@ -39,7 +52,7 @@ def test_every_verb_is_typed(verb):
     assert signature.return_annotation is not inspect.Signature.empty
     assert all(each.annotation is not inspect.Parameter.empty for each in signature.parameters.values())
     if verb not in {"load", "lens"}:
-        assert f"{verb.capitalize()}Result" == str(signature.return_annotation).rpartition(".")[2]
+        assert str(signature.return_annotation).startswith(f"{verb.capitalize()}Result")
         assert hasattr(shardctl, f"{verb.capitalize()}Result")
 
 
@@ -137,3 +150,281 @@ def test_what_was_inspected_is_a_table_and_no_name_is_taken_for_html(tmp_path):
 def test_other_results_have_no_view():
     with pytest.raises(TypeError, match="a str has no view"):
         render_notebook_view("text")
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("python_api", ROOT / "docs" / "python_api.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_signatures_docstrings_and_the_page_are_those_of_the_options():
+    """If this fails, run `python docs/python_api.py`."""
+    script = load_script()
+    assert script.format_source(script.write_functions(script.API.read_text())) == script.API.read_text()
+    assert script.page() == script.PAGE.read_text()
+
+
+NOT_OPTIONS = {"path", "destination", "a", "b", "progress", "effort", "host_memory"}
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_keywords_are_the_long_options_of_the_command(verb):
+    script = load_script()
+    command = typer.main.get_command(app).commands[verb]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    names = {script.name_keyword(next(name for name in each.opts if name.startswith("--"))) for each in options}
+    left = {"json", "report", "junit", "summary", "detail", "each", "fail_fast", "worker", "newest_good", "dry_run"}
+    left |= {"quiet", "verbose", "log", "help", "help_all"} | ({"engine"} if verb == "reshard" else set())
+    keywords = inspect.signature(getattr(shardctl, verb)).parameters
+    assert {name for name in keywords if not name.startswith(("source_options", "plan_options", "reshard_options"))} - {
+        *NOT_OPTIONS, "destination_options", "verify_options", "inspect_options",
+    } == names - left  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_argument_has_a_sentence(verb):
+    function = getattr(shardctl, verb)
+    said = inspect.getdoc(function)
+    for name in inspect.signature(function).parameters:
+        assert f"\n    {name}: " in said
+    assert "\nExample:\n" in said
+    assert "\nErrors:\n" in said
+
+
+def test_the_examples_of_docstrings_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").symlink_to(LLAMA)
+    for verb in ("plan", "reshard", "verify", "inspect", "diff", "digest"):
+        said = inspect.getdoc(getattr(shardctl, verb))
+        code = said.partition("\nExample:\n")[2].partition("\n\n")[0]
+        exec(inspect.cleandoc(code), {"shardctl": shardctl})  # noqa: S102 - it is our own
+
+
+def test_help_shows_a_keyword_on_each_line():
+    shown = pydoc.plain(pydoc.render_doc(shardctl.plan)).splitlines()
+    assert "    seq_len: int | None = None," in shown
+    assert max(map(len, shown)) <= 160
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh"),
+    [
+        ({"tp": 2}, "tp2"),
+        ({"tp": np.int64(2)}, "tp2"),
+        ({"mesh": "tp=2"}, "tp2"),
+        ({"mesh": {"tp": 2}}, "tp2"),
+        ({"mesh": shardctl.Mesh.of(tp=2)}, "tp2"),
+        ({"mesh": {"dp": 2, "tp": 2}}, "dp2 x tp2"),
+        ({"mesh": "tp=2,fsdp=2"}, "tp2 x fsdp2"),
+        ({"mesh": shardctl.Mesh.parse("tp=2,fsdp=2")}, "tp2 x fsdp2"),
+    ],
+    ids=str,
+)
+def test_a_mesh_is_degrees_a_text_a_dictionary_or_an_object(given, mesh):
+    planned = shardctl.plan(LLAMA, **given)
+    assert str(planned.mesh) == mesh
+    assert planned.mesh == shardctl.Mesh.parse(mesh.replace(" x ", ",").replace("p2", "p=2"))
+
+
+@pytest.mark.parametrize("gpu", ["h100", "80GB", {"name": "mine", "memory_gib": 80}])
+def test_a_device_is_a_name_a_size_a_dictionary_or_an_object(gpu):
+    planned = shardctl.plan(LLAMA, tp=2, gpu=gpu, seq_len=32768, batch=50)
+    assert planned.fits
+    assert shardctl.plan(LLAMA, gpu=planned.forecast.device).forecast.device == planned.forecast.device
+
+
+def test_a_device_that_is_no_device_is_refused():
+    with pytest.raises(UsageError, match="memory_gib") as raised:
+        shardctl.plan(LLAMA, gpu={"name": "mine"})
+    assert "docs/devices.md" in raised.value.hint
+
+
+def test_what_is_wrong_with_mesh_7_is_said():
+    with pytest.raises(UsageError, match="mesh takes a text, a dictionary or a Mesh, not 7") as raised:
+        shardctl.plan(LLAMA, mesh=7)
+    assert "tp=4" in raised.value.hint
+
+
+def list_keywords():
+    return [
+        (verb, name)
+        for verb in COMMANDS
+        for name, each in inspect.signature(getattr(shardctl, verb)).parameters.items()
+        if name not in {"path", "destination", "a", "b"} or verb == "plan" or each.default is each.empty
+    ]
+
+
+@pytest.mark.parametrize(("verb", "name"), list_keywords())
+def test_a_wrong_type_is_a_usage_error(verb, name, tmp_path):
+    arguments = {"a": LLAMA, "b": LLAMA} if verb == "diff" else {"path": LLAMA}
+    if verb == "reshard":
+        arguments["destination"] = tmp_path / "out"
+    with pytest.raises(UsageError) as raised:
+        getattr(shardctl, verb)(**arguments | {name: object()})
+    assert raised.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shardctl.plan(LLAMA, tp="2"), "tp takes a whole number, not '2'"),
+        (lambda: shardctl.plan(LLAMA, tp=True), "tp takes a whole number, not True"),
+        (lambda: shardctl.plan(LLAMA, tp=0), "tp is 0, and must be at least 1"),
+        (lambda: shardctl.plan(LLAMA, zero=4), "zero is 4, and must be from 0 to 3"),
+        (lambda: shardctl.plan(LLAMA, kv_dtype="fp9"), "kv_dtype has no choice 'fp9'"),
+        (lambda: shardctl.plan(LLAMA, mesh={"tq": 2}), "unknown mesh axis 'tq'"),
+        (lambda: shardctl.plan(LLAMA, mesh={"tp": "2"}), "mesh axis tp takes a number of ranks, not '2'"),
+        (lambda: shardctl.plan(LLAMA, mesh={}), "the mesh is empty"),
+        (lambda: shardctl.plan(LLAMA, ReshardOptions(mesh=7)), "mesh takes a text"),
+        (lambda: shardctl.plan(LLAMA, "tp=2"), "reshard_options takes ReshardOptions, not 'tp=2'"),
+        (lambda: shardctl.plan(LLAMA, memory=-1), "memory is -1"),
+        (lambda: shardctl.plan(""), "a path is empty"),
+        (lambda: shardctl.load(7), "path takes a path or an address, not 7"),
+    ],
+)
+def test_a_wrong_value_is_named(call, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        call()
+    assert raised.value.hint
+
+
+def test_option_objects_work_for_one_more_release(tmp_path):
+    """The warning names the line of the caller."""
+    new = shardctl.plan(LLAMA, tp=2, gpu="h100", strict=True)
+    with pytest.warns(DeprecationWarning, match="reshard_options goes with the next release") as warned:
+        old = shardctl.plan(
+            LLAMA,
+            ReshardOptions(mesh=shardctl.Mesh.of(tp=2)),
+            plan_options=PlanOptions(device=new.forecast.device),
+            source_options=SourceOptions(strict=True),
+        )
+    assert old.to_dict() == new.to_dict()
+    assert {each.filename for each in warned} == {__file__}
+    assert len(warned) == 3
+    with pytest.warns(DeprecationWarning, match="reshard_options"):
+        shardctl.reshard(LLAMA, tmp_path / "out", ReshardOptions(mesh=shardctl.Mesh.of(tp=2)))
+    with pytest.warns(DeprecationWarning, match="verify_options|effort") as warned:
+        found = shardctl.verify(
+            tmp_path / "out", VerifyOptions(level="full", against=LLAMA), effort=ExecutionOptions(threads=1)
+        )
+    assert found.ok
+    own = {str(each.message).partition(" ")[0] for each in warned if each.filename == __file__}
+    assert own == {"verify_options", "effort"}
+    with pytest.warns(DeprecationWarning, match="write memory"):
+        assert shardctl.digest(LLAMA, host_memory=1 << 30).digest == new_digest(tmp_path / "out")
+
+
+def new_digest(path):
+    return shardctl.digest(path, memory="1GiB").digest
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_option_in_both_ways_is_an_error():
+    tp2 = ReshardOptions(mesh=shardctl.Mesh.of(tp=2), dtype="bf16")
+    for both in ({"tp": 2}, {"mesh": "tp=2"}, {"dtype": "fp16"}):
+        verb = shardctl.reshard if "dtype" in both else shardctl.plan
+        with pytest.raises(UsageError, match="given as a keyword and in reshard_options"):
+            verb(LLAMA, *(["out"] if verb is shardctl.reshard else []), tp2, **both)
+    assert str(shardctl.plan(LLAMA, tp2, gpu="h100").mesh) == "tp2"
+    with pytest.raises(UsageError, match="threads is given as a keyword and in effort"):
+        shardctl.verify(LLAMA, threads=2, effort=ExecutionOptions())
+    with pytest.raises(UsageError, match="--mesh and --tp are both given"):
+        shardctl.plan(LLAMA, mesh="tp=2", tp=2)
+
+
+def test_errors_have_the_hint_of_the_command_line(capfd):
+    with pytest.raises(SourceError) as raised:
+        shardctl.inspect("/no/such/model")
+    assert run(["inspect", "/no/such/model"]) == raised.value.exit_code
+    assert capfd.readouterr().err.splitlines()[-1] == f"hint:  {raised.value.hint}"
+    assert f"hint: {raised.value.hint}" in "".join(traceback.format_exception(raised.value)).splitlines()
+    with pytest.raises(ShardctlError) as raised:
+        shardctl.lens("/no/such/model")
+    assert raised.value.hint
+
+
+def test_progress_is_told_to_a_callable(tmp_path):
+    seen = []
+    done = shardctl.reshard(LLAMA, tmp_path / "out", tp=2, progress=seen.append)
+    assert seen[0].total_bytes == seen[-1].done_bytes == seen[-1].total_bytes > 0
+    assert seen[-1].files_done == seen[-1].files == 2
+    assert done.written_bytes <= seen[-1].total_bytes
+    seen.clear()
+    assert shardctl.verify(tmp_path / "out", level="full", against=LLAMA, progress=seen.append).ok
+    assert {"content", "identity"} <= {each.phase for each in seen}
+    shardctl.digest(LLAMA, progress=seen.append)
+    shardctl.diff(LLAMA, tmp_path / "out", progress=seen.append)
+
+
+def test_what_a_callable_raises_ends_the_run_and_the_same_call_resumes(tmp_path):
+    def refuse(update):
+        if update.files_done:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        shardctl.reshard(LLAMA, tmp_path / "out", tp=2, progress=refuse)
+    assert not (tmp_path / "out").exists()
+    done = shardctl.reshard(LLAMA, tmp_path / "out", tp=2)
+    assert done.record.digest == shardctl.digest(LLAMA).digest
+
+
+def test_a_bar_is_shown_on_stderr(tmp_path, capfd, monkeypatch):
+    shardctl.reshard(LLAMA, tmp_path / "quiet", tp=2)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("shardctl.cli.progress._TICK", 0.001)
+    shardctl.reshard(LLAMA, tmp_path / "out", tp=2, progress=True)
+    assert capfd.readouterr().out == ""
+
+
+def mask(value):
+    """A document without what differs from run to run."""
+    if isinstance(value, dict):
+        return {key: mask(each) for key, each in value.items() if key not in {"seconds", "settings", "free_bytes"}}
+    if isinstance(value, str):
+        return re.sub(r"[0-9.]+ (s|[kMG]i?B/s)\b|free space .*| +", " ", value)
+    return list(map(mask, value)) if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [
+        ("plan llama --tp 2 --gpu h100", lambda: shardctl.plan("llama", tp=2, gpu="h100")),
+        ("plan llama --for train --fsdp 2", lambda: shardctl.plan("llama", for_="train", fsdp=2)),
+        ("inspect llama", lambda: shardctl.inspect("llama")),
+        ("inspect llama --tensors --show-rules", lambda: shardctl.inspect("llama", tensors=True, show_rules=True)),
+        ("diff llama cut", lambda: shardctl.diff("llama", "cut")),
+        ("diff llama llama", lambda: shardctl.diff("llama", "llama")),
+        ("digest llama --tensors", lambda: shardctl.digest("llama", tensors=True)),
+        (
+            f"digest llama --expect shardctl1:{'0' * 32}",
+            lambda: shardctl.digest("llama", expect=f"shardctl1:{'0' * 32}"),
+        ),
+        ("digest llama --as vllm --tp 2", lambda: shardctl.digest("llama", as_="vllm", tp=2)),
+        ("verify cut --level full", lambda: shardctl.verify("cut", level="full")),
+        ("verify cut --against llama", lambda: shardctl.verify("cut", against="llama")),
+        ("verify llama --for vllm", lambda: shardctl.verify("llama", for_="vllm")),
+        ("reshard llama whole --to hf", lambda: shardctl.reshard("llama", "whole", to="hf")),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_results_say_what_the_command_prints(command, call, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").symlink_to(LLAMA)
+    shardctl.reshard("llama", "cut", tp=2, dtype="fp16" if command.startswith("diff") else "keep")
+    printed = []
+    for further in ([], ["--json"]):
+        shutil.rmtree("whole", ignore_errors=True)
+        run([*command.split(), *further])
+        printed.append(capfd.readouterr().out)
+    shutil.rmtree("whole", ignore_errors=True)
+    found = call()
+    assert mask(str(found).split("\n")) == mask(printed[0].rstrip("\n").split("\n"))
+    lines = printed[1].splitlines()
+    assert mask(found.to_dict()) == mask(json.loads(lines[-1] if command.startswith("reshard") else printed[1]))
+    assert len(repr(found)) < 300
+    assert repr(found) == f"<{type(found).__name__} {found.verdict}>"
+    assert found.verdict in str(found)
+    assert render_notebook_view(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from dataclasses import field
+import time
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from shardctl.base.errors import Interrupted, MachineError, UsageError
@@ -78,6 +80,71 @@ class NullWatcher:
         """Ignore."""
 
 
+@value_class
+class ProgressUpdate:
+    """How far a task is: what a callable that is given as `progress` gets."""
+
+    phase: str
+    """What is being done, such as `content`; empty where the verb says it all."""
+    done_bytes: int
+    """Bytes in place, those that an earlier run had written included."""
+    total_bytes: int
+    """Bytes of this phase; 0 if not known."""
+    kept_bytes: int
+    """Those that an earlier run had written."""
+    files_done: int
+    files: int
+    """Files of this phase; 0 if not known."""
+    place: str
+    """The file, or the part of a model, that is worked on."""
+
+
+class CallbackWatcher:
+    """Tells a callable how far a task is, from one thread at a time; what it raises ends the task."""
+
+    def __init__(self, callback: Callable[[ProgressUpdate], object]) -> None:
+        self._callback = callback
+        self._update = ProgressUpdate("", 0, 0, 0, 0, 0, "")
+        self._lock = threading.RLock()
+        self._called_at = -math.inf
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Ignore: the result has the warnings."""
+
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
+        """Begin a phase, and tell."""
+        self._tell(ProgressUpdate(phase, 0, total_bytes, 0, 0, files, ""))
+
+    def work_on(self, place: str) -> None:
+        """Note the file, or the part of a model, that is worked on."""
+        with self._lock:
+            self._tell(replace(self._update, place=place), rarely=True)
+
+    def advance(self, nbytes: int, *, kept: bool = False) -> None:
+        """Note bytes, and tell unless that was done just now."""
+        with self._lock:
+            done, found = self._update.done_bytes + nbytes, self._update.kept_bytes + (nbytes if kept else 0)
+            self._tell(replace(self._update, done_bytes=done, kept_bytes=found), rarely=True)
+
+    def file_done(self, path: str) -> None:  # noqa: ARG002 - only their number counts
+        """Note a file, and tell."""
+        with self._lock:
+            self._tell(replace(self._update, files_done=self._update.files_done + 1))
+
+    def finish(self) -> None:
+        """Tell how it ended."""
+        self._tell(self._update)
+
+    def _tell(self, update: ProgressUpdate, *, rarely: bool = False) -> None:
+        with self._lock:
+            self._update = update
+            if not rarely or time.monotonic() - self._called_at >= _CALL_PAUSE:
+                self._callback(update)
+                self._called_at = time.monotonic()
+
+
+_CALL_PAUSE: Final = 0.1
+"""Seconds between two calls while bytes move: often enough for a bar, and no burden on the threads that wait."""
 _MOST_THREADS: Final = 1024
 """Beyond, they wait for one another: 64 are enough for any network, and a machine has a few hundred cores at most."""
 

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +14,7 @@ from shardctl.cli import arguments, streams
 from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
-from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess, flat_options, permission_options
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 
 if TYPE_CHECKING:
     from shardctl.conversion.engine.worker import WorkerId
@@ -80,14 +79,13 @@ def reshard(
     source_options: SourceOptions,
 ) -> int:
     """Convert a checkpoint to another layout in a new directory. Resumes an interrupted run."""
-    file = _read_followed_plan(context, plan) if plan is not None else None
-    if file is not None:
-        conversion = file.with_effort(conversion, _list_given_parameters(context))
-        source_options = replace(
-            file.source_options,
-            strict=source_options.strict or file.source_options.strict,
-            **{name: getattr(source_options, name) for name in permission_options(SourceOptions)},
-        )
+    file = None
+    if plan is not None:
+        from shardctl.conversion.plan_file import read_plan_file
+
+        file = read_plan_file(plan)
+        given = _list_given_parameters(context)
+        conversion, source_options = file.apply_run_options(conversion, source_options, given)
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help lists the arguments")
@@ -215,21 +213,6 @@ def _parse_worker(text: str | None) -> "WorkerId | None":
     from shardctl.conversion.engine.worker import WorkerId
 
     return WorkerId.parse(text, os.environ)
-
-
-def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
-    """Read the plan to follow; raises UsageError for any other option that would change the result."""
-    from shardctl.conversion.plan_file import read_plan_file
-
-    declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
-    shaping = {each.name: each.flag for each, option in declared if option.shapes_result}
-    for name in _list_given_parameters(context):
-        if name in shaping:
-            raise UsageError(
-                f"--plan and {shaping[name]} are both given",
-                hint="the plan decides the result: leave the option out, or make another plan",
-            )
-    return read_plan_file(path)
 
 
 def _list_given_parameters(context: typer.Context) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.conversion.bucket_output import ShareGroups, ShareSender, scratch_directory
@@ -45,7 +46,7 @@ _BLOCK: Final = 1 << 20
 
 
 @value_class
-class EngineSums:
+class EngineSums(NotebookView):
     """The SHA-256 of each array of each rank."""
 
     sums: Mapping[str, str]
@@ -55,6 +56,7 @@ class EngineSums:
     nbytes: int
     """Bytes of all arrays."""
     warnings: tuple[str, ...]
+    path: str = ""
 
 
 def sum_engine_arrays(
@@ -90,7 +92,7 @@ def sum_engine_arrays(
         single = any(".shared_expert." in name for name in work.have.tensors)
         sums, changed = _name_parameters(summing.sums, tied=tied, single=single), _list_reordered(work.plan.want)
         reordered = frozenset(key for key in sums if key.rpartition(":")[2] in changed)
-        return EngineSums(dict(sorted(sums.items())), reordered, summing.nbytes, work.have.warnings)
+        return EngineSums(dict(sorted(sums.items())), reordered, summing.nbytes, work.have.warnings, str(path))
 
 
 def format_engine_key(name: str, *, pp: int, tp: int, dp: int = 0) -> str:

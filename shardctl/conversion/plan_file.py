@@ -32,7 +32,9 @@ from shardctl.options.declaration import (
     Chosen,
     declared_options,
     effort_options,
+    flat_options,
     make_options,
+    permission_options,
     withdraw_permissions,
 )
 from shardctl.storage.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
@@ -111,6 +113,25 @@ class PlanFile:
         return _with_effort(
             self.reshard_options, other, [name for name in effort_options(ReshardOptions) if name in given]
         )
+
+    def apply_run_options(
+        self, conversion: ReshardOptions, source_options: SourceOptions, given: Collection[str]
+    ) -> tuple[ReshardOptions, SourceOptions]:
+        """Return the plan's options with those of a run that change no byte; `given` names the fields that it has.
+
+        Raises UsageError for any other option: the plan decides the result.
+        """
+        declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
+        shaping = {each.name: each.flag for each, option in declared if option.shapes_result}
+        for name in given:
+            if name in shaping:
+                raise UsageError(
+                    f"--plan and {shaping[name]} are both given",
+                    hint="the plan decides the result: leave the option out, or make another plan",
+                )
+        permitted = {name: getattr(source_options, name) for name in permission_options(SourceOptions)}
+        strict = source_options.strict or self.source_options.strict
+        return self.with_effort(conversion, given), replace(self.source_options, strict=strict, **permitted)
 
     def _check_source(self, checkpoint: OpenedCheckpoint) -> None:
         changes = list(_list_changes(self.files, _record_source_files(checkpoint, self.source_options)))

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -16,7 +16,20 @@ from shardctl.base.amounts import format_memory_size
 from shardctl.base.errors import UsageError
 from shardctl.hardware.device_spec import GB, GIB, MIB, PCIE3, TERA, DeviceSpec
 
-__all__ = ["GB", "GIB", "PCIE3", "TERA", "DeviceSpec", "find_named_device", "get_device", "list_devices"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "GB",
+    "GIB",
+    "PCIE3",
+    "TERA",
+    "DeviceSpec",
+    "build_device",
+    "find_named_device",
+    "get_device",
+    "list_devices",
+]
 
 DEVICE_FILE: Final = ".toml"
 """What the name of a user's own device ends with."""
@@ -86,6 +99,19 @@ def _parse_devices(text: str) -> tuple[DeviceSpec, ...]:
 def list_devices() -> tuple[DeviceSpec, ...]:
     """List every device of `devices.toml`, in its order."""
     return _parse_devices(files("shardctl.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+
+
+def build_device(described: Mapping[str, object]) -> DeviceSpec:
+    """Build the device that a dictionary describes with the keys of a file of devices; raises UsageError.
+
+    >>> build_device({"name": "mine", "memory_gib": 80}).memory_bytes == 80 * GIB
+    True
+    """
+    try:
+        return msgspec.convert(dict(described), _DeviceRecord).build_spec()
+    except ValueError as error:
+        hint = "a device has name and memory_gib, and the keys of docs/devices.md"
+        raise UsageError(f"the dictionary describes no device: {error}", hint=hint) from error
 
 
 def read_device(path: Path) -> DeviceSpec:

@@ -1,24 +1,97 @@
-"""Renders results as HTML inside of a notebook: the page of a plan in a frame, what was inspected as a table."""
+"""Renders results outside of the command line: as its text, as its JSON, and as HTML inside of a notebook."""
 
 from __future__ import annotations
 
 from html import escape
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from rich.console import Console, RenderableType
+
+from shardctl.base.notebook import NotebookView
+from shardctl.conversion.engine_sums import EngineSums
+from shardctl.models.derived import format_rule_file
 from shardctl.planning.plan_result import PlanResult
-from shardctl.report.inspection import list_inspection_facts
-from shardctl.report.pages.plan_page import render_plan_page
+from shardctl.report import documents
+from shardctl.report.conversion import render_conversion
+from shardctl.report.difference import render_difference
+from shardctl.report.digests import render_digests, render_engine_sums
+from shardctl.report.inspection import list_inspection_facts, render_inspection
+from shardctl.report.plan_document import build_plan_document
+from shardctl.report.planning import render_plan
+from shardctl.report.verification import render_verification
 from shardctl.report.visible import escape_control_characters
+from shardctl.verbs.diff import DiffResult
+from shardctl.verbs.digest import DigestResult
 from shardctl.verbs.inspect import InspectResult
+from shardctl.verbs.reshard import ReshardResult
+from shardctl.verify.level import VerifyResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardctl.report.documents import Document
 
 _HEIGHT: Final = 640
 """Pixels of the frame, which scrolls."""
 _LEFT: Final = 'style="text-align:left"'
+_COLUMNS: Final = 1 << 20
+"""Columns that views are laid out on: their lines are as long as they are."""
+
+
+def _render_inspect_text(found: InspectResult) -> RenderableType:
+    """Render what `inspect` prints: derived rules are a rule file."""
+    if found.derivation is not None and not found.show_tensors:
+        return format_rule_file(found.derivation)
+    return render_inspection(found, tensors=found.show_tensors, rules=found.show_rules)
+
+
+_TEXTS: Final[dict[type, Callable[[Any], RenderableType]]] = {
+    PlanResult: render_plan,
+    ReshardResult: lambda done: render_conversion(done, done.seconds),
+    VerifyResult: render_verification,
+    InspectResult: _render_inspect_text,
+    DiffResult: render_difference,
+    DigestResult: lambda found: render_digests(found, tensors=found.show_tensors, expected=found.expected),
+    EngineSums: render_engine_sums,
+}
+"""What the command of each result prints."""
+_DOCUMENTS: Final[dict[type, Callable[[Any], Document]]] = {
+    PlanResult: build_plan_document,
+    ReshardResult: lambda done: documents.build_reshard_document(done, done.seconds),
+    VerifyResult: documents.build_verify_document,
+    InspectResult: lambda found: documents.build_inspect_document(
+        found, tensors=found.show_tensors, rules=found.show_rules
+    ),
+    DiffResult: documents.build_diff_document,
+    DigestResult: lambda found: documents.build_digest_document(
+        found, tensors=found.show_tensors, expected=found.expected
+    ),
+    EngineSums: lambda found: documents.build_engine_sums_document(found.path, found),
+}
+"""What the command of each result prints with `--json`."""
+
+
+def render_result_text(result: object) -> str:
+    """Render the text that the command of a result prints, without colours and the end of the last line."""
+    view = _TEXTS[type(result)](result)
+    if isinstance(view, str):
+        return view.rstrip("\n")
+    console = Console(width=_COLUMNS, color_system=None, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        console.print(view)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+def build_result_document(result: object) -> Document:
+    """Build the document that the command of a result prints with `--json`."""
+    return _DOCUMENTS[type(result)](result)
 
 
 def render_notebook_view(result: object) -> str:
-    """Render a plan or what was inspected; raises TypeError for anything else."""
+    """Render a result as HTML: a plan's page in a frame, what was inspected as a table, others as their text."""
     if isinstance(result, PlanResult):
+        from shardctl.report.pages.plan_page import render_plan_page
+
         page = escape(render_plan_page(result, ()))
         title = escape(f"Plan of {escape_control_characters(result.path)}")
         style = f"width:100%;height:{_HEIGHT}px;border:0"
@@ -28,6 +101,9 @@ def render_notebook_view(result: object) -> str:
         row = f'<tr><th scope="row" {_LEFT}>%s</th><td {_LEFT}>%s</td></tr>'
         rows = "".join(row % (_show(name), _show(fact)) for name, fact in facts)
         return f"<table><caption {_LEFT}>{_show(result.path)}</caption>{rows}</table>"
+    if isinstance(result, NotebookView):
+        lines = str(result).split("\n")
+        return f"<pre>{'&#10;'.join(map(_show, lines))}</pre>"
     raise TypeError(f"a {type(result).__name__} has no view in a notebook")
 
 

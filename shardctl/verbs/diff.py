@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.base.amounts import format_plural
 from shardctl.base.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
@@ -62,7 +63,7 @@ class TensorChange:
 
 
 @value_class
-class DiffResult:
+class DiffResult(NotebookView):
     """How two checkpoints differ."""
 
     a: str

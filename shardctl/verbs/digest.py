@@ -7,6 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.opening import open_checkpoint
@@ -36,7 +37,7 @@ class TensorDigest:
 
 
 @value_class
-class DigestResult:
+class DigestResult(NotebookView):
     """The digest of a checkpoint."""
 
     path: str
@@ -50,6 +51,15 @@ class DigestResult:
     """Which files have the hashes that their place promises."""
     unverified: tuple[str, ...]
     """Which do not, as warnings."""
+    expected: str | None = None
+    """The digest that the caller expects, if any."""
+    show_tensors: bool = False
+    """Whether the text and the JSON list the digest of every tensor."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is the expected digest, or none was expected."""
+        return self.expected in {None, self.digest}
 
 
 def digest(

@@ -145,6 +145,10 @@ class InspectResult(NotebookView):
     """The tensors that the class does not have."""
     subtrees: tuple[ModelSubtree, ...] = ()
     """The whole models in the files, if there are more than one; `--subtree` chooses."""
+    show_tensors: bool = False
+    """Whether the text and the JSON list every tensor."""
+    show_rules: bool = False
+    """Whether they list the rules in force."""
 
 
 def inspect(

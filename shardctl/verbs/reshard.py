@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.base.errors import OccupiedDestinationError, UsageError
+from shardctl.base.notebook import NotebookView
 from shardctl.base.value import state_class, value_class
 from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest
 from shardctl.conversion.assembling import assemble_result, hash_result_name
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class ReshardResult:
+class ReshardResult(NotebookView):
     """What `reshard` did."""
 
     destination: Path | str
@@ -75,6 +77,8 @@ class ReshardResult:
     """The tensors that the model's class does not have."""
     copy_plan: CopyPlan | None = field(default=None, repr=False)
     """What was copied, tensor by tensor."""
+    seconds: float = 0.0
+    """How long the call took."""
 
 
 def reshard(
@@ -108,7 +112,9 @@ def reshard(
             proof = _ResultProof(work, read, watcher) if options.prove else None
             return _convert(_record_rule_proof(work, read, proof), destination, proof, options, watcher)
 
-    return repeat_while_touched(convert, watcher)
+    began = time.monotonic()
+    done = repeat_while_touched(convert, watcher)
+    return replace(done, seconds=time.monotonic() - began)
 
 
 def _record_rule_proof(

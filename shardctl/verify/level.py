@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.base.errors import Mismatch
+from shardctl.base.notebook import NotebookView
 from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class LevelResult:
 
 
 @value_class
-class VerifyResult:
+class VerifyResult(NotebookView):
     """Everything `verify` found."""
 
     path: str
