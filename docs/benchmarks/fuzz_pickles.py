@@ -386,10 +386,18 @@ def seen_by_torch(content: bytes, *, plain: bool = False) -> Seen:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         held = torch.load(io.BytesIO(content), **options)
-        if not any(isinstance(value, torch.Tensor) for value in held.values()):
+        own = [value for value in held.values() if isinstance(value, torch.Tensor)]
+        if all(_is_counter(value) for value in own):
             inner = [held[k] for k in WRAPPERS if k in held and isinstance(held[k], dict)]
-            held = next((d for d in inner if any(isinstance(v, torch.Tensor) for v in d.values())), {})
+            wrapped = [d for d in inner if any(isinstance(v, torch.Tensor) for v in d.values())]
+            if wrapped or not own:
+                held = wrapped[0] if wrapped else {}
         return {str(k): _seen(v) for k, v in held.items() if isinstance(v, torch.Tensor)}
+
+
+def _is_counter(value: torch.Tensor) -> bool:
+    """Return whether a tensor next to a model is a counter or a loss, or the state of a random number generator."""
+    return value.ndim == 0 or value.shape == (1,) or (value.ndim == 1 and value.dtype == torch.uint8)
 
 
 def _seen(value: torch.Tensor) -> tuple[str, tuple[int, ...], bytes | None]:

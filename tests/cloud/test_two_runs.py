@@ -142,6 +142,7 @@ def test_what_a_user_put_there_in_the_meantime_is_left_alone(s3_place, source, w
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.wrong_result  # read while the other run replaces it
 def test_races_end_with_one_whole_result_or_none(s3_place, source, wanted, overwrite):
     """Seeded rounds; docs/benchmarks/faults_buckets.py has many, with processes that are killed."""
     generator = random.Random(31 + overwrite)
