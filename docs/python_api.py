@@ -233,7 +233,7 @@ def build_function_section(verb):
         for name, text in rows:
             meaning = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
             default = parameters[name].default if name in parameters else inspect.Parameter.empty
-            shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
+            shown = "" if default in {None, inspect.Parameter.empty} else f"`{default!r}`"
             cells = [f"`{name}`", meaning] if title == "Errors" else [f"`{name}`", shown, meaning]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import wraps
-from inspect import Signature, signature
+from inspect import BoundArguments, Signature, signature
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, cast, overload
 
 from shardctl.base.errors import ShardctlError, UsageError
 from shardctl.base.workers import CallbackWatcher, ExecutionOptions, NullWatcher, ProgressUpdate, ProgressWatcher
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.engine_sums import EngineSums, sum_engine_arrays
 from shardctl.conversion.plan_file import PlanFile, read_plan_file
 from shardctl.conversion.worker_part import ContributeResult
 from shardctl.conversion.worker_part import contribute as _contribute
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from shardctl.conversion.engine_sums import EngineSums
     from shardctl.estimate.training.calibrate import FittedCalibration
     from shardctl.hardware.devices import DeviceSpec
 
@@ -63,7 +64,6 @@ __all__ = [
     "DestinationOptions",
     "DiffResult",
     "DigestResult",
-    "EngineSums",
     "ExecutionOptions",
     "FinishResult",
     "InspectOptions",
@@ -124,6 +124,18 @@ class _LinedSignature(Signature):
         return "".join(["(\n", *(f"    {line},\n" for line in lines), f") -> {self.return_annotation}"])
 
 
+def _bind(lined: Signature, args: tuple[object, ...], keywords: dict[str, object]) -> BoundArguments:
+    """Bind the arguments of a call; a keyword that does not exist is a TypeError, as always, with a hint."""
+    try:
+        return lined.bind(*args, **keywords)
+    except TypeError as error:
+        unknown = next((name for name in keywords if name not in lined.parameters), "")
+        near = get_close_matches(unknown, lined.parameters, 1)
+        if unknown:
+            error.add_note(f"hint: {f'did you mean {near[0]}?' if near else 'help() lists the keywords'}")
+        raise
+
+
 def _add_hints(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Check the paths that a function gets, and give its errors the hints that the command line gives."""
     lined = _LinedSignature.of(function)
@@ -131,7 +143,7 @@ def _add_hints(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
-            bound = lined.bind(*args, **kwargs)
+            bound = _bind(lined, args, kwargs)
             for name in _PLACES & bound.arguments.keys():
                 if bound.arguments[name] is not None:
                     bound.arguments[name] = check_path(name, bound.arguments[name])
@@ -1075,6 +1087,8 @@ def digest(
         raise UsageError("tp and pp are for as_: a digest is the same for every mesh", hint='add as_="vllm"')
     with _watch_effort("digest", threads, progress, effort) as work:
         if engine is not None:
+            from shardctl.conversion.engine_sums import sum_engine_arrays  # few need what it loads
+
             return sum_engine_arrays(path, Mesh.of(**degrees), source_options=source, effort=work, host_memory=limit)
         found = _digest(path, source_options=source, effort=work, host_memory=limit)
     return replace(found, expected=wanted, show_tensors=check_argument("tensors", bool, tensors))

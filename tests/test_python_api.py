@@ -26,6 +26,7 @@ from shardctl.base.errors import ShardctlError, SourceError, UsageError
 from shardctl.base.workers import ExecutionOptions
 from shardctl.cli.app import app
 from shardctl.cli.program import run
+from shardctl.conversion.plan_file import read_plan_file
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.notebook_views import render_notebook_view
 
@@ -344,6 +345,24 @@ def test_errors_have_the_hint_of_the_command_line(capfd):
     with pytest.raises(ShardctlError) as raised:
         shardctl.lens("/no/such/model")
     assert raised.value.hint
+
+
+def test_a_keyword_that_does_not_exist_has_a_hint():
+    with pytest.raises(TypeError, match="seqlen") as raised:
+        shardctl.plan(LLAMA, seqlen=8)
+    assert raised.value.__notes__ == ["hint: did you mean seq_len?"]
+
+
+def test_a_plan_file_is_followed(tmp_path):
+    shardctl.plan(LLAMA, tp=2, dtype="fp16", out=tmp_path / "plan.json")
+    for plan in (tmp_path / "plan.json", read_plan_file(tmp_path / "plan.json")):
+        done = shardctl.reshard(LLAMA, tmp_path / type(plan).__name__, plan=plan, memory="512MiB")
+        assert str(done.record.mesh) == "tp2"
+        assert {tensor.dtype.name for tensor in done.record.tensors.values()} == {"F16"}
+    with pytest.raises(UsageError, match="--plan and --dtype are both given"):
+        shardctl.reshard(LLAMA, tmp_path / "out", plan=tmp_path / "plan.json", dtype="bf16")
+    with pytest.raises(UsageError, match="plan takes a path"):
+        shardctl.reshard(LLAMA, tmp_path / "out", plan=7)
 
 
 def test_progress_is_told_to_a_callable(tmp_path):
