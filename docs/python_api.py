@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 API = ROOT / "shardctl" / "api.py"
 PAGE = ROOT / "docs" / "python.md"
 FUNCTIONS = ("plan", "reshard", "verify", "inspect", "diff", "digest")
+RELATED = {"reshard_each": "reshard", "contribute": "reshard", "find_newest": "verify"}
+"""Functions with the options of a verb, which their docstrings refer to."""
 LEFT_OUT = {
     "json": "to_dict() of the result",
     "report": "what the program writes",
@@ -167,13 +169,15 @@ def build_sections(verb):
 
 def write_functions(source):
     """Return the source of the API with the options of each verb between its marks, and in its docstring."""
-    for verb in FUNCTIONS:
-        for found in [*re.finditer(rf"^def {verb}\(", source, re.MULTILINE)][::-1]:
+    for name, verb in ({each: each for each in FUNCTIONS} | RELATED).items():
+        for found in [*re.finditer(rf"^def {name}\(", source, re.MULTILINE)][::-1]:
             head, tail = source[: found.start()], source[found.start() :]
             opened, closed = tail.index(BEGIN), tail.index(END)
             kind = re.search(r"\) -> (.*?):", tail)[1]
             lines = [OVERLOADS.get((kind, line), line) for line in build_parameters(verb)]
             source = head + "\n".join([tail[:opened] + BEGIN, *lines, "    " + tail[closed:]])
+        if name in RELATED:
+            continue
         start = [*re.finditer(rf"^def {verb}\(", source, re.MULTILINE)][-1].start()
         head, tail = source[:start], source[start:]
         arguments = re.search(r"\n    Arguments:\n(?:        .*\n)+\n", tail)
@@ -210,18 +214,18 @@ line only.
 ## Option objects
 
 Option objects (`ReshardOptions(mesh=Mesh.of(tp=4))` and the like) work for one more release, with a
-DeprecationWarning. An option that is given in both ways is an error. `reshard_each`, `contribute` and `find_newest`
-still take these objects, without a warning.
+DeprecationWarning. An option that is given in both ways is an error. `load`, `lens` and the `source_options_a` and
+`source_options_b` of `diff` keep them: two checkpoints may need different options.
 """
 
 
 def build_function_section(verb):
     """Build the part of the page about one function, from its docstring and its signature."""
-    import shardctl
+    import shardctl.api
 
-    head, *sections = re.split(r"\n(?=[A-Z][A-Za-z ]*:\n)", inspect.getdoc(getattr(shardctl, verb)))
-    parameters = inspect.signature(getattr(shardctl, verb)).parameters
-    lines = [f"## shardctl.{verb}", "", head, ""]
+    head, *sections = re.split(r"\n(?=[A-Z][A-Za-z ]*:\n)", inspect.getdoc(getattr(shardctl.api, verb)))
+    parameters = inspect.signature(getattr(shardctl.api, verb)).parameters
+    lines = [f"## shardctl.{'api.' if verb in RELATED else ''}{verb}", "", head.strip(), ""]
     for section in sections:
         title, _, body = section.partition(":\n")
         if title == "Example":
@@ -246,8 +250,8 @@ def page():
 
     module = re.sub(r"((?:^    .*\n|^\n(?=    ))+)", _fence_code, inspect.getdoc(shardctl) + "\n", flags=re.MULTILINE)
     lines = HEAD.format(module=module.strip()).split("\n")
-    for verb in FUNCTIONS:
-        lines += build_function_section(verb)
+    for name in (*FUNCTIONS, *RELATED):
+        lines += build_function_section(name)
     return "\n".join(lines).rstrip() + "\n"
 
 

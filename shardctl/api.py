@@ -6,6 +6,7 @@ the command prints) and `str()` (its text). On failure a `ShardctlError` is rais
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, cast, overload
 
 from shardctl.base.errors import ShardctlError, UsageError
 from shardctl.base.workers import CallbackWatcher, ExecutionOptions, NullWatcher, ProgressUpdate, ProgressWatcher
-from shardctl.conversion.engine.worker import WorkerId
+from shardctl.conversion.engine.worker import WorkerId, find_job_name
 from shardctl.conversion.plan_file import PlanFile, read_plan_file
 from shardctl.conversion.worker_part import ContributeResult
 from shardctl.conversion.worker_part import contribute as _contribute
@@ -53,11 +54,13 @@ from shardctl.verbs.verify import verify as _verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.estimate.training.calibrate import FittedCalibration
     from shardctl.hardware.devices import DeviceSpec
+    from shardctl.verbs.reshard_each import EachOutcome
 
 __all__ = [
     "ContributeResult",
@@ -627,13 +630,7 @@ def reshard(
         Mismatch: With prove, the result computes something else than the source.
     """
     keywords = OptionKeywords(locals(), ReshardOptions, DestinationOptions, SourceOptions)
-    conversion, source = keywords.make(ReshardOptions), keywords.make(SourceOptions)
-    file = None
-    if plan is not None:
-        file = plan if isinstance(plan, PlanFile) else read_plan_file(check_path("plan", plan))
-        given = keywords.list_given()
-        if reshard_options is None and source_options is None:
-            conversion, source = file.apply_run_options(conversion, source, given)
+    conversion, source, file = _follow_plan(plan, keywords, reshard_options, source_options)
     with _watch_progress("reshard", progress) as watcher:
         return _reshard(
             path,
@@ -1094,8 +1091,274 @@ def digest(
     return replace(found, expected=wanted, show_tensors=check_argument("tensors", bool, tensors))
 
 
-contribute, find_newest, finish = _add_hints(_contribute), _add_hints(_find_newest), _add_hints(_finish)
-lens, load, reshard_each = _add_hints(_lens), _add_hints(_load), _add_hints(_reshard_each)
+@_add_hints
+def reshard_each(
+    pattern: str,
+    destination: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    overwrite: bool = False,
+    no_resume: bool = False,
+    hash: Literal["sha256"] | None = None,
+    prove: bool = False,
+    allow_overflow: bool = False,
+    create: bool = False,
+    private: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    fail_fast: bool = False,
+    watch: Callable[[], AbstractContextManager[ProgressWatcher]] | None = None,
+    tell: Callable[[EachOutcome], None] | None = None,
+    source_options: SourceOptions | None = None,
+    destination_options: DestinationOptions | None = None,
+) -> ReshardEachResult:
+    """Convert each checkpoint that a pattern matches into the directory of its name inside `destination`.
+
+    A checkpoint that an earlier run converted in the same way is kept. A failure does not stop the others, unless
+    `fail_fast`. `tell` is called with what became of each, and `watch` gives the watcher of one. The other keywords are
+    those of `reshard`.
+
+    Example:
+        done = shardctl.api.reshard_each("run/step-*", "converted", to="hf")
+        assert done.exit_code == 0, [each.error for each in done.outcomes]
+    """
+    keywords = OptionKeywords(locals(), ReshardOptions, DestinationOptions, SourceOptions)
+    return _reshard_each(
+        pattern,
+        destination,
+        keywords.make(ReshardOptions),
+        source_options=keywords.make(SourceOptions),
+        destination_options=keywords.make(DestinationOptions),
+        fail_fast=check_argument("fail_fast", bool, fail_fast),
+        watch=watch,
+        tell=tell,
+    )
+
+
+@_add_hints
+def contribute(
+    path: str | Path,
+    destination: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    worker: str | WorkerId,
+    # options: python docs/python_api.py writes these
+    overwrite: bool = False,
+    no_resume: bool = False,
+    hash: Literal["sha256"] | None = None,
+    prove: bool = False,
+    allow_overflow: bool = False,
+    create: bool = False,
+    private: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    plan: str | Path | PlanFile | None = None,
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    destination_options: DestinationOptions | None = None,
+    run: str = "",
+) -> ContributeResult:
+    """Write the part of one worker of a conversion into the staging area of `destination`, which all workers see.
+
+    `worker` is `"0/3"` for the first of three, `"auto"` for what torchrun, Slurm or Kubernetes says, or a WorkerId.
+    `run` names the job that starts workers again, if there is one. When all are done, call `finish`. The other keywords
+    are those of `reshard`, and the same for every worker except memory and threads.
+
+    Example:
+        for worker in ("0/2", "1/2"):
+            shardctl.api.contribute("llama", "llama-tp2-shared", tp=2, worker=worker)
+        shardctl.api.finish("llama-tp2-shared")
+    """
+    keywords = OptionKeywords(locals(), ReshardOptions, DestinationOptions, SourceOptions)
+    conversion, source, file = _follow_plan(plan, keywords, reshard_options, source_options)
+    if not isinstance(worker, str | WorkerId):
+        hint = 'write "0/3" for the first of three, or "auto"'
+        raise UsageError(f"worker takes a text or a WorkerId, not {describe_value(worker)}", hint=hint)
+    with _watch_progress("reshard", progress) as watcher:
+        return _contribute(
+            path,
+            destination,
+            conversion,
+            worker=WorkerId.parse(worker, os.environ) if isinstance(worker, str) else worker,
+            source_options=source,
+            destination_options=keywords.make(DestinationOptions),
+            progress=watcher,
+            plan=file,
+            run=run or (find_job_name(os.environ) if worker == "auto" else ""),
+        )
+
+
+@_add_hints
+def find_newest(
+    path: str | Path,
+    verify_options: VerifyOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    level: Literal["quick", "full", "load", "forward"] = "quick",
+    against: str | Path | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    for_: str | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    require_finite: bool = False,
+    require: Literal["quick", "full", "load", "forward"] | None = None,
+    load: str | None = None,
+    device_memory: int | str | None = None,
+    forward: bool = False,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    prompt: str | None = None,
+    tokens: int = 16,
+    processes: int | None = None,
+    virtual: bool = False,
+    second_opinion: bool = False,
+    engine: str | None = None,
+    engine_python: str | Path | None = None,
+    engine_timeout: int = 3600,
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
+) -> NewestCheckpoint:
+    """Verify the directories of a run, the newest first, until one is whole, whose `name` is in the result.
+
+    The keywords are those of `verify`.
+
+    Example:
+        found = shardctl.api.find_newest("run", level="full")
+        print(found.name, [each.reasons for each in found.passed])
+    """
+    keywords = OptionKeywords(locals(), VerifyOptions, SourceOptions)
+    with _watch_effort("verify", threads, progress, effort) as work:
+        return _find_newest(
+            path, keywords.make(VerifyOptions), source_options=keywords.make(SourceOptions), effort=work
+        )
+
+
+finish, lens, load = _add_hints(_finish), _add_hints(_lens), _add_hints(_load)
+
+
+def _follow_plan(
+    plan: str | Path | PlanFile | None,
+    keywords: OptionKeywords,
+    reshard_options: ReshardOptions | None,
+    source_options: SourceOptions | None,
+) -> tuple[ReshardOptions, SourceOptions, PlanFile | None]:
+    """Make the options of a conversion, which are those of the plan if one is followed."""
+    conversion, source = keywords.make(ReshardOptions), keywords.make(SourceOptions)
+    if plan is None:
+        return conversion, source, None
+    file = plan if isinstance(plan, PlanFile) else read_plan_file(check_path("plan", plan))
+    if reshard_options is None and source_options is None:
+        conversion, source = file.apply_run_options(conversion, source, keywords.list_given())
+    return conversion, source, file
 
 
 @contextmanager
