@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "fixtures" / "configs_public"
 ROWS, PAGE = HERE / "estimates.json", HERE / "estimates.md"
 COUNTERS = ("allocated", "reserved", "device", "cache")
-OUTSIDE = ("CUDA context", "NCCL communicators", "allocator slack", "kept free by the engine")
 GIB = 2**30
 INTRODUCTION = """\
 # How far plans are from what others measured
@@ -47,7 +46,7 @@ OTHERS = """\
 Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem publishes 1.6 % on one
 GPU and 3.0 % on several (Kim et al. 2024, abstract).
 
-Rooms for caches are what an engine's log says. Of vLLM's versions before 0.21, graphs are taken to lie beside its part.
+Rooms for caches are what an engine's log says. Rows of vLLM are planned for their versions.
 SGLang's rows showed that loading takes more than the weights, because torch's allocator gives out multiples of 2 MiB;
 half a block for each matrix is counted now. What is left of them is mostly what NCCL and SGLang's own reductions take
 before the weights, of which the log of Qwen3-235B does not say how much: on eight H200 others measured 1.8 to 2.0 GB.
@@ -144,7 +143,7 @@ def compare_rows() -> list[MeasuredPeak]:
     with tempfile.TemporaryDirectory() as folder:
         for source in json.loads(ROWS.read_text()):
             for row in source["rows"]:
-                use = "serve" if "cache" in row else "train"
+                use = row.get("use", "serve" if "cache" in row else "train")
                 said = plan_row(row["model"], use, f"{source['options']} {row['options']}", Path(folder))
                 ranks = [r for r in said["ranks"] if row.get("stage") in {None, r["coordinate"]["pp"]}]
                 for counter in COUNTERS:
@@ -152,7 +151,7 @@ def compare_rows() -> list[MeasuredPeak]:
                         continue
                     needs = [said["needs"][rank["needs"]] for rank in ranks]
                     if counter == "cache":
-                        counted = count_cache_room(said, source.get("beside", []), row.get("within", []))
+                        counted = count_cache_room(said, row.get("beside", []), row.get("within", []))
                     else:
                         most = max(needs, key=lambda one: one["counters"][counter]["total_bytes"])
                         counted = count_bytes(most, counter, source.get("context"))
@@ -174,18 +173,20 @@ def add_to_loss(sizes: list[float], moments: list[dict[str, object]], added: flo
 
 
 def count_cache_room(said: dict[str, object], beside: list[str], within: list[str]) -> list[float]:
-    """What all else leaves for caches on the first rank, and what if that is the most or the least.
+    """What the plan says that is left for caches, and at the least and at the most.
 
-    `beside` and `within` are the names of terms that the version which was measured did not count in its part of the
-    device, and of those that only it did.
+    `beside` and `within` are the names of terms that the run did not count in its part of the device, and of those
+    that only it did.
     """
-    terms = said["needs"][0]["terms"]
-    others = [term for term in terms if term["category"] != "kv cache" and term["name"] not in beside]
-    room = said["device"]["usable_bytes"] - sum(term["term_bytes"] for term in others)
-    inside = [term for term in others if term["name"] not in OUTSIDE or term["name"] in within]
-    more, less = (sum(term[key] - term["term_bytes"] for term in inside) for key in ("high_bytes", "low_bytes"))
-    room -= sum(term["term_bytes"] for term in others if term["name"] in within)
-    return [room, room - more, room - less]
+    room = said["purpose"]["room"]
+    sizes = [room[key] for key in ("cache_bytes", "low_bytes", "high_bytes")]
+    for term in said["needs"][0]["terms"]:
+        amounts = [term[key] for key in ("term_bytes", "high_bytes", "low_bytes")]
+        if term["name"] in beside:
+            sizes = [size + amount for size, amount in zip(sizes, amounts, strict=True)]
+        if term["name"] in within:
+            sizes = [size - amount for size, amount in zip(sizes, amounts, strict=True)]
+    return sizes
 
 
 def count_bytes(needs: dict[str, object], counter: str, context: float | None) -> list[float]:

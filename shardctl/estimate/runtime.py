@@ -27,6 +27,7 @@ _PEER: Final = (16 * MIB, 160 * MIB, 448 * MIB)
 """Of each peer that a communicator sends to directly: up to 32 channels of up to 12 MiB."""
 _PEERS: Final = 7
 """Direct peers beyond those of a node go through the network, whose buffers are shared."""
+GRAPHS: Final = "CUDA graphs"
 _GRAPHS: Final = (0, 384 * MIB, 1792 * MIB)
 """Of CUDA graphs of decoding; the least is for engines that run eagerly."""
 SLACK: Final = "allocator slack"
@@ -107,7 +108,7 @@ def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated
     if serving:
         low, usual, high = _GRAPHS
         yield MemoryTerm(
-            "CUDA graphs",
+            GRAPHS,
             "runtime",
             usual,
             "graphs",

@@ -21,8 +21,6 @@ OptimizerKernel = Literal["fused", "foreach"]
 
 
 Engine = Literal["vllm", "sglang"]
-USUAL_UTILIZATION: Final = 0.92
-"""vLLM 0.32's `gpu_memory_utilization` if nobody says; SGLang chooses `mem_fraction_static` by device and model."""
 
 
 @value_class
@@ -34,6 +32,10 @@ class EngineBudget:
     """vLLM's `gpu_memory_utilization`, SGLang's `mem_fraction_static`."""
     usable: int
     """Bytes of the device."""
+    version: tuple[int, int] | None = None
+    """vLLM's, which decides how it counts and which kernels it has; None if nobody said it."""
+    compute_capability: float = 0.0
+    """NVIDIA's of the device, by which vLLM chooses kernels; 0 if it is not known."""
 
 
 @value_class

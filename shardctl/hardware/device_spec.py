@@ -29,6 +29,8 @@ class DeviceSpec:
     """As marketed; makers' GB of device memory are 2^30 bytes."""
     usable_bytes: int
     """What `measured_by` reported, else the marketed bytes."""
+    compute_capability: float = 0.0
+    """NVIDIA's, such as 9.0 for Hopper, by which engines choose kernels; 0 for other makers' and where nobody said."""
     flops_bf16: float = 0.0
     """Dense operations per second with bf16 inputs and fp32 sums; with fp16 inputs where there is no bf16."""
     memory_bandwidth: float = 0.0

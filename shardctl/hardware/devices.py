@@ -47,6 +47,7 @@ class _DeviceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As marketed: makers' GB are GiB."""
     names: tuple[_Name, ...] = ()
     """What people call it, without maker and memory, in small letters and digits; the usual first."""
+    compute_capability: _Rate = 0.0
     usable_gib: _Amount | None = None
     """What a process finds; `memory_gib` if neither this nor `usable_mib` is given."""
     usable_mib: _Amount | None = None
@@ -74,6 +75,7 @@ class _DeviceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name=self.name,
             memory_bytes=memory,
             usable_bytes=usable,
+            compute_capability=self.compute_capability,
             flops_bf16=self.bf16_tflops * TERA,
             memory_bandwidth=self.memory_gb_per_s * GB,
             link_bandwidth=self.link_gb_per_s * GB,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _OTHER_WORDS = {"serve": {"inference", "serving", "infer"}, "train": {"training", "finetuning", "pretraining"}}
 """What other tools call the uses."""
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\w+)*$")
 _SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
@@ -37,9 +38,19 @@ def find_device(text: str) -> "DeviceSpec":
     return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)
 
 
+def parse_engine_version(text: str) -> tuple[int, int] | None:
+    """Parse the version in ``vllm@0.19`` or ``vllm@0.19.1``; None where there is none.
+
+    >>> parse_engine_version("vllm@0.19.1"), parse_engine_version("vllm")
+    ((0, 19), None)
+    """
+    found = _VERSION.match(text.partition("@")[2])
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def parse_use(text: str) -> str:
-    """Refuse what is neither a use of devices nor a consumer that serves."""
-    if text not in USES:
+    """Refuse what is neither a use of devices nor a consumer that serves; any version of vLLM has rules of memory."""
+    if text not in USES and not (text.startswith("vllm@") and parse_engine_version(text)):
         from shardctl.libraries.consumers.profile import find_profile
 
         try:
@@ -101,7 +112,7 @@ class PlanOptions:
         str | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "What to estimate: serve, train, or a server such as vllm, vllm@0.32 or sglang, with memory as it counts. "
+            "What to estimate: serve, train, or a server such as vllm, vllm@0.19 or sglang, with memory as it counts. "
             "Default: train if --fsdp or a training option is given, else serve.",
             flag="--for",
             metavar="USE|SERVER",
@@ -155,7 +166,8 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192.",
+            "Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192, with --for vllm the "
+            "engine's for the device.",
             metavar="N",
             least=1,
         ),
@@ -165,7 +177,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.SERVING,
             "Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). "
-            "Default: --batch.",
+            "Default: --batch, with --for vllm the engine's for the device, 256 or 1024.",
             metavar="N",
             least=1,
         ),

@@ -14,7 +14,12 @@ from shardctl.estimate.model.rank_shards import list_rank_shards
 from shardctl.estimate.search.cost import REFERENCE, MeshCost, price_mesh
 from shardctl.estimate.search.forecast import estimate_ranks
 from shardctl.estimate.search.mesh_comparison import WeightTotals
-from shardctl.estimate.serving.rank_serving import find_largest_batch, find_longest_context
+from shardctl.estimate.serving.rank_serving import (
+    CacheRoom,
+    find_largest_batch,
+    find_longest_context,
+    measure_cache_room,
+)
 from shardctl.estimate.term import MemoryTerm
 from shardctl.estimate.training.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
 from shardctl.estimate.training.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
@@ -55,6 +60,10 @@ class WorkloadEstimate:
     """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
     largest_batch: int | None = None
     """The most sequences that fit at this context; None likewise."""
+    room: CacheRoom | None = None
+    """In serving, what the device leaves for caches; None without a device, or for a model without caches."""
+    batch_interval: tuple[int | None, int | None] = (None, None)
+    """`largest_batch` at both ends of the interval of that room."""
     positions: int | None = None
     """The most tokens per sequence that the model was made for, where its config says so."""
     strategies: tuple[ShardingStrategy, ...] = ()
@@ -127,7 +136,15 @@ def estimate_workload(
         most(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
         for most in (find_longest_context, find_largest_batch)
     )
-    return replace(seen, longest_context=context, largest_batch=batch)
+    seen = replace(seen, longest_context=context, largest_batch=batch)
+    room = measure_cache_room(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
+    if room is None:
+        return seen
+    low, high = (
+        find_largest_batch(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget + end - room.nbytes)
+        for end in (room.low, room.high)
+    )
+    return replace(seen, room=room, batch_interval=(low, high))
 
 
 def _is_timed(work: ServingWorkload | TrainingWorkload, device: DeviceSpec) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 from shardctl.base.amounts import format_plural
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.inventory import FLOATING
+from shardctl.estimate.serving.engine_budget import choose_batch_limits, get_engine_rules
 from shardctl.estimate.workload import (
-    USUAL_UTILIZATION,
     EngineBudget,
     Precision,
     Profile,
@@ -19,6 +19,7 @@ from shardctl.estimate.workload import (
 )
 from shardctl.options import PlanOptions
 from shardctl.options.declaration import HelpPanel, find_flag, given_options
+from shardctl.options.plan_options import parse_engine_version
 from shardctl.planning.tuning import ALL_LINEAR, TuningChoice
 
 if TYPE_CHECKING:
@@ -138,6 +139,12 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, mesh: Mesh, toke
         rows=options.max_seqs,
         budget=_build_budget(options),
     )
+    if work.budget is not None and work.budget.engine == "vllm":
+        limit, passed = choose_batch_limits(work.budget)
+        work = replace(work, batched_tokens=passed)
+        if about.anatomy.generates and options.max_seqs is None:
+            limit = min(limit, _choose_value(options.batched_tokens, passed))
+            work = replace(work, rows=max(limit, work.batch))
     return replace(work, batched_tokens=_choose_value(options.batched_tokens, work.batched_tokens))
 
 
@@ -156,7 +163,14 @@ def _build_budget(options: PlanOptions) -> EngineBudget | None:
             "SGLang chooses mem_fraction_static by device and model if nobody says it",
             hint="give it, such as --utilization 0.88; its log says which it chose",
         )
-    return EngineBudget(engine, options.utilization or USUAL_UTILIZATION, options.device.usable_bytes)
+    version = parse_engine_version(options.use or "")
+    return EngineBudget(
+        engine,
+        options.utilization or get_engine_rules(version).utilization,
+        options.device.usable_bytes,
+        version,
+        options.device.compute_capability,
+    )
 
 
 def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:

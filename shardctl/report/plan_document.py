@@ -136,7 +136,26 @@ def _build_purpose(seen: WorkloadEstimate, stages: int) -> Document:
         "dequantised": seen.dequantised,
         "longest_context": seen.longest_context,
         "largest_batch": seen.largest_batch,
+        "room": _build_room(seen),
         "positions": seen.positions,
+    }
+
+
+def _build_room(seen: WorkloadEstimate) -> Document | None:
+    if seen.room is None:
+        return None
+    tokens, low, high = seen.room.count_tokens()
+    return {
+        "cache_bytes": seen.room.nbytes,
+        "low_bytes": seen.room.low,
+        "high_bytes": seen.room.high,
+        "tokens": tokens,
+        "low_tokens": low,
+        "high_tokens": high,
+        "sequences": seen.largest_batch,
+        "low_sequences": seen.batch_interval[0],
+        "high_sequences": seen.batch_interval[1],
+        "logged_concurrency": round(seen.room.concurrency, 2),
     }
 
 

@@ -9,7 +9,7 @@ from rich.console import Group
 
 from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.estimate.model.allowed_degrees import format_degrees
-from shardctl.estimate.term import COUNTERS
+from shardctl.estimate.term import COUNTERS, MemorySum
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.hardware.devices import GB, TERA
 from shardctl.planning.forecast import BUSY
@@ -60,6 +60,8 @@ def _render_details(planned: PlanResult, detail: Detail, columns: int | None) ->
     if seen.work is not None:
         parts.append(render_line(format_workload(planned) + format_beyond_positions(seen)))
     if seen.work is not None and seen.device is not None and (text := format_room(seen)):
+        parts.append(render_line(text))
+    if text := format_cache_room(seen):
         parts.append(render_line(text))
     parts += render_advice(planned.counsel)
     parts += [render_line(text) for text in list_adapter_lines(planned)]
@@ -147,6 +149,22 @@ def format_room(seen: WorkloadEstimate) -> str:
         made = f" (the model was made for {seen.positions:,})" if more else ""
         found.append(f"{format_plural(work.batch, 'sequence')} of {long}{made}")
     return f"room for {', or '.join(found)}" if found else ""
+
+
+def format_cache_room(seen: WorkloadEstimate) -> str:
+    """Format what an engine has for its cache, in bytes, tokens and sequences, as its log counts them."""
+    work, room = seen.work, seen.room
+    if not isinstance(work, ServingWorkload) or work.budget is None or room is None or room.nbytes <= 0:
+        return ""
+    tokens, least, most = room.count_tokens()
+    size = format_amount(MemorySum(room.nbytes, max(0, room.low), room.high, exact=False))
+    said = f"cache: {size} for {tokens:,} tokens ({least:,} to {most:,})"
+    low, high = seen.batch_interval
+    if seen.largest_batch is not None and low is not None and high is not None:
+        said += f", {format_plural(seen.largest_batch, 'sequence')} at once ({low:,} to {high:,})"
+    if work.budget.engine == "vllm":
+        said += f"; vLLM's log says maximum concurrency {room.concurrency:.2f}x"
+    return said
 
 
 def format_counters(rank: RankEstimate) -> str:
@@ -306,7 +324,9 @@ def format_workload(planned: PlanResult) -> str:
         source = f" and {work.source:,} of the encoder" if work.source else ""
         kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
         shared = f", shared by {work.decode_cp} ranks" if work.decode_cp > 1 else ""
-        engine = f", {work.budget.engine} with {work.budget.utilization:g} of the device" if work.budget else ""
+        version = ".".join(map(str, work.budget.version or ())) if work.budget else ""
+        named = f"{work.budget.engine} {version}".strip() if work.budget else ""
+        engine = f", {named} with {work.budget.utilization:g} of the device" if work.budget else ""
         return f"serve: {format_plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}{shared}{engine}"
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
     passes = work.count_passes(planned.mesh.degree("pp"))

@@ -254,7 +254,7 @@ def test_two_models_of_a_run_are_named_and_neither_is_taken(say, tmp_path):
 def test_plan_for_a_server_counts_memory_as_it_does(say, source):
     said = [
         json.loads(say("plan", source, *words, "--gpu", "h100", "--json").out)
-        for words in (("--for", "vllm@0.32"), ("--server", "vllm"), ("--for", "serve"))
+        for words in (("--for", "vllm"), ("--server", "vllm"), ("--for", "serve"))
     ]
     for each in said:
         del each["conversion"]  # which has the free space

@@ -197,7 +197,7 @@ def test_a_conversion_that_host_memory_cannot_hold_is_the_answer(say, tmp_path):
     ("config", "options", "expected"),
     [
         # A window keeps no more however long a sequence is.
-        ("configs/mistral", (), "room for 1,220,131 sequences of 64 tokens, or 1 sequence of any length\n"),
+        ("configs/mistral", (), "room for 1,391,530 sequences of 64 tokens, or 1 sequence of any length\n"),
         ("configs/bert", (), None),
         ("configs_public/llama-3.1-8b", ("--seq-len", "200000"), "room for 1 sequence of 58,592 tokens\n"),
         ("configs_public/llama-3.1-8b", ("--batch", "1000000"), "room for 7 sequences of 8,192 tokens\n"),
@@ -442,3 +442,79 @@ def test_decode_context_parallelism_divides_the_cache_and_not_the_weights(say):
     assert (half * 2, same) == (whole, weights)
     for more in (("--dcp", "4"), ("--tp", "4", "--dcp", "2")):
         assert say("plan", PUBLIC / "qwen3-30b-a3b.json", "--tp", "8", *more).code == 2
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16", "hidden_size": 2880,
+    "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_hidden_layers": 36, "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088,
+    "sliding_window": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 18, "attention_bias": True,
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "changed", "measured"),
+    [
+        # vllm-project/vllm issue 23278: "Model loading took 65.9651 GiB", with Marlin.
+        pytest.param("vllm@0.10.1", "h100-80g", {}, 65.9651, id="Marlin"),
+        # vllm-project/vllm issue 33155: 64.38 GiB with Triton, which keeps the scales that it loads.
+        pytest.param("vllm@0.14.1", "h100-80g", {}, 64.38, id="Triton"),
+        # myoceane.fr, ai-vllm-a100-gemma-4: 13.72 GiB.
+        pytest.param(
+            "vllm@0.19.0", "a100-80g",
+            {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": GPT_OSS["layer_types"][:24]},
+            13.72, id="20b on an A100",
+        ),
+    ],
+)  # fmt: skip
+def test_mxfp4_experts_take_what_vllm_logs(say, tmp_path, server, device, changed, measured):
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | changed))
+    said = json.loads(say("plan", tmp_path / "config.json", "--for", server, "--gpu", device, "--json").out)
+    weights = sum(t["term_bytes"] for t in said["needs"][0]["terms"] if t["category"] == "weights")
+    assert weights / (1 << 30) == pytest.approx(measured, rel=0.002 if not changed else 0.01)
+
+
+def test_gpt_oss_120b_does_not_fit_where_vllm_refused_to_start(say, tmp_path):
+    """vllm-project/vllm issues 23278 and 27508: -2.14 GiB for the cache, and 1.71 where one request needs more."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    start = ("plan", tmp_path / "config.json", "--gpu", "h100-80g", "--seq-len", 131072, "--detail", "summary")
+    for server, options in (
+        ("vllm@0.10.1", ("--utilization", "0.9")),
+        ("vllm@0.11.0", ("--utilization", "0.95", "--batched-tokens", 1024)),
+    ):
+        said = say(*start, "--for", server, *options)
+        assert "DOES NOT FIT" in said.out
+        assert said.code == 3
+    assert "fits" in say(*start, "--for", "vllm@0.32", "--utilization", "0.95", "--batched-tokens", 1024).out
+
+
+def test_a_kernel_that_is_not_known_widens_the_interval(say, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    found = {}
+    for server, device in (("vllm@0.32", "h100-80g"), ("vllm", "h100-80g"), ("vllm@0.32", "80GB")):
+        said = json.loads(say("plan", tmp_path / "config.json", "--for", server, "--gpu", device, "--json").out)
+        found[server, device] = next(t for t in said["needs"][0]["terms"] if t["name"] == "padding of MXFP4 kernels")
+    assert found["vllm@0.32", "h100-80g"]["exact"]
+    for key in (("vllm", "h100-80g"), ("vllm@0.32", "80GB")):
+        assert found[key]["low_bytes"] < found[key]["term_bytes"] <= found[key]["high_bytes"], key
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "rows", "batched", "utilization"),
+    [
+        ("vllm@0.8", "a100-80g", 1024, 8192, 0.9),
+        ("vllm@0.10", "a100-80g", 256, 2048, 0.9),
+        ("vllm@0.19", "h100-80g", 1024, 8192, 0.9),
+        ("vllm@0.32", "l40s", 256, 2048, 0.92),
+        ("vllm@0.32", "b200", 1024, 16384, 0.92),
+        ("vllm", "h200", 1024, 8192, 0.92),
+    ],
+)
+def test_defaults_are_those_of_the_version_and_the_device(say, server, device, rows, batched, utilization):
+    """vLLM's get_batch_defaults, and `gpu_memory_utilization` of its CacheConfig."""
+    config = PUBLIC / "llama-3.1-8b.json"
+    work = json.loads(say("plan", config, "--for", server, "--gpu", device, "--json").out)["purpose"]["workload"]
+    assert (work["rows"], work["batched_tokens"]) == (rows, batched)
+    assert work["budget"]["utilization"] == utilization

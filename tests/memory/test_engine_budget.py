@@ -146,3 +146,13 @@ def test_parts_and_engines_that_nobody_can_count_with():
     with pytest.raises(UsageError, match="SGLang chooses"):
         _build_budget(PlanOptions(server="sglang", device=get_device("h100")))
     assert _build_budget(PlanOptions(server="vllm", device=get_device("h100"))).utilization == 0.92
+
+
+def test_graphs_are_inside_since_0_20():
+    kept = {}
+    for version in ((0, 19), (0, 20)):
+        budget = EngineBudget("vllm", 0.9, USABLE, version)
+        terms = needs(Mesh.of(), ServingWorkload(8192, rows=256, budget=budget))
+        kept[version] = next(t for t in terms if t.name == "kept free by the engine").nbytes
+    graphs = next(t for t in terms if t.name == "CUDA graphs").nbytes
+    assert kept[0, 20] - kept[0, 19] == graphs

@@ -21,7 +21,7 @@ from shardctl.estimate.rank_estimate import build_estimate
 from shardctl.estimate.runtime import MIB, list_communicators, list_runtime_terms
 from shardctl.estimate.serving.rank_serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
 from shardctl.estimate.term import sum_terms
-from shardctl.estimate.workload import ServingWorkload
+from shardctl.estimate.workload import EngineBudget, ServingWorkload
 from shardctl.tensors.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -58,6 +58,10 @@ QWEN3_8B = dense("Qwen3ForCausalLM", 151936, 4096, 12288, 36, 32, 8, head_dim=12
 QWEN2_1B5 = dense("Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
 
 
+SORTING = EngineBudget("vllm", 0.9, 80 * GIB, (0, 8))
+"""A version of vLLM whose sampler sorts."""
+
+
 def term(terms, name):
     return next(one for one in terms if one.name == name)
 
@@ -78,7 +82,8 @@ def test_peaks_are_those_that_vllm_logs(config, tp, tokens, weights, peak):
     """vLLM at 256 sequences: "model weights take"; "PyTorch activation peak memory takes"."""
     mesh = Mesh.of(tp=tp)
     shape, (rank, *_) = held(config, mesh)
-    terms = list_serving_terms(shape, rank, mesh, ServingWorkload(tokens, 256, batched_tokens=tokens), dtype="BF16")
+    work = ServingWorkload(tokens, 256, batched_tokens=tokens, budget=SORTING)
+    terms = list_serving_terms(shape, rank, mesh, work, dtype="BF16")
     assert term(terms, "weights").nbytes / GIB == pytest.approx(weights, rel=0.01)
     passing = [one for one in terms if one.category in {"activations", "workspace"}]
     assert sum(one.nbytes for one in passing) / GIB == pytest.approx(peak, rel=0.03)
@@ -123,7 +128,8 @@ def test_the_sampler_is_not_divided_by_tp_and_a_forward_pass_is():
     for tp in (1, 8):
         mesh = Mesh.of(tp=tp)
         shape, (rank, *_) = held(LLAMA_70B, mesh)
-        peaks[tp] = list_serving_terms(shape, rank, mesh, ServingWorkload(8192, 512, batched_tokens=512), dtype="BF16")
+        work = ServingWorkload(8192, 512, batched_tokens=512, budget=SORTING)
+        peaks[tp] = list_serving_terms(shape, rank, mesh, work, dtype="BF16")
     one, eight = (term(peaks[tp], "forward pass") for tp in (1, 8))
     assert one.nbytes == 512 * (4 * 8192 + 3 * 28672) * 2
     assert eight.nbytes == 512 * (4 * 8192 + 3 * 28672 // 8) * 2
@@ -138,7 +144,11 @@ def test_the_sampler_makes_room_for_the_most_sequences():
     shape, holdings = held(LLAMA_8B, mesh)
     few, room, many = (
         term(list_serving_terms(shape, holdings[0], mesh, work, dtype="BF16"), "sampler beyond the forward pass")
-        for work in (ServingWorkload(8192), ServingWorkload(8192, rows=256), ServingWorkload(8192, 256))
+        for work in (
+            ServingWorkload(8192, budget=SORTING),
+            ServingWorkload(8192, rows=256, budget=SORTING),
+            ServingWorkload(8192, 256, budget=SORTING),
+        )
     )
     assert few.nbytes < room.nbytes == many.nbytes
     budget = 80 * GIB

@@ -2,7 +2,7 @@
 
 Engines count differently what that part holds:
 
-- `vllm`: the part of all memory holds weights, the peak of a forward pass, the graphs (since 0.21) and the cache. The
+- `vllm`: the part of all memory holds weights, the peak of a forward pass, the graphs (since 0.20) and the cache. The
   context and the communicators are there before it measures, and lie beside it, as does the allocator's slack (vLLM
   0.32, v1/worker/gpu_worker.py, `init_device` and `determine_available_memory`; v1/worker/utils.py, `request_memory`);
 - `sglang`: the part of what is free beside the context and the communicators holds weights and the cache, and all else
@@ -15,7 +15,8 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
-from shardctl.estimate.runtime import COMMUNICATORS, CONTEXT, MIB, SLACK
+from shardctl.base.value import value_class
+from shardctl.estimate.runtime import COMMUNICATORS, CONTEXT, GRAPHS, MIB, SLACK
 from shardctl.estimate.term import MemoryTerm
 
 if TYPE_CHECKING:
@@ -31,6 +32,83 @@ _SOURCES: Final = {
     "vllm": "vLLM 0.32, v1/worker/utils.py, request_memory, and v1/worker/gpu_worker.py, determine_available_memory",
     "sglang": "SGLang 0.5, model_executor/model_runner_kv_cache_mixin.py, profile_max_num_token",
 }
+
+_H100_BYTES: Final = 70 << 30
+_B200_BYTES: Final = 160 << 30
+"""From so many bytes of device memory on, vLLM's defaults are larger."""
+_AMPERE: Final = 8.0
+"""The compute capability of an A100, which has the defaults of smaller devices since 0.9 (vllm-project/vllm#17885)."""
+
+
+@value_class
+class EngineRules:
+    """How one version of vLLM counts, read from its source (each minor version from 0.8 to 0.21, then 0.23 to 0.32)."""
+
+    utilization: float
+    """`gpu_memory_utilization` if nobody says (config/cache.py)."""
+    graphs_inside: bool
+    """Whether the part holds CUDA graphs (envs.py, VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS)."""
+    ahead: int
+    """Forward passes under way beyond one for each stage: 1 with asynchronous scheduling (config/vllm.py)."""
+    sampler: tuple[int, int, int]
+    """Tenths of an fp32 logit for each logit that the sampler has at its peak: the least, the usual, the most."""
+    sampler_rows: int
+    """Rows of fp32 logits that Triton's programs keep, one each, at most one for each sequence."""
+
+
+_SORTED: Final = (35, 97, 105)
+"""Without Triton, top-p sorts the logits, with int64 indices; FlashInfer, where it is enabled, does not."""
+_UNSORTED: Final = (35, 35, 60)
+"""Logits in 16 bits, in fp32, probabilities and noise, or FlashInfer's masked logits: 14 bytes of each logit."""
+_FUSED: Final = (15, 15, 40)
+"""Model Runner V2 profiles logits in 16 bits and in fp32, without top-k and top-p (v1/worker/gpu/model_runner.py,
+`_dummy_sampler_run`); in use, the fp32 logits are masked in place."""
+_EITHER: Final = (15, 35, 60)
+"""Versions in which the class decides between both model runners."""
+_ANY: Final = (15, 35, 97)
+_PROGRAMS: Final = 132
+"""Multiprocessors of an H100: programs of v1/sample/ops/topk_topp_triton.py, whose buffer stays."""
+
+
+def get_engine_rules(version: tuple[int, int] | None) -> EngineRules:
+    """Return the rules of a version of vLLM, such as ``(0, 19)``.
+
+    None stands for a version that nobody said: it counts as 0.32 does, but for the sampler, which differs most.
+
+    >>> get_engine_rules((0, 19)).graphs_inside, get_engine_rules((0, 20)).utilization
+    (False, 0.92)
+    """
+    if version is None:
+        return EngineRules(0.92, graphs_inside=True, ahead=1, sampler=_ANY, sampler_rows=_PROGRAMS)
+    if version < (0, 12):
+        sampler = _SORTED
+    elif version < (0, 14):
+        sampler = _UNSORTED  # FlashInfer, which these versions require, samples unless it is disabled
+    elif version < (0, 17):
+        sampler = _SORTED  # FlashInfer must be enabled
+    elif version < (0, 23):
+        sampler = _UNSORTED
+    else:
+        sampler = _EITHER if version < (0, 28) else _FUSED
+    return EngineRules(
+        utilization=0.9 if version < (0, 20) else 0.92,
+        graphs_inside=version >= (0, 20),
+        ahead=int(version >= (0, 14)),
+        sampler=sampler,
+        sampler_rows=_PROGRAMS if (0, 17) <= version < (0, 28) else 0,
+    )
+
+
+def choose_batch_limits(budget: EngineBudget) -> tuple[int, int]:
+    """Return vLLM's `max_num_seqs` and `max_num_batched_tokens` of a server if nobody says them.
+
+    They depend on the device (engine/arg_utils.py, `get_batch_defaults`).
+    """
+    recent = budget.version is None or budget.version >= (0, 29)
+    if recent and budget.usable >= _B200_BYTES:
+        return 1024, 16384
+    a100 = budget.compute_capability == _AMPERE and (budget.version is None or budget.version >= (0, 9))
+    return (256, 2048) if a100 or budget.usable < _H100_BYTES else (1024, 8192)
 
 
 def build_rounding_term(layers: int) -> MemoryTerm:
@@ -49,6 +127,35 @@ def build_rounding_term(layers: int) -> MemoryTerm:
     )
 
 
+def _list_outside_names(budget: EngineBudget) -> frozenset[str]:
+    """List the terms that vLLM does not count in its part of the device."""
+    graphs = () if get_engine_rules(budget.version).graphs_inside else (GRAPHS,)
+    return frozenset({CONTEXT, COMMUNICATORS, SLACK, *graphs})
+
+
+def count_engine_room(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> tuple[int, int, int]:
+    """Count the bytes that an engine's part of a device leaves for caches: usual, least and most.
+
+    `terms` are all that a rank needs but for caches.
+    """
+    some = [term for term in terms if term.name != _KEPT]
+    if budget.engine == "vllm":
+        outside = _list_outside_names(budget)
+        inside = [term for term in some if term.name not in outside]
+        whole = ceil(budget.usable * budget.utilization)
+        usual, low, high = (
+            whole - sum(sizes) for sizes in zip(*((t.nbytes, t.high, t.low) for t in inside), strict=True)
+        )
+        return usual, low, high
+    inside = [term for term in some if term.category == "weights" or term.name == _ROUNDING]
+    fixed = [term for term in some if term.name in {CONTEXT, COMMUNICATORS}]
+    found = []
+    for pick in (lambda t: t.nbytes, lambda t: t.high, lambda t: t.low):
+        free = budget.usable - sum(map(pick, fixed))
+        found.append(int(free * budget.utilization) - sum(map(pick, inside)))
+    return found[0], found[1], found[2]
+
+
 def build_reserve_term(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> MemoryTerm:
     """Build the term of what stays free; `terms` are all that a rank needs but for its weights.
 
@@ -57,7 +164,8 @@ def build_reserve_term(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> Mem
     some = tuple(terms)
     fixed = sum(term.nbytes for term in some if term.name in {CONTEXT, COMMUNICATORS})
     if budget.engine == "vllm":
-        beside = sum(term.nbytes for term in some if term.name in {CONTEXT, COMMUNICATORS, SLACK})
+        outside = _list_outside_names(budget)
+        beside = sum(term.nbytes for term in some if term.name in outside)
         left, formula = budget.usable - ceil(budget.usable * budget.utilization), "(1 - u) * memory"
     else:
         beside = sum(term.nbytes for term in some if term.category != "kv cache" and term.name != _ROUNDING) - fixed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
+from shardctl.estimate.serving.engine_budget import get_engine_rules
 from shardctl.estimate.serving.paged_groups import CachedLayer, list_grouped_terms
 from shardctl.estimate.term import MemoryTerm
 
@@ -80,7 +81,8 @@ def list_cache_terms(
     if work.budget is not None and work.budget.engine == "vllm":
         layers = _list_cached_layers(anatomy, mesh, cached, active)
         if layers is not None:
-            return tuple(list_grouped_terms(layers, holding.layers, work, batches=mesh.degree("pp") + 1))
+            batches = mesh.degree("pp") + get_engine_rules(work.budget.version).ahead
+            return tuple(list_grouped_terms(layers, holding.layers, work, batches=batches))
     return tuple(_list_terms(anatomy, holding.layers, mesh, work, cached, active))
 
 

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UsageError
+from shardctl.base.value import value_class
 from shardctl.estimate.runtime import list_runtime_terms
-from shardctl.estimate.serving.engine_budget import build_reserve_term, build_rounding_term
+from shardctl.estimate.serving.engine_budget import (
+    build_reserve_term,
+    build_rounding_term,
+    count_engine_room,
+    get_engine_rules,
+)
 from shardctl.estimate.serving.kv_cache import count_source_tokens, count_units_per_rank, list_cache_terms
+from shardctl.estimate.serving.mxfp4_kernels import build_padding_term
 from shardctl.estimate.term import MemoryTerm, sum_terms
 
 if TYPE_CHECKING:
@@ -26,9 +33,6 @@ MOST: Final = 1 << 40
 _STREAM: Final = 4
 """Hidden states of all tokens that a layer has beside those of its MLP: its input, the residual, the normalised ones
 and the output of the attention."""
-_SAMPLER: Final = (40, 97, 140)
-"""Tenths of an fp32 logit for each logit: the least, the usual and the most. Sampling by top-p sorts them, with their
-indices in int64, and keeps logits, probabilities and sums beside each other."""
 _HIDDEN: Final = 9
 """Tenths of the hidden states that stay while sampling."""
 _PASS: Final = (60, 100, 130)
@@ -84,6 +88,60 @@ def find_largest_batch(
     return most if work.rows is None or (most is not None and most < work.rows) else work.rows
 
 
+@value_class
+class CacheRoom:
+    """What a device has left for caches, with its interval: of all ranks that of the one with the fewest tokens."""
+
+    nbytes: int
+    low: int
+    high: int
+    request: int
+    """Bytes that one sequence of the workload's context may take alone, which the engine requires to start."""
+    context: int
+
+    def count_tokens(self) -> tuple[int, int, int]:
+        """Count tokens of such sequences as vLLM's log does ("GPU KV cache size"): usual, least and most."""
+        usual, low, high = (max(0, size) * self.context // self.request for size in (self.nbytes, self.low, self.high))
+        return usual, low, high
+
+    @property
+    def concurrency(self) -> float:
+        """What vLLM's log calls "Maximum concurrency", which counts what one sequence may take for every sequence."""
+        return max(0, self.nbytes) / self.request
+
+
+def measure_cache_room(
+    anatomy: LayerGraph,
+    holdings: Sequence[RankShards],
+    mesh: Mesh,
+    work: ServingWorkload,
+    *,
+    dtype: str,
+    budget: int,
+) -> CacheRoom | None:
+    """Measure what `budget` bytes of a device leave for caches; None for a model that caches nothing.
+
+    Of an engine, it is what its log says: what its part of the device leaves, whether or not all else fits beside it.
+    """
+    found = []
+    alone = replace(work, batch=1)
+    for holding in _choose_heaviest(holdings):
+        terms = list_serving_terms(anatomy, holding, mesh, work, dtype=dtype)
+        request = sum(term.nbytes for term in list_cache_terms(anatomy, holding, mesh, alone, dtype=dtype))
+        if not request:
+            continue
+        others = [term for term in terms if term.category != "kv cache"]
+        if work.budget is None:
+            room = tuple(
+                budget - sum(sizes) for sizes in zip(*((t.nbytes, t.high, t.low) for t in others), strict=True)
+            )
+        else:
+            room = count_engine_room(work.budget, others)
+        usual, low, high = room
+        found.append(CacheRoom(usual, low, high, request, work.context))
+    return min(found, key=lambda one: one.nbytes / one.request, default=None)
+
+
 def _find_largest_number(
     ask: Callable[[int], ServingWorkload],
     anatomy: LayerGraph,
@@ -93,19 +151,13 @@ def _find_largest_number(
     budget: int,
 ) -> int | None:
     """Find the largest number whose work fits on all ranks: what each needs never falls as the number grows."""
-    # Ranks of one stage differ in nothing but their weights: the heaviest of each decides.
-    heaviest: dict[tuple[object, ...], tuple[int, RankShards]] = {}
-    for holding in holdings:
-        key = (holding.stage, holding.layers)
-        nbytes = holding.nbytes
-        if nbytes > heaviest.get(key, (-1, holding))[0]:
-            heaviest[key] = nbytes, holding
+    heaviest = [(holding.nbytes, holding) for holding in _choose_heaviest(holdings)]
 
     def fits(number: int) -> bool:
         work = ask(number)
         return all(
             weights + sum_terms(_list_other_terms(anatomy, holding, mesh, work, dtype=dtype)).nbytes <= budget
-            for weights, holding in heaviest.values()
+            for weights, holding in heaviest
         )
 
     if fits(MOST):
@@ -119,6 +171,17 @@ def _find_largest_number(
     return low
 
 
+def _choose_heaviest(holdings: Sequence[RankShards]) -> list[RankShards]:
+    """Choose the heaviest rank of each stage, which decides: the others differ in nothing but their weights."""
+    heaviest: dict[tuple[object, ...], tuple[int, RankShards]] = {}
+    for holding in holdings:
+        key = (holding.stage, holding.layers)
+        nbytes = holding.nbytes
+        if nbytes > heaviest.get(key, (-1, holding))[0]:
+            heaviest[key] = nbytes, holding
+    return [holding for _, holding in heaviest.values()]
+
+
 def _list_other_terms(
     anatomy: LayerGraph, holding: RankShards, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> Iterator[MemoryTerm]:
@@ -128,7 +191,9 @@ def _list_other_terms(
     bits = BY_NAME[dtype].bits
     passing = [*_list_gathered_terms(holding, mesh), *_list_forward_terms(anatomy, holding, mesh, work, bits)]
     rounded = work.budget is not None and work.budget.engine == "sglang"
+    padding = build_padding_term(anatomy, holding, mesh, work.budget) if work.budget is not None else None
     found = (
+        *([padding] if padding is not None else []),
         *list_cache_terms(anatomy, holding, mesh, work, dtype=dtype),
         *passing,
         *([build_rounding_term(len(holding.layers))] if rounded else []),
@@ -186,13 +251,18 @@ def _list_forward_terms(
     rows = max(work.batch, work.rows or 0)
     logits = 4 * rows * anatomy.vocabulary
     hidden = tokens * anatomy.hidden * bits // 8 * _HIDDEN // 10
-    low, usual, high = (max(0, logits * share // 10 + hidden - peak) for share in _SAMPLER)
+    rules = get_engine_rules(work.budget.version if work.budget is not None else None)
+    kept = min(rows, rules.sampler_rows)
+    hidden += 4 * kept * anatomy.vocabulary
+    low, usual, high = (max(0, logits * share // 10 + hidden - peak) for share in rules.sampler)
     yield MemoryTerm(
         "sampler beyond the forward pass",
         "workspace",
         usual,
-        "max(0, 9.7 * B * V * 4 + 0.9 * n * h * bytes - forward)",
+        "max(0, (each * B + rows) * V * 4 + 0.9 * n * h * bytes - forward)",
         {
+            "each": rules.sampler[1] / 10,
+            "rows": kept,
             "B": rows,
             "V": anatomy.vocabulary,
             "n": tokens,
@@ -200,9 +270,9 @@ def _list_forward_terms(
             "bytes": bits / 8,
             "forward": peak,
         },
-        "startup logs of vLLM 0.6 to 0.8, and 4.8 for 9.7 in one of August 2026; a rank of tp that samples has the "
-        "logits of the whole vocabulary, and the rows are the batch's: left alone, vLLM makes room for 256 or more "
-        "(max_num_seqs)",
+        "vLLM, v1/sample/ops/topk_topp_sampler.py: 9.7 where top-p sorts (startup logs of 0.6 to 0.8), 3.5 with Triton "
+        "or FlashInfer, 1.5 with Model Runner V2; a rank of tp that samples has the logits of the whole vocabulary, "
+        "and B is max_num_seqs",
         # Where sampling is greedy or tp's other ranks do not sample, it needs less.
         interval=(min(low, usual), high),
     )
