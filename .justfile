@@ -18,7 +18,7 @@ site:
 
 # The tests; `just test tests/cli -k plan` runs some of them, `just test -m "not slow"` all but the slow ones.
 test *options:
-    pytest -n 2 -q --durations 15 {{options}}
+    pytest -n 2 --dist worksteal -q --durations 15 {{options}}
 
 # Rewrites the tables of the documentation that programs make.
 tables:

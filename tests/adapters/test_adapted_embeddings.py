@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +19,8 @@ from shardctl.verbs.verify import verify
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from peft import PeftModel
 
 SIZES = {
     "vocab_size": 32,
@@ -43,6 +44,8 @@ def make_base(tmp_path: Path, *, tied: bool) -> Path:
 
 def train(base: Path, out: Path, *, rows: int | None = None, **settings: object) -> PeftModel:
     """An adapter with random values as PEFT saves it, of a base whose vocabulary may have been resized."""
+    from peft import LoraConfig, get_peft_model
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     if rows is not None:
         model.resize_token_embeddings(rows)
@@ -135,6 +138,8 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, rows):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_product_is_added_to_a_whole_copy_of_another_type(tmp_path, tied):
     """PEFT rounds the copy to the type of the base before it adds the product."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     base, rows = make_base(tmp_path, tied=tied), 40 if tied else 32  # of a head, PEFT saves no whole copy
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(rows)

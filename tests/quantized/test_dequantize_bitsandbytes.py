@@ -17,8 +17,6 @@ from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
-
 ODD = {**LLAMA, "hidden_size": 72, "intermediate_size": 90, "head_dim": 8}
 """Blocks of 64 begin in the middle of rows, and the last of a weight is incomplete."""
 SETTINGS = {
@@ -36,6 +34,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def written(tmp_path_factory):
     """Gives the directory that transformers wrote; it is shared, so nobody may change it."""
     made = {}
+
+    pytest.importorskip("bitsandbytes")
 
     def give(name, config=LLAMA):
         key = name, config["hidden_size"]
@@ -56,7 +56,9 @@ def written(tmp_path_factory):
 
 def decode(module, state):
     """A module's weight, as bitsandbytes decodes it."""
-    library, arrays = bitsandbytes.functional, of(module, state)
+    from bitsandbytes import functional as library
+
+    arrays = of(module, state)
     if "SCB" in arrays:
         return library.int8_vectorwise_dequant(arrays["weight"], arrays["SCB"])
     parts = {name.removeprefix("weight."): t for name, t in arrays.items() if name.startswith("weight.")}

