@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from shardctl.base.version import __version__
-from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, settings, streams, verify
+from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, schema, settings, streams, verify
 from shardctl.cli.short_help import format_program_help, format_short_help
 from shardctl.cli.signature import spread_options
 from shardctl.options.logging_options import LoggingOptions
@@ -70,6 +70,7 @@ for name, verb in VERBS.items():
     app.command(name, epilog=verb.EXAMPLES)(FUNCTIONS[name])
 _SHOW_SETTINGS = settings.build_settings_command(FUNCTIONS)
 app.command("settings", epilog=settings.EXAMPLES, rich_help_panel="For the shell")(_SHOW_SETTINGS)
+app.command("schema", epilog=schema.EXAMPLES, rich_help_panel="For the shell")(schema.schema)
 app.command("completion", epilog=completion.EXAMPLES, rich_help_panel="For the shell")(completion.completion)
 
 
@@ -86,5 +87,9 @@ def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: A
 
 def answer_shell(asked: list[str]) -> None:
     """Print the words that can stand at the cursor of a shell."""
-    others: dict[str, Callable[..., int | None]] = {"settings": _SHOW_SETTINGS, "completion": completion.completion}
+    others: dict[str, Callable[..., int | None]] = {
+        "settings": _SHOW_SETTINGS,
+        "schema": schema.schema,
+        "completion": completion.completion,
+    }
     streams.print_text(completion.answer_shell(FUNCTIONS | others, asked))

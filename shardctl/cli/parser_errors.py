@@ -18,6 +18,7 @@ _NUMBERS: Final = {
 }
 """How pydantic, which typer repeats, begins to say that something is no number."""
 _REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
+_MISSING: Final = re.compile(r"(Missing argument '\w+')\. Choose from:\s*(.*)", re.DOTALL)
 _CHOICE: Final = re.compile(r"'(?P<value>[^']+)' is not one of (?P<choices>'.*)", re.DOTALL)
 
 
@@ -26,10 +27,18 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
 
     `args` is the command line, for the values that a message does not repeat.
     """
-    from shardctl.cli import foreign_words  # rarely needed
-
     if not isinstance(error, typer.TyperException):
         return error
+    missing = _MISSING.search(error.format_message())
+    if missing is not None:
+        return UsageError(f"m{missing[1][1:]}", hint=f"use {' '.join(missing[2].split())}")
+    return _translate_message(error, args)
+
+
+def _translate_message(error: typer.TyperException, args: Sequence[str]) -> UsageError:
+    """Translate what the parser says of an option or a value."""
+    from shardctl.cli import foreign_words  # rarely needed
+
     message, _, guess = error.message.partition(". Did you mean ")
     context = getattr(error, "ctx", None)
     if not guess:

@@ -1,4 +1,4 @@
-"""Renders the result of `plan` as a JSON document, as published in `docs/schema/plan.json`."""
+"""Renders the result of `plan` as a JSON document, as `plan_schema.json` describes it."""
 
 from __future__ import annotations
 

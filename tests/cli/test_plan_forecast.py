@@ -23,7 +23,7 @@ from shardctl.verbs.plan import plan
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
-SCHEMA = json.loads((ROOT / "docs" / "schema" / "plan.json").read_text())
+SCHEMA = json.loads((ROOT / "shardctl" / "report" / "plan_schema.json").read_text())
 CONFIGS = sorted(PUBLIC.glob("*.json")) + sorted((ROOT / "fixtures" / "configs").glob("*.json"))
 LLAMA = PUBLIC / "llama-3.1-8b.json"
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
 CONFIGS = ROOT / "fixtures" / "configs"
-SCHEMA = json.loads((ROOT / "docs" / "schema" / "plan.json").read_text())
+SCHEMA = json.loads((ROOT / "shardctl" / "report" / "plan_schema.json").read_text())
 LLAMA = PUBLIC / "llama-3.1-8b.json"
 DEEPSEEK = PUBLIC / "deepseek-v3.json"
 GIB = 1 << 30
