@@ -20,6 +20,15 @@ site:
 test *options:
     pytest -n 2 --dist worksteal -q --durations 15 {{options}}
 
+# Less than a minute: the foundation, every reader and writer, and eight of the families.
+quick *options:
+    pytest -n 2 --dist worksteal -q {{options}} \
+        --families llama,gpt2,mixtral,deepseek_v3,gemma4,mamba2,t5,qwen3_vl \
+        tests/test_affine.py tests/test_bands.py tests/test_box.py tests/test_cast.py tests/test_copyplan.py \
+        tests/test_mesh.py tests/test_record.py tests/test_value.py tests/test_views.py \
+        tests/libraries/test_conformance.py tests/models/test_binding.py tests/models/test_cuts.py \
+        tests/models/test_families.py tests/memory/test_anatomy.py tests/roundtrip/test_roundtrip_architectures.py
+
 # Rewrites the tables of the documentation that programs make.
 tables:
     python docs/pairs.py

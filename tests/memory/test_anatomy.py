@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from family_checks import FamilyChecks
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from shardctl.base.errors import SourceError, UnsupportedError
@@ -35,11 +36,11 @@ def fixture(name, **changes):
     return {**config, "text_config": {**inner, **changes}}
 
 
-CASES = [(name, cls) for name in FIXTURES for cls in FAMILY[fixture(name)["model_type"]].classes]
+EACH = FamilyChecks()
 
 
-@pytest.mark.parametrize(("name", "architecture"), CASES)
-def test_every_class_has_the_pipeline_layers_of_its_model(name, architecture):
+@EACH.add(lambda name: [{"architecture": cls} for cls in FAMILY[fixture(name)["model_type"]].classes])
+def check_every_class_has_the_pipeline_layers_of_its_model(name, architecture):
     config = fixture(name, architectures=[architecture])
     assert len(build_layer_graph(config).layers) == describe_model(config).layers
 
@@ -65,10 +66,8 @@ _BESIDE = re.compile(r"bias|\.ada_rms_norm\.|\.index_[qk]+_proj|\.pos_(key_|quer
 scores words against relative positions, and what makes a scale of a delay (Voxtral Realtime)."""
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in FIXTURES if not n.startswith(("mamba", "falcon_mamba", "gemma3n", "gemma4", "jetmoe"))]
-)
-def test_layers_have_the_elements_that_their_tensors_have(name):
+@EACH.add(lambda n: [] if n.startswith(("mamba", "falcon_mamba", "gemma3n", "gemma4", "jetmoe")) else [{}])
+def check_layers_have_the_elements_that_their_tensors_have(name):
     """The tensors' shapes are those of transformers' state dicts (tests/models/test_families.py)."""
     config = fixture(name)
     layers = build_layer_graph(config).layers
@@ -129,8 +128,8 @@ def test_windows_are_those_of_the_caches_that_transformers_would_make(name, chan
     assert [layer.attention.window for layer in build_layer_graph(config).layers] == expected
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_models_that_generate_are_those_that_transformers_lets_generate(name):
+@EACH.add()
+def check_models_that_generate_are_those_that_transformers_lets_generate(name):
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0])
     assert build_layer_graph(config).generates == kind.can_generate()
@@ -146,8 +145,8 @@ def test_what_encoders_and_decoders_are():
     assert build_layer_graph(fixture("whisper")).positions == 16
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_query_heads_are_those_of_the_config(name):
+@EACH.add()
+def check_query_heads_are_those_of_the_config(name):
     """By transformers' attribute, whose spellings differ between config classes."""
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0]).config_class.from_dict(config)
@@ -178,8 +177,8 @@ def test_codes_in_blocks_are_the_same_layers():
     assert all(layer.gated for layer in build_layer_graph(config).layers)
 
 
-@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith("t5")])
-def test_heads_are_tied_that_transformers_ties(name):
+@EACH.add(lambda name: [] if name.startswith("t5") else [{}])
+def check_heads_are_tied_that_transformers_ties(name):
     """But for T5, which transformers 5 always declares tied (tests/models/test_families.py)."""
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0])
@@ -266,3 +265,8 @@ def test_it_takes_milliseconds_and_nothing_heavy():
         "assert not {'numpy', 'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_each_config(name, subtests):
+    EACH.run(subtests, name)

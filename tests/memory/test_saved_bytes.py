@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import torch
 import transformers
+from family_checks import FamilyChecks
 from model_oracle import BUILT, FIXTURES, fixture
 from saved_bytes import SavedTensor, ask, build_model, gpu_autocast, layer_paths, list_saved
 
@@ -135,13 +136,13 @@ def build_or_skip(name: str, kind: AttentionKernel) -> tuple[torch.nn.Module, di
     return model, config
 
 
+EACH = FamilyChecks()
 RUNNABLE = [n for n in FIXTURES if n not in {*NOT_COUNTED, *NOT_KNOWN, "llama4"}]
 """Without the wrapper of Llama 4, for which transformers 5.24 reads `image_outputs` of an output that has none."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_layers_keep_what_autograd_saves(name, kind):
+@EACH.add(lambda _: [{"kind": kind} for kind in KINDS])
+def check_layers_keep_what_autograd_saves(name, kind):
     torch.manual_seed(0)
     model, config = build_or_skip(name, kind)
     anatomy, paths = build_layer_graph(config), layer_paths(config)
@@ -224,9 +225,8 @@ OTHERWISE_CAST: Final[Mapping[str, float]] = {
 """Fixtures whose layers keep something else under autocast than the estimate says, and by how much of it at most."""
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
+@EACH.add(lambda _: [{"kind": kind} for kind in ("sdpa", "eager")])
+def check_layers_keep_what_autograd_saves_under_autocast(name, kind):
     torch.manual_seed(0)
     config = describe(name)
     model, anatomy, paths = build_model(config, kind, torch.float32), build_layer_graph(config), layer_paths(config)
@@ -241,6 +241,11 @@ def test_layers_keep_what_autograd_saves_under_autocast(name, kind):
         if layer.state is None:
             near = OTHERWISE_CAST.get(name, 0)
             assert more[number] - few[number] == pytest.approx(many[number] - some[number], rel=near, abs=0)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_each_config(name, subtests):
+    EACH.run(subtests, name)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v4", "glm5_next", "hy_v4", "qwen4_exp", "gemma3n_text"])
@@ -267,12 +272,14 @@ def test_what_kimi_k3_keeps_is_not_known():
         estimate(anatomy, "eager", 2)
 
 
-@pytest.mark.parametrize("family", BUILT, ids=lambda family: family.name)
-def test_families_that_transformers_attends_eagerly_for_say_so(family):
-    cls = getattr(transformers, next(iter(family.classes)))
-    eager = not (cls._supports_sdpa or cls._supports_flash_attn)
-    anatomy = build_layer_graph(fixture(next(name for name in FIXTURES if fixture(name)["model_type"] == family.name)))
-    assert anatomy.style.unfused == (eager and any(layer.attention for layer in anatomy.layers))
+def test_families_that_transformers_attends_eagerly_for_say_so(subtests):
+    configs = {config["model_type"]: config for config in map(fixture, reversed(FIXTURES))}
+    for family in BUILT:
+        with subtests.test(family.name):
+            cls = getattr(transformers, next(iter(family.classes)))
+            eager = not (cls._supports_sdpa or cls._supports_flash_attn)
+            anatomy = build_layer_graph(configs[family.name])
+            assert anatomy.style.unfused == (eager and any(layer.attention for layer in anatomy.layers))
 
 
 def test_what_families_keep_besides_is_counted_by_what_estimates_know():

@@ -39,9 +39,14 @@ def fixture(name: str, **changes: Any) -> dict[str, Any]:
     return {**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}
 
 
+def list_classes(name: str) -> list[dict[str, str]]:
+    """The classes of a fixture's family, as cases of a check."""
+    return [{"architecture": architecture} for architecture in FAMILY[fixture(name)["model_type"]].classes]
+
+
 def classes() -> list[tuple[str, str]]:
     """Every fixture with every class of its family."""
-    return [(name, cls) for name in FIXTURES for cls in FAMILY[fixture(name)["model_type"]].classes]
+    return [(name, case["architecture"]) for name in FIXTURES for case in list_classes(name)]
 
 
 def on_meta(config: dict[str, Any]) -> Any:

@@ -6,13 +6,15 @@ import json
 
 import pytest
 import transformers
-from model_oracle import FIXTURES, classes, fixture, on_meta, state, stored
+from family_checks import FamilyChecks
+from model_oracle import FIXTURES, fixture, list_classes, on_meta, state, stored
 from safetensors import safe_open
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model
 from shardctl.models.names.naming import bind_manifest
 
+EACH = FamilyChecks()
 HEADS = ("lm_head", "qa_outputs")
 
 
@@ -34,8 +36,8 @@ def layout(manifest):
     return [(t.name, t.dtype, t.shape, t.ties) for t in manifest.tensors.values()]
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
+@EACH.add()
+def check_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     config = fixture(name)
     # transformers would save the T5 that it has just made with a tied head, whatever the config says.
     checkpoint = stored(state(on_meta(config)).items()) if name == "t5-gated-untied" else saved(config, tmp_path)
@@ -52,8 +54,8 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     assert bound.warnings == ()
 
 
-@pytest.mark.parametrize(("name", "architecture"), classes())
-def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architecture):
+@EACH.add(list_classes)
+def check_the_binding_is_the_same_with_and_without_the_base_prefix(name, architecture):
     config = fixture(name, architectures=[architecture])
     model = describe_model(config)
     plain = {t.name: t.shape for t in model.own()}
@@ -68,8 +70,8 @@ def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architec
     assert {n for t in two.tensors.values() for n in t.spelling} <= set(other)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_the_stored_order_does_not_matter(name):
+@EACH.add()
+def check_the_stored_order_does_not_matter(name):
     model = describe_model(fixture(name))
     shapes = [(t.name, t.shape) for t in model.own()]
     assert layout(bind_manifest(model, stored(shapes))) == layout(bind_manifest(model, stored(reversed(shapes))))
@@ -264,3 +266,8 @@ def test_everything_else_of_the_manifest_travels_along():
         source.objects,
         source.metadata,
     )
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_each_config(name, subtests, tmp_path):
+    EACH.run(subtests, name, tmp_path=tmp_path)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from family_checks import FamilyChecks
 from model_oracle import FIXTURES, fixture, on_meta
 
 from shardctl.base.errors import PartitionError
@@ -20,6 +21,8 @@ from shardctl.tensors.placement import (
     compute_rank_boxes,
 )
 
+EACH = FamilyChecks()
+DEGREES = ({"tp": 2}, {"fsdp": 3}, {"fsdp": 4, "tp": 2}, {"fsdp": 2, "tp": 4})
 UNPLANNED = {
     "albert",
     "bart",
@@ -183,8 +186,8 @@ def planned(model, plan):
     return expected
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_tp_cuts_are_those_of_transformers_own_plan(name):
+@EACH.add()
+def check_tp_cuts_are_those_of_transformers_own_plan(name):
     config = fixture(name)
     model, real = describe_model(config), on_meta(config)
     assert (not real.tp_plan) == (config["model_type"] in UNPLANNED)
@@ -202,9 +205,8 @@ def ranks(mesh):
     return [mesh.coordinate(rank) for rank in range(mesh.world)]
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"fsdp": 3}, {"fsdp": 4, "tp": 2}, {"fsdp": 2, "tp": 4}], ids=str)
-def test_every_element_is_held_and_only_shared_heads_are_held_twice(name, degrees):
+@EACH.add(lambda _: [{"degrees": degrees} for degrees in DEGREES])
+def check_every_element_is_held_and_only_shared_heads_are_held_twice(name, degrees):
     model = describe_model(fixture(name), kv_heads="replicate")
     mesh = Mesh.of(**degrees)
     for tensor in model.tensors.values():
@@ -256,8 +258,8 @@ def test_too_few_key_value_heads_are_refused_with_the_degrees_that_work():
     assert caught.value.hint == "use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks"
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_a_degree_that_the_heads_do_not_allow_is_refused(name):
+@EACH.add()
+def check_a_degree_that_the_heads_do_not_allow_is_refused(name):
     model = describe_model(fixture(name), kv_heads="replicate")
     nouns = "attention heads|groups of attention heads|key/value groups|channels|state space heads|key heads"
     refused = next(
@@ -325,24 +327,29 @@ def test_what_an_encoder_does_not_use_is_on_no_layer_that_it_lacks():
     assert set(numbers) == {0, 1}
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_layers_are_numbered_without_a_gap(name):
+@EACH.add()
+def check_layers_are_numbered_without_a_gap(name):
     model = describe_model(fixture(name))
     numbers = {n for t in model.own() for where, n in t.spec.where if where == "layer"}
     assert numbers == set(range(model.layers))
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_buffers_are_whole_on_every_rank(name):
+@EACH.add()
+def check_buffers_are_whole_on_every_rank(name):
     for tensor in describe_model(fixture(name)).tensors.values():
         if tensor.row.buffer:
             assert tensor.spec.cuts == ((),) * len(tensor.shape)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_heads_of_classes_are_whole_on_every_tp_rank(name):
+@EACH.add()
+def check_heads_of_classes_are_whole_on_every_tp_rank(name):
     model = describe_model(fixture(name))
     inner = f"{model.prefix}." if model.prefix else "no such prefix"
     for tensor in model.tensors.values():
         if not tensor.name.startswith(inner) and any(word in tensor.row.dims.split() for word in ("labels", "2")):
             assert tp_dims(tensor) == set(), tensor.name
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_each_config(name, subtests):
+    EACH.run(subtests, name)

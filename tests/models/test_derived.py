@@ -36,11 +36,16 @@ TOWERS = ("ada_rms_norm", "audio_tower", "vision", "visual", "projector", "head.
 """What tables leave whole on purpose: towers are small, and so is what makes a scale of a delay."""
 
 
-@pytest.mark.parametrize("library", [True, False], ids=["library", "names"])
 @pytest.mark.parametrize("name", FIXTURES)
-def test_what_is_cut_is_cut_as_in_the_table_written_by_hand(name, library):
+def test_what_is_cut_is_cut_as_in_the_table_written_by_hand(name, subtests):
     config = fixture(name)
     table = describe_model(config, kv_heads="replicate")
+    for library in (True, False):
+        with subtests.test(library=library):
+            check_derived_cuts(name, config, table, library=library)
+
+
+def check_derived_cuts(name, config, table, *, library):
     derived = derive(config, [(t.name, t.shape) for t in table.own()], library=library)
     assert derived.derivation.rules
     uncut = {each.pattern for each in derived.derivation.uncut}

@@ -11,17 +11,19 @@ import time
 import pytest
 import torch
 import transformers
-from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, on_meta, state
+from family_checks import FamilyChecks
+from model_oracle import BUILT, CONFIGS, FIXTURES, classes, dtype_of, fixture, list_classes, on_meta, state
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.models import describe_model, load_families
 from shardctl.models.tables.config import ModelConfig
 
+EACH = FamilyChecks()
 CASES = classes()
 
 
-@pytest.mark.parametrize(("name", "architecture"), CASES)
-def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architecture):
+@EACH.add(list_classes)
+def check_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architecture):
     config = fixture(name, architectures=[architecture])
     model, real = describe_model(config), on_meta(config)
     theirs = state(real)
@@ -113,8 +115,8 @@ UPCAST_ON_LOADING = re.compile(r"\.gate\.weight$")
 """Routers, which transformers 5.24 keeps in fp32 once they are loaded; the files of these models hold them in bf16."""
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_the_declared_dtype_is_the_one_transformers_would_use(name):
+@EACH.add()
+def check_the_declared_dtype_is_the_one_transformers_would_use(name):
     config = fixture(name)
     kind = getattr(transformers, config["architectures"][0])
     real = kind._from_config(kind.config_class.from_dict(config), dtype=kind.config_class.from_dict(config).dtype)
@@ -131,15 +133,12 @@ def test_the_declared_dtype_is_the_one_transformers_would_use(name):
         assert tensor.dtype.name == expected, tensor.name
 
 
-@pytest.mark.parametrize("family", BUILT, ids=lambda f: f.name)
-def test_every_class_exists_and_has_the_family_as_model_type(family):
-    for architecture in family.classes:
-        assert getattr(transformers, architecture).config_class.model_type == family.name
-
-
-@pytest.mark.parametrize("family", BUILT, ids=lambda f: f.name)
-def test_every_family_has_a_fixture_of_its_name(family):
-    assert fixture(family.name)["model_type"] == family.name
+def test_every_class_exists_and_has_the_family_as_model_type_and_a_fixture_of_its_name(subtests):
+    for family in BUILT:
+        with subtests.test(family.name):
+            for architecture in family.classes:
+                assert getattr(transformers, architecture).config_class.model_type == family.name
+            assert fixture(family.name)["model_type"] == family.name
 
 
 def test_every_tensor_matches_exactly_one_row_and_every_row_is_used():
@@ -346,3 +345,8 @@ def test_models_import_neither_numpy_nor_torch_nor_transformers():
     heavy = "{'numpy', 'torch', 'transformers', 'safetensors'}"
     code = f"import sys, shardctl.models; sys.exit(len({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_each_config(name, subtests):
+    EACH.run(subtests, name)

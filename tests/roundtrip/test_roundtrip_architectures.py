@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from family_checks import FamilyChecks
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, side_files, stored
 
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
@@ -20,12 +21,12 @@ MESHES = {
 }
 THOROUGH = ("bert", "roberta", "llama", "qwen", "mistral", "gemma", "gpt2", "t5")
 """Families that go through every mesh; for the others two meshes, which cut along every axis, must do."""
-CASES = [
-    (name, mesh)
-    for name in FIXTURES
-    for mesh in MESHES
-    if mesh in {"tp2", "tp2-pp2-fsdp2"} or name.startswith(THOROUGH)
-]
+EACH = FamilyChecks()
+
+
+def list_meshes(name):
+    """The meshes that a family goes through."""
+    return [{"mesh": m} for m in MESHES if m in {"tp2", "tp2-pp2-fsdp2"} or name.startswith(THOROUGH)]
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +43,44 @@ def cut(tiny, tmp_path_factory):
     return give
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-class TestEveryFamily:
-    def test_there_and_back_is_the_identity(self, tiny, cut, tmp_path, name, mesh):
-        source, there, back = tiny(name), cut(name, mesh), tmp_path / "back"
-        reshard(there, back, ReshardOptions(to="hf"))
-        assert_same(stored(back), stored(source.path))
-        assert side_files(source.path) == side_files(there) == side_files(back)
-        assert source.digest.digest == digest(back).digest
+@EACH.add(list_meshes)
+def check_there_and_back_is_the_identity(tiny, cut, tmp_path, name, mesh):
+    source, there, back = tiny(name), cut(name, mesh), tmp_path / mesh
+    reshard(there, back, ReshardOptions(to="hf"))
+    assert_same(stored(back), stored(source.path))
+    assert side_files(source.path) == side_files(there) == side_files(back)
+    assert source.digest.digest == digest(back).digest
 
-    def test_verify_proves_it(self, tiny, cut, name, mesh):
-        found = verify(cut(name, mesh), VerifyOptions(level="full", against=tiny(name).path))
-        assert found.ok
-        assert not [f for f in found.findings if f.severity == "error"]
-        assert [level.status for level in found.levels] == ["passed", "passed", "passed"]
-        assert found.digest == tiny(name).digest.digest
 
-    def test_transformers_loads_the_rank_files_as_they_are(self, tiny, cut, name, mesh):
-        source = tiny(name)
-        if name.startswith("marian"):
-            pytest.skip("transformers asks rank files for the positions that it computes, and saves none of them")
-        assert_loaded(loaded(cut(name, mesh), source.kind), source)
+@EACH.add(list_meshes)
+def check_verify_proves_it(tiny, cut, name, mesh):
+    found = verify(cut(name, mesh), VerifyOptions(level="full", against=tiny(name).path))
+    assert found.ok
+    assert not [f for f in found.findings if f.severity == "error"]
+    assert [level.status for level in found.levels] == ["passed", "passed", "passed"]
+    assert found.digest == tiny(name).digest.digest
 
-    def test_every_rank_has_files_and_holds_less_than_the_whole(self, tiny, cut, name, mesh):
-        files = sorted(cut(name, mesh).glob("*.safetensors"))
-        ranks = {file.name.split("-")[1] for file in files}
-        assert ranks == {f"{rank + 1:05d}" for rank in range(MESHES[mesh].world)}
-        whole = sum(t.nbytes for t in stored(tiny(name).path).values())
-        assert all(sum(f.stat().st_size for f in files if f"shard-{rank}" in f.name) < whole for rank in ranks)
+
+@EACH.add(list_meshes)
+def check_transformers_loads_the_rank_files_as_they_are(tiny, cut, name, mesh):
+    source = tiny(name)
+    if name.startswith("marian"):
+        pytest.skip("transformers asks rank files for the positions that it computes, and saves none of them")
+    assert_loaded(loaded(cut(name, mesh), source.kind), source)
+
+
+@EACH.add(list_meshes)
+def check_every_rank_has_files_and_holds_less_than_the_whole(tiny, cut, name, mesh):
+    files = sorted(cut(name, mesh).glob("*.safetensors"))
+    ranks = {file.name.split("-")[1] for file in files}
+    assert ranks == {f"{rank + 1:05d}" for rank in range(MESHES[mesh].world)}
+    whole = sum(t.nbytes for t in stored(tiny(name).path).values())
+    assert all(sum(f.stat().st_size for f in files if f"shard-{rank}" in f.name) < whole for rank in ranks)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_each_config(tiny, cut, tmp_path, name, subtests):
+    EACH.run(subtests, name, tiny=tiny, cut=cut, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 4), ("gemma", 2), ("gemma", 4), ("qwen3-tied", 4), ("mistral", 4)])
