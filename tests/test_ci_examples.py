@@ -123,7 +123,7 @@ def test_the_hook_of_pre_commit_verifies_folders_of_changed_files(tmp_path, envi
     command = [*shlex.split(hook["entry"]), *given]
     assert execute(command, environment, tmp_path).count("content    passed") == 1
     damage(cut)
-    assert "FAILED" in execute(command, environment, tmp_path, code=1)
+    assert "NOT OK" in execute(command, environment, tmp_path, code=1)
 
 
 def test_slurm(tmp_path, environment):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _DECIMAL: Final = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _COUNT: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
@@ -80,6 +83,20 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if seconds >= _HOUR else f"{minutes}:{rest:02d}"
+
+
+def format_stages(stages: Sequence[int]) -> str:
+    """Format which layers each pipeline stage has, from how many it has.
+
+    >>> format_stages((1, 5)), format_stages((2, 1, 0))
+    ('2 stages: layers 0 | 1-5', '3 stages: layers 0-1 | 2 | none')
+    """
+    first, found = 0, []
+    for layers in stages:
+        last = first + layers - 1
+        found.append("none" if not layers else str(first) if layers == 1 else f"{first}-{last}")
+        first += layers
+    return f"{format_plural(len(stages), 'stage')}: layers {' | '.join(found)}"
 
 
 def format_percent(part: int, whole: int) -> str:

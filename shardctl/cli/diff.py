@@ -5,9 +5,10 @@ from typing import Annotated
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
 from shardctl.options import SourceOptions
+from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
 
-COMMON = ("--json",)
+COMMON = ("--all", "--json")
 """What the help of one screen shows."""
 
 EXAMPLES = """
@@ -21,6 +22,9 @@ def diff(
     a: Annotated[str, arguments.declare_place("A", "One checkpoint.")],
     b: Annotated[str, arguments.declare_place("B", "The other checkpoint.")],
     *,
+    everything: Annotated[
+        bool, CommandOption(HelpPanel.GENERAL, "Print every difference, not only the first 20.", flag="--all")
+    ] = False,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
@@ -37,5 +41,5 @@ def diff(
     if json:
         streams.print_document(documents.build_diff_document(found))
     else:
-        streams.print_view(render_difference(found))
+        streams.print_view(render_difference(found, everything=everything))
     return 0 if found.equal_all else 3

@@ -1,6 +1,7 @@
 """Defines the command line of `shardctl reshard`."""
 
 import os
+import shlex
 import time
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +133,20 @@ def reshard(
             streams.print_record(document(done, seconds))
         else:
             streams.print_view(view(done, seconds))
+            _suggest_verification(dst, src, done, read_as_is=source_options == SourceOptions())
     return 0
+
+
+def _suggest_verification(dst: str, src: str, done: object, *, read_as_is: bool) -> None:
+    """Say how to prove the result; the source is named where verify reads it without further options."""
+    from shardctl.verbs.finish import FinishResult
+    from shardctl.verbs.reshard import ReshardResult
+
+    if not isinstance(done, ReshardResult | FinishResult):
+        return  # a part of a result, which is whole only after `shardctl finish`
+    comparable = isinstance(done, ReshardResult) and not any("merged" in each for each in done.changes) and read_as_is
+    against = f" --against {shlex.quote(src)}" if comparable else ""
+    streams.print_progress(f"next: shardctl verify {shlex.quote(dst)} --level full{against}\n")
 
 
 def _write_page(report: Path, done: "ReshardResult", src: str, seconds: float) -> None:
@@ -235,7 +249,7 @@ def _rehearse_conversion(
     json: bool,
 ) -> None:
     from shardctl.report import plan_document
-    from shardctl.report.planning import render_plan
+    from shardctl.report.planning import render_rehearsal
     from shardctl.verbs.dry_run import rehearse_reshard
 
     planned = rehearse_reshard(
@@ -245,7 +259,7 @@ def _rehearse_conversion(
     if json:
         streams.print_record(plan_document.build_rehearsal_document(planned, dst))
     else:
-        streams.print_view(render_plan(planned))
+        streams.print_view(render_rehearsal(planned, dst))
         streams.print_message("dry run: nothing was written\n")
 
 

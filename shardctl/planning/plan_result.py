@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.base.amounts import format_memory_size, format_plural
+from shardctl.base.amounts import format_file_size, format_memory_size, format_plural
 from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages
@@ -186,6 +186,16 @@ class PlanResult(NotebookView):
             why = f": {seen.unmodelled}" if seen.unmodelled else ""
             return f"{answer}: needs {needs}, but {left_out} not modelled{why}"
         return f"{answer}: needs {needs}"
+
+    def describe_writing(self, destination: str) -> str:
+        """Describe in one line what `reshard` would write to `destination`."""
+        divided = f"sharded for {self.mesh} " if self.mesh.world > 1 else ""
+        shape = f"{divided}in layout {self.layout}".removesuffix(" in layout ranks")
+        size = ""
+        if self.conversion is not None:
+            written, files = format_file_size(self.conversion.write_bytes), self.conversion.files
+            size = f" ({written}, {format_plural(files, 'file')})"
+        return f"would write {destination}: the tensors of {self.path}, {shape}{size}"
 
     def _format_need(self) -> str:
         """Format what the fullest device needs, of how much, and for what."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.report.verification import format_verify_verdict
 from shardctl.report.visible import escape_ci_commands, escape_control_characters
 
 if TYPE_CHECKING:
@@ -25,9 +24,8 @@ def format_github_annotations(verified: VerifyResult) -> str:
     lines = list(_list_lines(verified))
     if len(lines) > MOST:
         rest = len(lines) - MOST + 1
-        lines[MOST - 1 :] = [
-            _format_command("error", verified.path, format_verify_verdict(verified), f"and {rest:,} more findings")
-        ]
+        said = f"{verified.verdict}; {rest:,} more findings"
+        lines[MOST - 1 :] = [_format_command("error", verified.path, "shardctl verify", said)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.base.amounts import format_duration, format_file_size, format_plural, format_rate
+from shardctl.base.amounts import format_duration, format_file_size, format_plural, format_rate, format_stages
 from shardctl.base.errors import format_first_few
 from shardctl.models.names.hub.conversion_table import HUB_NAMES, SAVED_AS
 from shardctl.report.grid import render_line, render_table
@@ -29,9 +29,9 @@ _FILES_SHOWN: Final = 5
 
 
 def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
-    """Render where the result is, what it holds, and what proves it."""
+    """Render the verdict, what the result holds, and what proves it."""
     return Group(
-        render_line(done.destination, "bold"),
+        render_line(done.verdict, "bold green"),
         render_table(list_conversion_facts(done, seconds), indent=2),
         *_render_digests(done.record),
         *_render_consumer(done.consumer),
@@ -141,7 +141,7 @@ def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iter
     mesh = f" for {record.mesh} = {format_plural(record.mesh.world, 'rank')}" if record.mesh else ""
     yield "layout", f"{record.layout}{mesh}"
     if len(record.stages) > 1:
-        yield "stages", f"{', '.join(map(str, record.stages))} layers"
+        yield "stages", format_stages(record.stages)
     if record.options.get("rules"):
         said = record.options["rules"]
         yield "rules", f"{said}, {record.options.get(RULES_PROOF, 'rules not proved')}" if said == DERIVED else said

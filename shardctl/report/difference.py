@@ -1,4 +1,4 @@
-"""Renders the result of `diff` as text: one line per tensor, setting or file that differs, and a summary."""
+"""Renders the result of `diff` as text: the verdict, then one line per tensor, setting or file that differs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.base.amounts import format_file_size, format_plural
+from shardctl.base.amounts import format_plural
 from shardctl.report.grid import render_line
 
 if TYPE_CHECKING:
@@ -14,17 +14,25 @@ if TYPE_CHECKING:
 
     from shardctl.verbs.diff import DiffResult, TensorChange
 
+SHOWN_CHANGES: Final = 20
+"""Differences in full; `--all` prints the rest, and `--json` has them all."""
 _STYLES: Final = {"only_in_a": "red", "only_in_b": "green"}
 _SIGNS: Final = {"only_in_a": "-", "only_in_b": "+", "content": "~"}
 
 
-def render_difference(diffed: DiffResult) -> RenderableType:
-    """Render ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
-    return Group(
+def render_difference(diffed: DiffResult, *, everything: bool = False) -> RenderableType:
+    """Render the verdict, then ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
+    lines = [
         *(render_line(_format_change(change), _STYLES.get(change.kind, "")) for change in diffed.changes),
         *(render_line(f"~ {each.file} {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
         *(render_line(f"{_SIGNS[each.kind]} {each.file}", _STYLES.get(each.kind, "")) for each in diffed.file_changes),
-        render_line(_format_summary(diffed)),
+    ]
+    shown = lines if everything else lines[:SHOWN_CHANGES]
+    more = len(lines) - len(shown)
+    return Group(
+        render_line(diffed.verdict, "bold green" if diffed.equal_all else "bold red"),
+        *shown,
+        *([render_line(f"and {more:,} more; --all prints them")] if more else []),
     )
 
 
@@ -45,17 +53,3 @@ def _format_change(change: TensorChange) -> str:
 
 def _format_distance(change: TensorChange) -> str:
     return f", {change.distance}" if change.distance is not None else ""
-
-
-def _format_summary(diffed: DiffResult) -> str:
-    compared = f"{format_file_size(diffed.nbytes)} compared"
-    others = [
-        format_plural(len(changes), what)
-        for changes, what in ((diffed.config_changes, "setting"), (diffed.file_changes, "side file"))
-        if changes
-    ]
-    if not diffed.changes:
-        rest = f"; not the same: {' and '.join(others)}" if others else ""
-        return f"equal: {format_plural(diffed.equal, 'tensor')}, {compared}{rest}"
-    changed = [format_plural(len(diffed.changes), "tensor"), *others]
-    return f"{', '.join(changed)} not the same, {format_plural(diffed.equal, 'tensor')} equal, {compared}"

@@ -40,6 +40,7 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
     """Build what `inspect` says."""
     document = build_document_head("inspect") | {
         "path": found.path,
+        "verdict": found.verdict,
         "format": found.format,
         "layout": found.layout,
         "family": found.family,
@@ -132,6 +133,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
     record = done.record
     return build_document_head("reshard") | {
         "dry_run": False,
+        "verdict": done.verdict,
         "destination": str(done.destination),
         "layout": record.layout,
         "architecture": record.architecture,
@@ -265,6 +267,7 @@ def build_verify_document(result: VerifyResult) -> Document:
         "path": result.path,
         "against": result.against,
         "ok": result.ok,
+        "verdict": result.verdict,
         "digest": result.digest,
         "unchecked": list(result.unchecked),
         "consumer": build_consumer_document(result.consumer),
@@ -350,6 +353,7 @@ def build_diff_document(result: DiffResult) -> Document:
         "a": result.a,
         "b": result.b,
         "equal": result.equal_all,
+        "verdict": result.verdict,
         "equal_tensors": result.equal,
         "compared_bytes": result.nbytes,
         "changes": [_build_change_document(change) for change in result.changes],

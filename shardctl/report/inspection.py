@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural, format_stages
 from shardctl.base.errors import format_first_few
 from shardctl.libraries.files.extra_tensors import EXTRA_FILE
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG
@@ -31,7 +31,8 @@ _EXTRA_SHOWN = 50
 def render_inspection(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> RenderableType:
     """Render a checkpoint in a dozen lines; on request each tensor, and each rule in force."""
     parts: list[RenderableType] = [
-        render_line(found.path, "bold"),
+        render_line(found.verdict, "bold red" if found.complete is False else "bold"),
+        render_line(found.path),
         render_table(list_inspection_facts(found), indent=2),
     ]
     if tensors:
@@ -51,7 +52,7 @@ def _list_file_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
     elif found.mesh and found.mesh.world > 1:
         yield "mesh", f"{found.mesh} = {format_plural(found.mesh.world, 'rank')}"
     if len(found.stages) > 1:
-        yield "stages", f"{', '.join(map(str, found.stages))} layers"
+        yield "stages", format_stages(found.stages)
 
 
 def list_inspection_facts(found: InspectResult) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ def build_rehearsal_document(result: PlanResult, destination: str) -> Document:
     """Build what `reshard --dry-run` says."""
     return build_document_head("reshard") | {
         "dry_run": True,
+        "verdict": result.describe_writing(destination),
         "destination": destination,
         "plan": build_plan_fields(result),
     }

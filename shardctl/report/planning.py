@@ -48,9 +48,9 @@ def render_plan(planned: PlanResult, detail: Detail = "summary", columns: int | 
     return Group(*parts, *_render_details(planned, detail, columns))
 
 
-def render_rehearsal(planned: PlanResult, verdict: str) -> RenderableType:
+def render_rehearsal(planned: PlanResult, destination: str) -> RenderableType:
     """Render what `reshard --dry-run` says: what it would write, and what that costs."""
-    return Group(render_line(verdict, "bold"), *_render_details(planned, "rank", None))
+    return Group(render_line(planned.describe_writing(destination), "bold"), *_render_details(planned, "rank", None))
 
 
 def _render_details(planned: PlanResult, detail: Detail, columns: int | None) -> list[RenderableType]:

@@ -156,6 +156,7 @@ class InspectDocument(DocumentHead):
     """What `inspect --json` prints."""
 
     path: str
+    verdict: str
     format: str
     layout: str
     family: str
@@ -266,6 +267,7 @@ class ReshardDocument(DocumentHead):
     """What `reshard --json` prints last."""
 
     dry_run: Literal[False]
+    verdict: str
     destination: str
     layout: str
     architecture: str
@@ -300,6 +302,7 @@ class RehearsalDocument(DocumentHead):
     """What `reshard --dry-run --json` prints; `plan` is as `shardctl schema plan` says."""
 
     dry_run: Literal[True]
+    verdict: str
     destination: str
     plan: dict[str, Any]
 
@@ -409,6 +412,7 @@ class VerifyDocument(DocumentHead):
     path: str
     against: str
     ok: bool
+    verdict: str
     digest: str
     unchecked: list[str]
     consumer: ConsumerFields | None
@@ -437,6 +441,7 @@ class DiffDocument(DocumentHead):
     a: str
     b: str
     equal: bool
+    verdict: str
     equal_tensors: int
     compared_bytes: int
     changes: list[ChangeFields]

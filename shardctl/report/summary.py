@@ -12,7 +12,6 @@ from shardctl.report.verification import (
     build_engine_rows,
     build_forward_rows,
     build_loaded_row,
-    format_verify_verdict,
 )
 from shardctl.report.visible import escape_control_characters
 
@@ -30,7 +29,7 @@ def format_summary(verified: VerifyResult) -> str:
 
 
 def _list_lines(verified: VerifyResult) -> Iterator[str]:
-    yield f"### shardctl verify: {format_verify_verdict(verified)}"
+    yield f"### shardctl verify: {_escape_markdown(verified.verdict)}"
     yield ""
     yield f"Checkpoint: {_escape_markdown(verified.path)}" + (
         f", against {_escape_markdown(verified.against)}" if verified.against else ""

@@ -1,4 +1,4 @@
-"""Renders the result of `verify` as text: levels, findings (errors first), verdict."""
+"""Renders the result of `verify` as text: the verdict, levels, findings (errors first)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ SHOWN: Final = 50
 
 
 def render_verification(verified: VerifyResult) -> RenderableType:
-    """Render the outcome of each level, each finding, the digest if it was computed, and the verdict."""
+    """Render the verdict, the outcome of each level, each finding, and the digest if it was computed."""
     findings = verified.findings
     parts: list[RenderableType] = [
-        render_table([_build_level_row(level) for level in verified.levels], right=frozenset({2, 3, 4}))
+        render_line(verified.verdict, "bold green" if verified.ok else "bold red"),
+        render_table([_build_level_row(level) for level in verified.levels], right=frozenset({2, 3, 4})),
     ]
     parts += [part for level in verified.levels for part in _list_details(level)]
     parts += [text for finding in findings[:SHOWN] for text in _list_finding_lines(finding)]
@@ -46,27 +47,7 @@ def render_verification(verified: VerifyResult) -> RenderableType:
         parts.append(render_line(verified.consumer.describe(), "bold green" if verified.consumer.loads else "bold red"))
         if verified.consumer.loads:
             parts.append(render_line(verified.consumer.command))
-    parts.append(render_line(format_verify_verdict(verified), "bold green" if verified.ok else "bold red"))
     return Group(*parts)
-
-
-def format_verify_verdict(verified: VerifyResult) -> str:
-    """Format ``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
-    if verified.error:
-        return "NOT VERIFIED"
-    errors = sum(finding.severity == "error" for finding in verified.findings)
-    warnings = len(verified.findings) - errors
-    odd = f" ({format_plural(warnings, 'warning')})" if warnings else ""
-    if verified.ok:
-        skipped = [level.name for level in verified.levels if level.status == "skipped"]
-        return f"ok, but skipped: {', '.join(skipped)}{odd}" if skipped else f"ok{odd}"
-    if verified.trouble is not None:
-        return f"NOT VERIFIED: {', '.join(level.name for level in verified.unfinished)} could not be finished{odd}"
-    if verified.consumer is not None and not verified.consumer.loads and not errors and not verified.unmet:
-        return f"FAILED: {verified.consumer.profile.label} would not load it, or that is not known{odd}"
-    unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
-    wrong = [format_plural(errors, "finding")] if errors or not unmet else []
-    return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"
 
 
 def _build_level_row(level: LevelResult) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.base.amounts import format_plural
+from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.base.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.base.notebook import NotebookView
@@ -84,6 +85,40 @@ class DiffResult(NotebookView):
     def equal_all(self) -> bool:
         """Whether no tensor, setting or side file differs."""
         return not (self.changes or self.config_changes or self.file_changes)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: how many tensors differ and how, or that all are equal; then settings and files."""
+        states = sum(change.kind == "setting" for change in self.changes)
+        tensors = [change for change in self.changes if change.kind != "setting"]
+        others = [
+            format_plural(count, f"{what} not the same") if count == 1 else f"{count:,} {what}s not the same"
+            for count, what in (
+                (states, "optimizer setting"),
+                (len(self.config_changes), "setting"),
+                (len(self.file_changes), "side file"),
+            )
+            if count
+        ]
+        compared = f" ({format_file_size(self.nbytes)} compared)"
+        if not tensors:
+            head = "equal" if not others else "tensors equal"
+            return "; ".join([f"{head}: {format_plural(self.equal, 'tensor')}{compared}", *others])
+        kinds = Counter(map(self._describe_kind, tensors))
+        whole = f"{len(tensors):,} of {format_plural(len(tensors) + self.equal, 'tensor')}"
+        parts = [f"{count:,} {kind}" if len(kinds) > 1 else kind for kind, count in kinds.most_common()]
+        return "; ".join([f"{whole}: {', '.join(parts)}{compared}", *others])
+
+    def _describe_kind(self, change: TensorChange) -> str:
+        """Describe how a tensor differs, as all that differ alike."""
+        if change.kind in {"only_in_a", "only_in_b"}:
+            return f"only in {self.a if change.kind == 'only_in_a' else self.b}"
+        if change.kind == "dtype":
+            types = f"{change.a.split(' ')[0]} -> {change.b.split(' ')[0]}"
+            if not change.cast:
+                return f"{types}, values not compared"
+            return f"{types}, {'not equal' if change.count else 'equal'} after rounding"
+        return "shape differs" if change.kind == "shape" else "values differ"
 
 
 def diff(

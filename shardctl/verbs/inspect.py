@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.base.amounts import format_plural
-from shardctl.base.errors import format_first_few
+from shardctl.base.amounts import format_count, format_plural
+from shardctl.base.errors import MissingTensorsError, format_first_few
 from shardctl.base.notebook import NotebookView
 from shardctl.base.value import value_class
 from shardctl.checkpoint.config_lint import lint_config
@@ -149,6 +150,27 @@ class InspectResult(NotebookView):
     """Whether the text and the JSON list every tensor."""
     show_rules: bool = False
     """Whether they list the rules in force."""
+    complete: bool | None = None
+    """Whether every tensor of the class is there with all its elements; None if the class is not known."""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: which model it is, its size, types and files, and whether it is complete."""
+        if self.adapter is not None:
+            model = f"{self.adapter.kind} adapter"
+        elif self.parts:
+            model = f"pipeline of {format_plural(len(self.parts), 'model')}"
+        else:
+            model = re.sub(r"(For[A-Z]\w*|Model|LMHeadModel)$", "", self.architecture) or self.family or "unknown model"
+        large = [share for share in self.dtypes if share.nbytes * 100 >= self.nbytes]
+        types = " + ".join(re.sub(r"^f(?=\d)", "fp", share.dtype.lower()) for share in large)
+        states = ", with optimizer states" if self.training is not None and self.training.states else ""
+        sharded = f", sharded for {self.mesh}" if self.mesh is not None and self.mesh.world > 1 else ""
+        stored = f"{self.format} in {format_plural(len(self.files), 'file')}{sharded}{states}"
+        whole = {True: "complete", False: "NOT COMPLETE", None: "not known whether complete"}[self.complete]
+        if self.hypothetical:
+            stored, whole = "a config without weights", ""
+        return ", ".join(filter(None, [model, f"{format_count(self.parameters)} parameters", types, stored, whole]))
 
 
 def inspect(
@@ -197,7 +219,18 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         parts=list_pipeline_parts(checkpoint.source, checkpoint.stored),
         extra=checkpoint.list_extra_tensors(),
         subtrees=tuple(_list_subtrees(checkpoint)),
+        complete=_is_complete(checkpoint),
     )
+
+
+def _is_complete(checkpoint: OpenedCheckpoint) -> bool | None:
+    """Return whether headers have every tensor of the class with all elements; None where no class says which."""
+    if _note_holes(checkpoint) or _note_empty(checkpoint) or isinstance(checkpoint.model_error, MissingTensorsError):
+        return False
+    model, stored = checkpoint.model, checkpoint.manifest.tensors
+    if model is None or checkpoint.hypothetical:
+        return None
+    return all(tensor.spare or tensor.name in stored for tensor in model.own())
 
 
 def _note_holes(checkpoint: OpenedCheckpoint) -> list[str]:

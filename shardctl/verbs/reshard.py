@@ -7,6 +7,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.base.amounts import format_duration, format_file_size, format_plural
 from shardctl.base.errors import OccupiedDestinationError, UsageError
 from shardctl.base.notebook import NotebookView
 from shardctl.base.value import state_class, value_class
@@ -33,7 +34,7 @@ from shardctl.tensors.record import DERIVED, PROVED_BY_RESULT, RECORD, RULES_PRO
 from shardctl.tensors.shares import share_whole_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.engine.part import WorkerPart
@@ -77,8 +78,29 @@ class ReshardResult(NotebookView):
     """The tensors that the model's class does not have."""
     copy_plan: CopyPlan | None = field(default=None, repr=False)
     """What was copied, tensor by tensor."""
+    source: str = ""
+    """The source as the caller named it."""
+    target: str = ""
+    """The destination as the caller named it; `destination` is where links lead."""
     seconds: float = 0.0
     """How long the call took."""
+    changes: tuple[str, ...] = ()
+    """What the conversion was asked to change besides the layout, such as ``cast to bf16``."""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: what the destination now holds of which source, in which layout."""
+        record, target = self.record, self.target or str(self.destination)
+        held = format_plural(len(record.tensors), "tensor")
+        unchanged = not self.changes and record.digest == record.source_digest
+        same = f"the same {held} as" if unchanged else f"{held} made from"
+        shape = f"sharded for {record.mesh}" if record.mesh is not None and record.mesh.world > 1 else ""
+        layout = f"in layout {record.layout}" if record.layout != "ranks" or not shape else ""
+        how = ", ".join([" ".join(filter(None, [shape, layout])), *self.changes])
+        size = f"{format_file_size(sum(record.files.values()))}, {format_plural(len(record.files) + 1, 'file')}"
+        spent = "nothing was written" if self.done_before else format_duration(self.seconds)
+        begin = "done before" if self.done_before else "done"
+        return f"{begin}: {target} holds {same} {self.source}, {how} ({size}, {spent})"
 
 
 def reshard(
@@ -114,7 +136,7 @@ def reshard(
 
     began = time.monotonic()
     done = repeat_while_touched(convert, watcher)
-    return replace(done, seconds=time.monotonic() - began)
+    return replace(done, source=str(path), target=str(destination), seconds=time.monotonic() - began)
 
 
 def _record_rule_proof(
@@ -267,4 +289,23 @@ def _build_result(
         extra=work.checkpoint.list_extra_tensors(work.have.extra),
         consumer=work.consumer,
         copy_plan=work.plan,
+        changes=tuple(_list_changes(work)),
     )
+
+
+def _list_changes(work: PlannedConversion) -> Iterator[str]:
+    """List what a conversion was asked to change besides the layout."""
+    options = work.reshard_options
+    if options.dtype != "keep":
+        yield f"cast to {options.dtype}"
+    if options.quantize is not None:
+        yield f"quantized to {options.quantize}"
+    if work.checkpoint.encoded:
+        yield "dequantized"
+    if options.merge:
+        yield f"{format_plural(len(options.merge), 'adapter')} merged"
+    if options.experts != "keep":
+        yield f"experts {options.experts}"
+    for name in ("only", "include", "exclude"):
+        if getattr(options, name) is not None:
+            yield f"--{name} {getattr(options, name)}"

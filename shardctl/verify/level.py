@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, Literal
 
+from shardctl.base.amounts import format_plural
 from shardctl.base.errors import Mismatch
 from shardctl.base.notebook import NotebookView
 from shardctl.base.value import state_class, value_class
@@ -172,6 +175,63 @@ class VerifyResult(NotebookView):
         return 0 if self.ok else Mismatch.exit_code
 
     @property
+    def verdict(self) -> str:
+        """The answer in one line: ``ok`` and what that rests on, ``NOT OK`` and what is wrong, or ``NOT VERIFIED``."""
+        warnings = sum(finding.severity == "warning" for finding in self.findings)
+        noted = f"; {format_plural(warnings, 'warning')}" if warnings else ""
+        if self.error:
+            return "NOT VERIFIED"
+        if self.trouble is not None:
+            return f"NOT VERIFIED: {', '.join(level.name for level in self.unfinished)} could not be finished{noted}"
+        return (f"ok{self._describe_grounds()}" if self.ok else f"NOT OK: {self._describe_faults()}") + noted
+
+    def _describe_grounds(self) -> str:
+        """Describe what was read and compared, where nothing was found wrong."""
+        skipped = [level.name for level in self.levels if level.status == "skipped"]
+        if skipped:
+            return f", but skipped: {', '.join(skipped)}"
+        passed = {level.name: level for level in self.levels}
+        if len(passed) == 1:
+            loads = f"{self.consumer.describe()}; add --level full to read values" if self.consumer is not None else ""
+            return f": {loads}" if loads else " (headers only: values were not read; add --level full)"
+        grounds = ["every byte read"] if "content" in passed else []
+        if "identity" in passed:
+            rounded = " after rounding" if passed["identity"].unrounded else ""
+            grounds.append(f"equal to {self.against}{rounded}")
+        elif "content" in passed:
+            alone = any(found.check == "digest" for found in passed["content"].findings)
+            grounds.append("but compared with nothing: add --against SRC" if alone else "equal to what was recorded")
+        further = [name for name in passed if name in {"load", "forward", "engine"}]
+        grounds += [f"{' and '.join(further)} passed"] if further else []
+        return f": {', '.join(grounds)}"
+
+    def _describe_faults(self) -> str:
+        """Describe the tensors that are wrong and where the first is; without tensors, the first finding."""
+        errors = [finding for finding in self.findings if finding.severity == "error"]
+        if not errors and self.unmet:
+            return ", ".join(f"{level.name} is required and was skipped" for level in self.unmet)
+        if not errors and self.consumer is not None:
+            return self.consumer.describe()
+        first = errors[0]
+        wrong = {finding.tensor for finding in errors if finding.tensor}
+        if not all(finding.tensor for finding in errors):
+            more = f"; {format_plural(len(errors) - 1, 'more finding')}" if len(errors) > 1 else ""
+            return f"{first.message}{more}"
+        checked = max((level.tensors for level in self.levels), default=0)
+        verb = "changed" if {finding.check for finding in errors} <= {"digest", "identity", "crc32"} else "wrong"
+        places = (each.file for each in errors if each.tensor == first.tensor and _names_one_file(each))
+        file = next((f" in {place}" for place in places if place), "")
+        lead = "" if len(wrong) == 1 else "first "
+        count = f"{len(wrong):,} of {format_plural(max(checked, len(wrong)), 'tensor')}"
+        return f"{count} {verb}: {lead}{first.tensor}{file}"
+
+    @property
     def findings(self) -> list[CheckFinding]:
         """All findings, errors first."""
         return sorted((f for level in self.levels for f in level.findings), key=lambda f: f.severity)
+
+
+def _names_one_file(finding: CheckFinding) -> bool:
+    """Return whether the message names no second file: of a tensor in two files, nobody knows which one changed."""
+    suffix = PurePath(finding.file).suffix
+    return len({word for word in re.split(r"[\s,;]+", finding.message) if suffix and word.endswith(suffix)}) <= 1

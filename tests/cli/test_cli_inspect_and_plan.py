@@ -40,6 +40,7 @@ def test_inspect_tells_a_checkpoint_in_a_few_lines(say, source):
     assert say("inspect", source) == (
         0,
         (
+            "Llama, 21.66 K parameters, fp32, safetensors in 1 file, complete\n"
             f"{source}\n"
             "  format   safetensors, 1 file, 88.8 kB\n"
             "  model    LlamaForCausalLM (llama)\n"
@@ -58,8 +59,26 @@ def test_inspect_names_ties_and_lists_tensors_and_rules_on_request(say, tied):
     assert "\n      2  layer       model.layers.*.self_attn.o_proj.weight          hidden/fsdp q/tp\n" in out
 
 
+def test_inspect_says_in_its_first_line_what_it_is_and_whether_it_is_complete(say, source, tmp_path):
+    assert say("inspect", FIXTURES / "configs_public/llama-3.1-8b.json").out.splitlines()[0] == (
+        "Llama, 8.03 B parameters, bf16, a config without weights"
+    )
+    assert say("inspect", FIXTURES / "peft/lora/adapter").out.startswith("LoRA adapter, 3.71 K parameters, fp32, ")
+    part = tmp_path / "part"
+    assert say("reshard", source, part, "--include", "model.layers", "--to", "hf").code == 0
+    first = "Llama, 15.49 K parameters, fp32, safetensors in 1 file, NOT COMPLETE"
+    assert say("inspect", part).out.splitlines()[0] == first
+    assert json.loads(say("inspect", part, "--json").out)["verdict"] == first
+    cut = tmp_path / "cut"
+    assert say("reshard", source, cut, "--tp", 2, "--pp", 2).code == 0
+    out = say("inspect", cut).out
+    assert out.startswith("Llama, 21.66 K parameters, fp32, safetensors in 4 files, sharded for pp2 x tp2, complete\n")
+    assert "  stages   2 stages: layers 0 | 1\n" in out
+
+
 def test_inspect_says_when_the_model_is_not_known(say, source, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    assert say("inspect", tmp_path).out.splitlines()[0].endswith(", not known whether complete")
     assert "  model    unknown: there is no config.json\n" in say("inspect", tmp_path).out
     assert "LlamaForCausalLM" in say("inspect", tmp_path, "--config", source).out
 
@@ -74,7 +93,18 @@ def test_inspect_says_what_a_checkpoint_of_an_engine_lacks(say):
 def test_inspect_as_json(say, tied):
     document = json.loads(say("inspect", tied, "--json").out)
     assert list(document) == [
-        *("schema", "status", "exit_code", "path", "format", "layout", "family", "architecture", "why_no_model"),
+        *(
+            "schema",
+            "status",
+            "exit_code",
+            "path",
+            "verdict",
+            "format",
+            "layout",
+            "family",
+            "architecture",
+            "why_no_model",
+        ),
         *("mesh", "stages", "parameters", "tensor_bytes", "file_bytes", "files", "dtypes", "ties", "carried"),
         *("dropped", "extra_tensors", "digest", "warnings"),
     ]

@@ -17,9 +17,10 @@ def heavy(tmp_path_factory):
 
 def test_the_result_is_told_and_its_digest_is_the_last_line(say, source, tmp_path):
     found = say("reshard", source, tmp_path / "out", "--tp", 2)
-    assert (found.code, found.err) == (0, "")
+    assert (found.code, found.err) == (0, f"next: shardctl verify {tmp_path}/out --level full --against {source}\n")
     lines = found.out.splitlines()
-    assert lines[0] == str(tmp_path / "out")
+    same = f"done: {tmp_path}/out holds the same 21 tensors as {source}, sharded for tp2 (95.9 kB, 5 files, "
+    assert lines[0].startswith(same)
     assert lines[1] == "  layout   ranks for tp2 = 2 ranks"
     digest = say("digest", source).out.split()[0]
     assert lines[-1] == f"digest {digest}"
@@ -28,6 +29,7 @@ def test_the_result_is_told_and_its_digest_is_the_last_line(say, source, tmp_pat
 
 def test_a_cast_gives_both_digests(say, source, tmp_path):
     lines = say("reshard", source, tmp_path / "out", "--dtype", "bf16").out.splitlines()
+    assert f"/out holds 21 tensors made from {source}, in layout hf, cast to bf16 (" in lines[0]
     assert lines[-2] == f"source digest {say('digest', source).out.split()[0]}"
     assert lines[-1] == f"digest {say('digest', tmp_path / 'out').out.split()[0]}"
 
@@ -36,7 +38,18 @@ def test_json_lines_end_with_the_result(say, source, tmp_path):
     found = say("reshard", source, tmp_path / "out", "--tp", 2, "--json", "--hash", "sha256")
     last = json.loads(found.out.splitlines()[-1])
     assert list(last) == [
-        *("schema", "status", "exit_code", "dry_run", "destination", "layout", "architecture", "mesh", "stages"),
+        *(
+            "schema",
+            "status",
+            "exit_code",
+            "dry_run",
+            "verdict",
+            "destination",
+            "layout",
+            "architecture",
+            "mesh",
+            "stages",
+        ),
         *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "shared_bytes", "kept_bytes"),
         *("done_before", "dropped", "extra_tensors", "projected_memory_bytes"),
         *("seconds", "digest", "source_digest", "source_hashes", "rules", "rules_proof", "fused_order_unknown"),
@@ -73,7 +86,7 @@ def test_a_cast_that_overflows_is_refused_and_a_warning_if_it_is_allowed(say, tm
     assert found.err.startswith("error: w: 1 finite value becomes infinite in F16\nhint:  use --dtype bf16")
     found = say("reshard", source, tmp_path / "out", "--dtype", "fp16", "--allow-overflow")
     assert found.code == 0
-    assert found.err == "warning: w: 1 finite values became infinite in F16\n"
+    assert found.err.startswith("warning: w: 1 finite values became infinite in F16\nnext: ")
 
 
 def test_a_dry_run_plans_and_checks_and_writes_nothing(say, source, tmp_path):

@@ -40,25 +40,42 @@ def test_verify_says_what_was_checked_and_ok(say, result, source):
     found = say("verify", result, "--level", "full", "--against", source)
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
-    assert [line.split()[:2] for line in lines[:3]] == [
+    assert lines[0] == f"ok: every byte read, equal to {source}"
+    assert [line.split()[:2] for line in lines[1:4]] == [
         ["structure", "passed"],
         ["content", "passed"],
         ["identity", "passed"],
     ]
-    assert lines[1].split()[2:6] == ["21", "tensors", "86.7", "kB"]
-    assert lines[-2:] == [f"digest {say('digest', source).out.split()[0]}", "ok"]
+    assert lines[2].split()[2:6] == ["21", "tensors", "86.7", "kB"]
+    assert lines[-1] == f"digest {say('digest', source).out.split()[0]}"
 
 
-def test_verify_finds_one_bit_and_answers_with_exit_code_3(say, damaged):
+def test_the_answer_says_what_it_rests_on(say, result, source):
+    def answer(*options):
+        found = say("verify", *options)
+        document = json.loads(say("verify", *options, "--json").out)
+        assert (found.code, document["verdict"]) == (0, found.out.splitlines()[0])
+        return document["verdict"]
+
+    assert answer(result) == "ok (headers only: values were not read; add --level full)"
+    assert answer(result, "--level", "full") == "ok: every byte read, equal to what was recorded"
+    assert answer(result, "--against", source) == f"ok: equal to {source}"
+    alone = answer(source, "--level", "full")
+    assert alone == "ok: every byte read, but compared with nothing: add --against SRC; 1 warning"
+
+
+def test_verify_finds_one_bit_and_answers_with_exit_code_3(say, damaged, source):
     assert say("verify", damaged).code == 0
     found = say("verify", damaged, "--level", "full")
     assert (found.code, found.err) == (3, "")
     lines = found.out.splitlines()
-    assert lines[1].startswith("content    failed  21 tensors")
-    assert lines[2].startswith("    read by safetensors ")
-    assert lines[3].startswith("error: [digest] ")
-    assert "shard-00002" in lines[3]
-    assert lines[-1] == "FAILED: 1 finding"
+    assert lines[0] == "NOT OK: 1 of 21 tensors changed: lm_head.weight"
+    assert lines[2].startswith("content    failed  21 tensors")
+    assert lines[3].startswith("    read by safetensors ")
+    assert lines[4].startswith("error: [digest] ")
+    assert "shard-00002" in lines[4]
+    compared = say("verify", damaged, "--level", "full", "--against", source).out.splitlines()[0]
+    assert compared == f"{lines[0]} in shard-00002-model-00001-of-00001.safetensors"
 
 
 def test_what_is_odd_about_either_checkpoint_is_said_with_whose_it_is(say, result, source, tmp_path):
@@ -74,7 +91,12 @@ def test_what_is_odd_about_either_checkpoint_is_said_with_whose_it_is(say, resul
     words = "model.safetensors.index.json says 5 bytes of tensors; those that it names have 86,656"
     assert f"warning: [reading] {words}" in say("verify", odd).out.splitlines()
     found = say("verify", result, "--against", odd)
-    assert (found.code, found.out.splitlines()[2:]) == (0, [f"warning: [reading] in {odd}: {words}", "ok (1 warning)"])
+    said = found.out.splitlines()
+    assert (found.code, said[0], said[3:]) == (
+        0,
+        f"ok: equal to {odd}; 1 warning",
+        [f"warning: [reading] in {odd}: {words}"],
+    )
     _, identity = json.loads(say("verify", result, "--against", odd, "--json").out)["levels"]
     assert [(each["check"], each["message"]) for each in identity["findings"]] == [("reading", f"in {odd}: {words}")]
     assert say("diff", odd, source).err == f"warning: in {odd}: {words}\n"
@@ -85,7 +107,7 @@ def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
     next(damaged.glob("shard-00001-*")).unlink()
     found = say("verify", damaged, "--level", "full", "--against", source)
     assert found.code == 3
-    assert [line.split()[1] for line in found.out.splitlines()[:3]] == ["failed", "skipped", "skipped"]
+    assert [line.split()[1] for line in found.out.splitlines()[1:4]] == ["failed", "skipped", "skipped"]
     assert "files are not as recorded" in found.out
 
 
@@ -93,7 +115,8 @@ def test_verify_as_json(say, damaged):
     found = say("verify", damaged, "--level", "full", "--json")
     document = json.loads(found.out)
     assert list(document) == [
-        *("schema", "status", "exit_code", "path", "against", "ok", "digest", "unchecked", "consumer", "levels")
+        *("schema", "status", "exit_code", "path", "against", "ok", "verdict", "digest", "unchecked", "consumer"),
+        "levels",
     ]
     assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
     assert found.code == 3
@@ -141,7 +164,7 @@ def test_verify_as_markdown(say, damaged, tmp_path):
     file = tmp_path / "summary.md"
     say("verify", damaged, "--level", "full", "--summary", file)
     text = file.read_text()
-    assert text.startswith("### shardctl verify: FAILED: 1 finding\n")
+    assert text.startswith("### shardctl verify: NOT OK: 1 of 21 tensors changed: lm\\_head.weight\n")
     assert (
         "| level | status | tensors | read | time | rate |\n|---|---|---|---|---|---|\n| structure | passed |" in text
     )
@@ -153,30 +176,42 @@ def test_a_report_that_cannot_be_written_is_an_error(say, result, tmp_path):
 
 
 def test_diff_of_equal_checkpoints_in_two_layouts(say, source, result):
-    assert say("diff", source, result) == (0, "equal: 21 tensors, 86.7 kB compared\n", "")
+    assert say("diff", source, result) == (0, "equal: 21 tensors (86.7 kB compared)\n", "")
 
 
 def test_diff_names_the_tensor_and_the_first_element(say, source, damaged):
     found = say("diff", source, damaged)
     assert (found.code, found.err) == (3, "")
-    change, summary = found.out.splitlines()
+    answer, change = found.out.splitlines()
     where = "~ lm_head.weight  F32 [96, 32]  1 of 3,072 elements differ, first at [48:49, 0:1]"
     assert change.startswith(f"{where}, apart by ")
-    assert summary == "1 tensor not the same, 20 tensors equal, 86.7 kB compared"
+    assert answer == "1 of 21 tensors: values differ (86.7 kB compared)"
 
 
 def test_diff_of_other_tensors(say, source, tmp_path):
     deeper = llama(tmp_path / "deeper", num_hidden_layers=3, tie_word_embeddings=True)
     found = say("diff", source, deeper)
     assert found.code == 3
+    assert found.out.splitlines()[0].endswith("settings not the same")
+    assert f" only in {source}" in found.out.splitlines()[0]
+    assert f" only in {deeper}" in found.out.splitlines()[0]
     assert "- lm_head.weight  F32 [96, 32]\n" in found.out
     assert "+ model.layers.2.mlp.up_proj.weight  F32 [48, 32]\n" in found.out
+
+
+def test_diff_says_how_tensors_differ_and_prints_the_first_twenty(say, source, tmp_path):
+    assert say("reshard", source, tmp_path / "bf16", "--dtype", "bf16").code == 0
+    lines = say("diff", source, tmp_path / "bf16").out.splitlines()
+    assert lines[0].startswith("21 of 21 tensors: F32 -> BF16, equal after rounding (86.7 kB compared)")
+    assert (len(lines), lines[-1]) == (22, "and 2 more; --all prints them")
+    every = say("diff", source, tmp_path / "bf16", "--all").out.splitlines()
+    assert (len(every), every[:21]) == (23, lines[:21])
 
 
 def test_diff_as_json(say, source, damaged):
     document = json.loads(say("diff", source, damaged, "--json").out)
     assert list(document) == [
-        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes"),
+        *("schema", "status", "exit_code", "a", "b", "equal", "verdict", "equal_tensors", "compared_bytes"),
         *("changes", "config_changes", "file_changes", "warnings"),
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)

@@ -1,5 +1,7 @@
 from xml.etree import ElementTree as ET
 
+from rich.text import Text
+
 from shardctl.base.errors import MachineError
 from shardctl.report.annotations import format_github_annotations
 from shardctl.report.junit import build_junit_report
@@ -17,7 +19,7 @@ def verified(*findings):
 
 
 def lines(result):
-    return [text.plain for text in render_verification(result).renderables[1:]]
+    return [text.plain for text in render_verification(result).renderables if isinstance(text, Text)]
 
 
 ERROR = CheckFinding("error", "digest", "w has changed", "w", "f.safetensors", "[0:1]")
@@ -26,23 +28,23 @@ WARNING = CheckFinding("warning", "values", "w holds 1 NaN", "w")
 
 def test_errors_come_before_warnings_and_say_the_place_that_the_message_leaves_out():
     assert lines(verified(WARNING, ERROR)) == [
+        "NOT OK: 1 of 3 tensors changed: w in f.safetensors; 1 warning",
         "skipped: identity: no source",
         "error: [digest] w has changed",
         "    file f.safetensors, box [0:1]",
         "warning: [values] w holds 1 NaN",
-        "FAILED: 1 finding (1 warning)",
     ]
 
 
 def test_warnings_alone_do_not_fail():
-    assert lines(verified(WARNING))[-1] == "ok, but skipped: identity (1 warning)"
+    assert lines(verified(WARNING))[0] == "ok, but skipped: identity; 1 warning"
 
 
 def test_a_thousand_findings_are_counted_and_not_all_shown():
     shown = lines(verified(*[WARNING] * 1000))
     assert len(shown) == 1 + SHOWN + 2
-    assert shown[-2] == f"and {1000 - SHOWN} more findings; --json lists them all"
-    assert shown[-1] == "ok, but skipped: identity (1,000 warnings)"
+    assert shown[-1] == f"and {1000 - SHOWN} more findings; --json lists them all"
+    assert shown[0] == "ok, but skipped: identity; 1,000 warnings"
 
 
 def test_junit_is_xml_whatever_the_names_hold():
@@ -59,8 +61,8 @@ def test_what_could_not_be_finished_is_no_failure_in_any_report():
     level.give_up(MachineError("cuda:0 has too little free memory", hint="use cpu"))
     unfinished = VerifyResult("a", "", "", (LevelResult("structure"), level))
     assert lines(unfinished) == [
-        "not finished: load: cuda:0 has too little free memory; use cpu",
         "NOT VERIFIED: load could not be finished",
+        "not finished: load: cuda:0 has too little free memory; use cpu",
     ]
     root = ET.fromstring(build_junit_report(unfinished))  # noqa: S314 - our own text
     assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("1", "0", "0")

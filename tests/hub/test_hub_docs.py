@@ -9,6 +9,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
 VARIES = [
     (r"in [\d.]+ s, .*", "in N s"),
+    (r"files, [\d.]+ s\)", "files, N s)"),
     (r"peak host memory.*", "peak host memory"),
     (r"^.*/minilm-tp2$", "minilm-tp2"),
 ]

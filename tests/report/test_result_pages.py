@@ -61,10 +61,10 @@ def test_verify_says_what_it_found_and_what_it_did_not_look_at(tmp_path, cut):
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert run(["verify", str(cut), "--level", "full", "--report", str(page)]) == 3
     text = page.read_text()
-    assert "FAILED: " in text
+    assert "NOT OK: " in text
     assert "content failed" in text
     assert "model.norm.weight" in text
-    assert 'class="no">FAILED' in text
+    assert 'class="no">NOT OK' in text
 
 
 def test_a_checkpoint_that_cannot_be_read_has_a_page_too(tmp_path):

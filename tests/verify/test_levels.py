@@ -233,7 +233,7 @@ class TestSkipped:
         code, out, _ = say("verify", ranks, "--load", "cuda", "--require", "full", "--junit", tmp_path / "j.xml")
         assert code == 0
         assert "load       skipped\n" in out
-        assert out.splitlines()[-1] == "ok, but skipped: load"
+        assert out.splitlines()[0] == "ok, but skipped: load"
         assert "skipped: load: there is no CUDA device for cuda" in out
         root = ET.parse(tmp_path / "j.xml").getroot()  # noqa: S314 - our own file
         assert (root.get("skipped"), root.get("failures")) == ("1", "0")
@@ -244,7 +244,7 @@ class TestSkipped:
         assert say("verify", ranks, "--load", "cuda")[0] == 3, "it was asked for"
         code, out, err = say("verify", ranks, "--load", "cuda", "--require", "load", "--junit", tmp_path / "j.xml")
         assert code == 3
-        assert out.splitlines()[-1] == "FAILED: load is required and was skipped"
+        assert out.splitlines()[0] == "NOT OK: load is required and was skipped"
         assert f"::error file={ranks},title=shardctl load::load is required and was skipped: there is no CUDA" in err
         root = ET.parse(tmp_path / "j.xml").getroot()  # noqa: S314 - our own file
         assert (root.get("skipped"), root.get("failures")) == ("0", "1")
@@ -366,7 +366,7 @@ class TestWrongFiles:
         for _ in range(2):
             code, out, _ = say("verify", tmp_path / "cut", "--level", "full", "--against", tmp_path / "phi3")
             assert code == 3
-            assert [line.split()[1] for line in out.splitlines()[:3]] == ["failed", "passed", "passed"]
+            assert [line.split()[1] for line in out.splitlines()[1:4]] == ["failed", "passed", "passed"]
             assert "error: [alignment] model.layers.0.mlp.gate_up_proj.weight is not cut as" in out
             (tmp_path / "cut" / "shardctl.json").unlink(missing_ok=True)
 
@@ -531,7 +531,8 @@ def test_annotations_are_at_most_ten_and_one_line_each():
     lines = format_github_annotations(VerifyResult("dir", "", "", (many,))).splitlines()
     assert len(lines) == MOST
     assert lines[0] == "::error file=dir/a%2Cb%3A0.safetensors,title=shardctl digest::w0 100%25\\nbroken"
-    assert lines[-1] == "::error file=dir,title=FAILED%3A 30 findings::and 21 more findings"
+    said = "NOT OK: 30 of 30 tensors changed: first w0 in a,b:0.safetensors; 21 more findings"
+    assert lines[-1] == f"::error file=dir,title=shardctl verify::{said}"
     assert format_github_annotations(VerifyResult("dir", "", "", (LevelResult("content"),))) == ""
 
 

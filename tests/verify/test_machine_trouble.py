@@ -1,4 +1,4 @@
-"""Trouble of the machine is no verdict: exit code 7 or 2, what happened and what to do, never FAILED and never ok."""
+"""Trouble of the machine is no verdict: exit code 7 or 2, what happened and what to do, never NOT OK and never ok."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class TestLoad:
         code, out, err = say("verify", ranks, "--load", "cuda", "--against", source, "--junit", tmp_path / "j.xml")
         assert code == 7
         assert "load       unfinished" in out
-        assert out.splitlines()[-1] == "NOT VERIFIED: load could not be finished"
-        assert "FAILED:" not in out
+        assert out.splitlines()[0] == "NOT VERIFIED: load could not be finished"
+        assert "NOT OK" not in out
         assert "do not fit on cuda:" in err
         assert "bytes 5,000 are free" in err
         assert err.splitlines()[-1] == "hint:  end what else uses the device, or use --load auto or cpu"
@@ -112,7 +112,7 @@ class TestLoad:
         cuda(5000, total=10_000)
         code, out, err = say("verify", ranks, "--load", "cuda")
         assert code == 2
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "of whose 10,000 bytes 5,000 are free" in err
 
     def test_what_is_wrong_on_a_device_that_has_the_memory_is_found(self, ranks, source, cuda):
@@ -126,7 +126,7 @@ class TestLoad:
         cuda(5000, 5000)
         code, out, _ = say("verify", ranks, "--load", "cuda", "--against", source)
         assert code == 3, "the levels before found it"
-        assert "FAILED:" in out
+        assert "NOT OK: " in out
 
     def test_a_rank_that_was_not_loaded_is_not_compared_by_digest(self, ranks, cuda):
         cuda(5000)
@@ -147,7 +147,7 @@ class TestLoad:
         cuda(10, 10)
         code, out, _ = say("verify", ranks, "--load", "auto", "--against", source)
         assert code == 0
-        assert out.splitlines()[-1] == "ok"
+        assert out.splitlines()[0] == f"ok: every byte read, equal to {source}, load passed"
         assert "was loaded on cpu, because" in out
 
     def test_a_device_that_nobody_named_is_used_in_parts(self, ranks, cuda, monkeypatch):
@@ -163,7 +163,7 @@ class TestLoad:
         cuda(GIB, broken={0: "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"})
         code, out, err = say("verify", ranks, "--load", "cuda:0")
         assert code == 7
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "error: rank 0 (tp0): cuda:0 failed: CUDA error: an illegal memory access was encountered\n" in err
         assert verify(ranks, VerifyOptions(level="load")).ok, "nobody named it"
 
@@ -175,7 +175,7 @@ class TestLoad:
         monkeypatch.setattr(loaded.HostStaging, "differing", short)
         code, out, err = say("verify", ranks, "--load", "cuda", "--against", source)
         assert code == 7
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "bug" not in err
         assert "cuda:0 has too little free memory: CUDA out of memory" in err
 
@@ -188,7 +188,7 @@ class TestLoad:
         monkeypatch.setattr(torch, "empty", short)
         code, out, err = say("verify", ranks, "--load", "cpu")
         assert code == 7
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "this machine has too little free memory" in err
 
     def test_memory_of_the_host_where_elements_are_read(self, say, ranks, monkeypatch, tmp_path):
@@ -245,7 +245,7 @@ class TestForward:
         in_ranks(lambda work: RankWithTrouble(work, "hangs"))
         code, out, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--processes", 2)
         assert code == 7
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "hung: no rank has done anything for 3 s" in err
         assert "--virtual" in err.splitlines()[-1]
 
@@ -297,7 +297,7 @@ class TestForward:
         code, out, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--virtual")
         assert code == 7, out
         assert "forward    unfinished" in out
-        assert "FAILED:" not in out
+        assert "NOT OK" not in out
         assert "ranks cannot run it" not in out
         assert "computes something else" not in out
         assert "hint: " in err
@@ -320,7 +320,7 @@ class TestForward:
         cuda(GIB, 5000, GIB)
         code, out, _ = say("verify", ranks, "--forward", "--against", source, "--load", "cuda:1", "--virtual")
         assert code == 7
-        assert out.splitlines()[-1] == "NOT VERIFIED: load, forward could not be finished"
+        assert out.splitlines()[0] == "NOT VERIFIED: load, forward could not be finished"
         assert "not finished: forward: cuda:1 has too little free memory" in out
 
     def test_the_other_devices_stay_untouched(self, ranks, source, cuda):

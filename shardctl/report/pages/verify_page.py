@@ -10,7 +10,7 @@ from shardctl.base.amounts import format_duration, format_file_size, format_memo
 from shardctl.report.pages.amounts_picture import NamedAmount, draw_amounts
 from shardctl.report.pages.page import render_page
 from shardctl.report.pages.svg import draw_box, draw_frame, draw_picture, draw_text
-from shardctl.report.verification import build_engine_rows, build_forward_rows, format_verify_verdict
+from shardctl.report.verification import build_engine_rows, build_forward_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,9 @@ _HIGH: Final = 54
 def render_verify_page(verified: VerifyResult, command: Sequence[str]) -> str:
     """Return the whole page as HTML; `command` made it."""
     facts = {
-        "title": f"{format_verify_verdict(verified)}: {verified.path}",
+        "title": f"{verified.verdict}: {verified.path}",
         "verified": verified,
-        "verdict": format_verify_verdict(verified),
+        "verdict": verified.verdict,
         "levels": draw_levels(verified.levels),
         "rows": [_build_level_row(level) for level in verified.levels],
         "notes": [f"{level.name}: {note}" for level in verified.levels for note in level.notes],
