@@ -487,7 +487,7 @@ def test_gpt_oss_120b_does_not_fit_where_vllm_refused_to_start(say, tmp_path):
         said = say(*start, "--for", server, *options)
         assert "DOES NOT FIT" in said.out
         assert said.code == 3
-    assert "fits" in say(*start, "--for", "vllm@0.32", "--utilization", "0.95", "--batched-tokens", 1024).out
+    assert say(*start, "--for", "vllm@0.32", "--utilization", "0.95", "--batched-tokens", 1024).code == 0
 
 
 def test_a_kernel_that_is_not_known_widens_the_interval(say, tmp_path):
