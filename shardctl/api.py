@@ -226,6 +226,7 @@ def plan(
     float8: Literal["tensorwise", "rowwise"] | None = None,
     float8_gather: bool = False,
     optimizer_kernel: Literal["fused", "foreach"] | None = None,
+    allocator: Literal["native", "expandable"] | None = None,
     calibrate: str | Path | FittedCalibration | None = None,
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
@@ -304,7 +305,7 @@ def plan(
             Default: balanced by bytes.
 
     Workload:
-        for_: What to estimate: serve, train, or a server such as vllm, vllm@0.32 or sglang, with memory as it counts.
+        for_: What to estimate: serve, train, or a server such as vllm, vllm@0.19 or sglang, with memory as it counts.
             Default: train if fsdp or a training option is given, else serve.
         seq_len: Tokens per sequence. Default: 8192, or the model's limit if that is lower.
         batch: Sequences served at once; in training, per forward pass of a data-parallel rank. Default: 1.
@@ -313,9 +314,10 @@ def plan(
         kv_dtype: Type of the key/value cache. Default: the model's type.
         dcp: Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default: 1.
         encoder_len: Tokens per sequence in the encoder of an encoder-decoder model. Default: seq_len.
-        batched_tokens: Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192.
+        batched_tokens: Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192, with for_="vllm"
+            the engine's for the device.
         max_seqs: Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). Default:
-            batch.
+            batch, with for_="vllm" the engine's for the device, 256 or 1024.
         towers: Whether tp cuts encoders of pictures and sounds (vLLM: mm_encoder_tp_mode weights or data). Default:
             cut, where it is known how.
         utilization: Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang:
@@ -369,8 +371,10 @@ def plan(
         compile: Profile fsdp2: what torch.compile compiles, each layer, or the loss too (all). Default: nothing.
         float8: Profile fsdp2: products of layers in float8 (torchao), with one scale for each tensor or row.
         float8_gather: With float8="tensorwise": FSDP2 gathers weights in float8 (enable_fsdp_float8_all_gather).
-        optimizer_kernel: Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters. Default:
-            foreach, with hf fused.
+        optimizer_kernel: Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters (torchtitan:
+            fused). Default: foreach, with hf fused.
+        allocator: Whether torch's allocator has expandable segments (PYTORCH_CUDA_ALLOC_CONF), which lose less to
+            fragmentation. Default: expandable with fsdp2, as torchtitan starts it, else native.
         calibrate: Fit the estimate to the measured peaks in a log.
 
     Output:

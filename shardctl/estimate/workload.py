@@ -18,6 +18,7 @@ Offload = Literal["none", "cpu", "nvme"]
 CompiledPart = Literal["none", "layers", "all"]
 Float8Recipe = Literal["none", "tensorwise", "rowwise"]
 OptimizerKernel = Literal["fused", "foreach"]
+Allocator = Literal["native", "expandable"]
 
 
 Engine = Literal["vllm", "sglang"]
@@ -127,6 +128,13 @@ class TrainingWorkload:
     """Whether FSDP2 gathers the matrices of layers in float8."""
     optimizer_kernel: OptimizerKernel | None = None
     """How torch's optimizers compute; None for what the profile's users have by default."""
+    allocator: Allocator | None = None
+    """Whether torch's caching allocator has expandable segments; None for what the profile's users have by default."""
+
+    @property
+    def expandable(self) -> bool:
+        """Whether the allocator's segments grow, so that blocks are not lost between them."""
+        return self.allocator == "expandable" if self.allocator is not None else self.profile == "fsdp2"
 
     def count_passes(self, stages: int) -> int:
         """Count forward passes per optimizer step of one data-parallel rank.

@@ -456,8 +456,16 @@ class PlanOptions:
         Literal["fused", "foreach"] | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters. Default: foreach, with "
-            "hf fused.",
+            "Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters (torchtitan: fused). "
+            "Default: foreach, with hf fused.",
+        ),
+    ] = None
+    allocator: Annotated[
+        Literal["native", "expandable"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Whether torch's allocator has expandable segments (PYTORCH_CUDA_ALLOC_CONF), which lose less to "
+            "fragmentation. Default: expandable with fsdp2, as torchtitan starts it, else native.",
         ),
     ] = None
     calibration: Annotated[

@@ -223,6 +223,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         float8=_choose_value(options.float8, usual.float8),
         float8_gathered=options.float8_gathered,
         optimizer_kernel=options.optimizer_kernel,
+        allocator=options.allocator,
     )
 
 

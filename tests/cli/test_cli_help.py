@@ -128,6 +128,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--allow-overflow",
     }
     own = {
+        "--allocator",
         "--detail",
         "--out",
         "--search",

@@ -329,3 +329,13 @@ def test_a_plan_that_is_not_of_as_many_devices_as_are_named_says_so(say, documen
     assert any(text.startswith(said) for text in document(*options, "--gpus", "8")["warnings"])
     assert said not in say("plan", *options, "--gpus", "8", "--fsdp", "8").err
     assert said not in say("plan", *options, "--gpus", "8", "--search").err
+
+
+def test_expandable_segments_leave_less_slack(say):
+    """torchtitan's scripts set them, transformers' Trainer does not."""
+    ask = ("plan", PUBLIC / "llama-3.1-8b.json", "--for", "train", "--fsdp", 8, "--json")
+    slack = {}
+    for options in ((), ("--allocator", "native"), ("--allocator", "expandable"), ("--profile", "hf")):
+        terms = json.loads(say(*ask, *options).out)["needs"][0]["terms"]
+        slack[options] = next(t["inputs"]["slack"] for t in terms if t["name"] == "allocator slack")
+    assert list(slack.values()) == [1, 5, 1, 5]

@@ -10,6 +10,7 @@ from shardctl.base.value import value_class
 from shardctl.estimate.term import COUNTERS, Counter, MemoryTerm, sum_terms
 from shardctl.estimate.workload import (
     PROFILES,
+    Allocator,
     AttentionKernel,
     CompiledPart,
     Float8Recipe,
@@ -50,6 +51,7 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "compiled": get_args(CompiledPart),
     "float8": get_args(Float8Recipe),
     "optimizer_kernel": get_args(OptimizerKernel),
+    "allocator": get_args(Allocator),
     "zero": (0, 1, 2, 3),
 }
 _MODULES: Final = get_args(RecomputedModule)

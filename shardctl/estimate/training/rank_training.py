@@ -41,7 +41,10 @@ def add_runtime_terms(timeline: StepTimeline, mesh: Mesh, work: TrainingWorkload
     """Add what the process holds besides to the terms of a timeline's worst moment."""
     found = timeline.list_worst_terms()
     allocated = sum_terms(found, counter="allocated").nbytes
-    found = (*found, *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
+    more = list_runtime_terms(
+        mesh, serving=False, profile=work.profile, allocated=allocated, expandable=work.expandable
+    )
+    found = (*found, *more)
     return tuple(term for term in found if term.high)
 
 
