@@ -33,24 +33,26 @@ LEFT_OUT = {
     "report": "what the program writes",
     "junit": "what the program writes",
     "summary": "what the program writes",
-    "detail": "what the program prints",
     "each": "reshard_each",
     "fail_fast": "reshard_each",
     "worker": "contribute and finish",
     "newest_good": "find_newest",
-    "dry_run": "plan",
-    "engine ray": "the program",
     "plan": "written by hand: a path, or a plan that was read",
 }
 """Options that are no keywords, and what has their place."""
 BEGIN, END = "# options: python docs/python_api.py writes these", "# end of options"
 WIDTH = 120
 OVERLOADS = {
+    ("ReshardResult", "    dry_run: bool = False,"): "    dry_run: Literal[False] = False,",
+    ("RehearsalResult", "    dry_run: bool = False,"): "    dry_run: Literal[True],",
     ("DigestResult", '    as_: Literal["vllm"] | None = None,'): "    as_: None = None,",
     ("EngineSums", '    as_: Literal["vllm"] | None = None,'): '    as_: Literal["vllm"],',
 }
 """How a line of a signature differs in an overload, by what this returns."""
 IN_PYTHON = {
+    "detail": "How much the text shows: time has the peaks of a training step, zero the stages of ZeRO.",
+    "all": "List every difference in the text, not only the first 20.",
+    "dry_run": "Check everything and return what would be written, but write nothing.",
     "expect": "The digest that is expected; `ok` of the result says whether it is this one.",
     "tensors": "List every tensor in the text and the JSON of the result.",
     "show_rules": "List the rules in force in the text and the JSON of the result; derived ones as a rule file.",
@@ -175,6 +177,7 @@ def write_functions(source):
             opened, closed = tail.index(BEGIN), tail.index(END)
             kind = re.search(r"\) -> (.*?):", tail)[1]
             lines = [OVERLOADS.get((kind, line), line) for line in build_parameters(verb)]
+            lines = [line for line in lines if name not in RELATED or not line.startswith("    dry_run")]
             source = head + "\n".join([tail[:opened] + BEGIN, *lines, "    " + tail[closed:]])
         if name in RELATED:
             continue

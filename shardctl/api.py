@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.estimate.training.calibrate import FittedCalibration
     from shardctl.hardware.devices import DeviceSpec
+    from shardctl.verbs.dry_run import RehearsalResult
     from shardctl.verbs.reshard_each import EachOutcome
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
 ]
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Detail = Literal["summary", "stage", "rank", "tensor", "time", "zero"]
 _PLACES = frozenset({"path", "a", "b", "destination", "pattern"})
 """Parameters that take a path or an address."""
 
@@ -171,6 +173,7 @@ def plan(
     reshard_options: ReshardOptions | None = None,
     *,
     # options: python docs/python_api.py writes these
+    detail: Literal["summary", "stage", "rank", "tensor", "time", "zero"] = "summary",
     out: str | Path | None = None,
     tp: int | None = None,
     pp: int | None = None,
@@ -289,6 +292,8 @@ def plan(
         plan_options: Options of the workload as an object, until the next release.
 
     Options:
+        detail: How much the text shows: time has the peaks of a training step, zero the stages of ZeRO. Default:
+            "summary".
         out: Write the plan to this file, for `reshard(plan=...)`.
 
     Mesh:
@@ -444,22 +449,24 @@ def plan(
         SourceError: The checkpoint is missing, malformed or not supported.
     """
     keywords = OptionKeywords(locals(), ReshardOptions, PlanOptions, SourceOptions)
-    return _plan(
+    planned = _plan(
         path,
         keywords.make(ReshardOptions),
         source_options=keywords.make(SourceOptions),
         destination=destination,
         plan_options=keywords.make(PlanOptions),
     )
+    return replace(planned, detail=check_argument("detail", _Detail, detail))
 
 
-@_add_hints
+@overload
 def reshard(
     path: str | Path,
     destination: str | Path,
     reshard_options: ReshardOptions | None = None,
     *,
     # options: python docs/python_api.py writes these
+    dry_run: Literal[False] = False,
     overwrite: bool = False,
     no_resume: bool = False,
     hash: Literal["sha256"] | None = None,
@@ -520,12 +527,154 @@ def reshard(
     progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
     source_options: SourceOptions | None = None,
     destination_options: DestinationOptions | None = None,
-) -> ReshardResult:
+) -> ReshardResult: ...
+
+
+@overload
+def reshard(
+    path: str | Path,
+    destination: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    dry_run: Literal[True],
+    overwrite: bool = False,
+    no_resume: bool = False,
+    hash: Literal["sha256"] | None = None,
+    prove: bool = False,
+    allow_overflow: bool = False,
+    create: bool = False,
+    private: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    plan: str | Path | PlanFile | None = None,
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    destination_options: DestinationOptions | None = None,
+) -> RehearsalResult: ...
+
+
+@_add_hints
+def reshard(
+    path: str | Path,
+    destination: str | Path,
+    reshard_options: ReshardOptions | None = None,
+    *,
+    # options: python docs/python_api.py writes these
+    dry_run: bool = False,
+    overwrite: bool = False,
+    no_resume: bool = False,
+    hash: Literal["sha256"] | None = None,
+    prove: bool = False,
+    allow_overflow: bool = False,
+    create: bool = False,
+    private: bool = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    stages: str | None = None,
+    for_: str | None = None,
+    to: str | None = None,
+    names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
+    | None = None,
+    experts: Literal["keep", "fused", "split"] = "keep",
+    max_shard_size: int | str | None = None,
+    trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
+    meta_embedding: Literal["vocabulary", "hidden"] | None = None,
+    megatron: str | None = None,
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep",
+    keep_fp32: str | None = None,
+    only: str | None = None,
+    merge: str | Path | Sequence[str | Path] = (),
+    dequantize: str | Sequence[str] = (),
+    allow_partial_adapter: bool = False,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    reflink: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    extra_tensors: Literal["keep", "drop", "error"] = "keep",
+    allow_expansion: bool = False,
+    optimizer_states: Literal["keep", "drop"] | None = None,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
+    config: str | Path | None = None,
+    rules: str | Path | None = None,
+    rules_from: Literal["transformers", "names", "none"] | None = None,
+    from_: str | None = None,
+    weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
+    keep_padding: bool = False,
+    source_etp: int | None = None,
+    kv_heads: Literal["error", "replicate"] | None = None,
+    prefer_index: bool = False,
+    subtree: str | None = None,
+    complete_from: str | None = None,
+    strict: bool = False,
+    allow_unverified: bool = False,
+    # end of options
+    plan: str | Path | PlanFile | None = None,
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+    source_options: SourceOptions | None = None,
+    destination_options: DestinationOptions | None = None,
+) -> ReshardResult | RehearsalResult:
     """Convert a checkpoint to another layout in a new directory, a bucket or a branch of the Hub.
 
     When this returns, every byte is right and on stable storage. On any error the source and what stood at the
     destination are untouched, and the same call resumes. If the destination holds exactly this result already, nothing
-    is written.
+    is written. With `dry_run`, every check is made, and the result says what would be written.
 
     Example:
         done = shardctl.reshard("llama", "llama-tp2", tp=2, progress=True)
@@ -543,6 +692,7 @@ def reshard(
         destination_options: Options of the destination as an object, until the next release.
 
     Options:
+        dry_run: Check everything and return what would be written, but write nothing.
         overwrite: Replace a checkpoint that shardctl wrote.
         no_resume: Start again instead of resuming an earlier run.
         hash: Write SHA256SUMS, and Megatron-LM's integrity.json.
@@ -635,13 +785,21 @@ def reshard(
     """
     keywords = OptionKeywords(locals(), ReshardOptions, DestinationOptions, SourceOptions)
     conversion, source, file = _follow_plan(plan, keywords, reshard_options, source_options)
+    target = keywords.make(DestinationOptions)
+    if check_argument("dry_run", bool, dry_run):
+        from shardctl.verbs.dry_run import RehearsalResult, rehearse_reshard
+
+        planned = rehearse_reshard(
+            path, destination, conversion, source_options=source, destination_options=target, plan=file
+        )
+        return RehearsalResult(planned, str(destination))
     with _watch_progress("reshard", progress) as watcher:
         return _reshard(
             path,
             destination,
             conversion,
             source_options=source,
-            destination_options=keywords.make(DestinationOptions),
+            destination_options=target,
             progress=watcher,
             plan=file,
         )
@@ -852,6 +1010,7 @@ def diff(
     b: str | Path,
     *,
     # options: python docs/python_api.py writes these
+    all: bool = False,
     threads: int | None = None,
     config: str | Path | None = None,
     rules: str | Path | None = None,
@@ -884,6 +1043,9 @@ def diff(
         source_options_a: How `a` is understood, if the two need different options: instead of the keywords.
         source_options_b: How `b` is understood.
         effort: Threads and watcher as an object, until the next release.
+
+    Options:
+        all: List every difference in the text, not only the first 20.
 
     Effort:
         threads: Number of threads. Default: one more than there are cores, at most eight.
@@ -922,13 +1084,14 @@ def diff(
             raise UsageError(f"{name} takes SourceOptions, not {describe_value(given)}")
     both = keywords.make(SourceOptions)
     with _watch_effort("diff", threads, progress, effort) as work:
-        return _diff(
+        found = _diff(
             a,
             b,
             source_options_a=source_options_a or both,
             source_options_b=source_options_b or both,
             effort=work,
         )
+    return replace(found, show_all=check_argument("all", bool, all))
 
 
 @overload

@@ -176,7 +176,7 @@ def test_keywords_are_the_long_options_of_the_command(verb):
     command = typer.main.get_command(app).commands[verb]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     names = {script.name_keyword(next(name for name in each.opts if name.startswith("--"))) for each in options}
-    left = {"json", "report", "junit", "summary", "detail", "each", "fail_fast", "worker", "newest_good", "dry_run"}
+    left = {"json", "report", "junit", "summary", "each", "fail_fast", "worker", "newest_good"}
     left |= {"quiet", "verbose", "log", "help", "help_all"} | ({"engine"} if verb == "reshard" else set())
     keywords = inspect.signature(getattr(shardctl, verb)).parameters
     assert {name for name in keywords if not name.startswith(("source_options", "plan_options", "reshard_options"))} - {
@@ -415,9 +415,12 @@ def mask(value):
     [
         ("plan llama --tp 2 --gpu h100", lambda: shardctl.plan("llama", tp=2, gpu="h100")),
         ("plan llama --for train --fsdp 2", lambda: shardctl.plan("llama", for_="train", fsdp=2)),
+        ("plan llama --tp 2 --detail rank", lambda: shardctl.plan("llama", tp=2, detail="rank")),
+        ("reshard llama whole --tp 2 --dry-run", lambda: shardctl.reshard("llama", "whole", tp=2, dry_run=True)),
         ("inspect llama", lambda: shardctl.inspect("llama")),
         ("inspect llama --tensors --show-rules", lambda: shardctl.inspect("llama", tensors=True, show_rules=True)),
         ("diff llama cut", lambda: shardctl.diff("llama", "cut")),
+        ("diff llama cut --all", lambda: shardctl.diff("llama", "cut", all=True)),
         ("diff llama llama", lambda: shardctl.diff("llama", "llama")),
         ("digest llama --tensors", lambda: shardctl.digest("llama", tensors=True)),
         (

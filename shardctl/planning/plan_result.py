@@ -137,6 +137,8 @@ class PlanResult(NotebookView):
     """The tensors that the model's class does not have; no device holds them."""
     strict: bool = False
     """Whether a tight fit is a no (`--strict`)."""
+    detail: Literal["summary", "stage", "rank", "tensor", "time", "zero"] = "summary"
+    """How much the text shows."""
     model: EstimatedModel | None = field(default=None, repr=False)
     """What was estimated, for further questions."""
     plan_copy: Callable[[], CopyPlan] | None = field(default=None, repr=False, compare=False)

@@ -16,12 +16,13 @@ from shardctl.report.conversion import render_conversion
 from shardctl.report.difference import render_difference
 from shardctl.report.digests import render_digests, render_engine_sums
 from shardctl.report.inspection import list_inspection_facts, render_inspection
-from shardctl.report.plan_document import build_plan_document
-from shardctl.report.planning import render_plan
+from shardctl.report.plan_document import build_plan_document, build_rehearsal_document
+from shardctl.report.planning import render_plan, render_rehearsal
 from shardctl.report.verification import render_verification
 from shardctl.report.visible import escape_control_characters
 from shardctl.verbs.diff import DiffResult
 from shardctl.verbs.digest import DigestResult
+from shardctl.verbs.dry_run import RehearsalResult
 from shardctl.verbs.inspect import InspectResult
 from shardctl.verbs.reshard import ReshardResult
 from shardctl.verify.level import VerifyResult
@@ -46,17 +47,19 @@ def _render_inspect_text(found: InspectResult) -> RenderableType:
 
 
 _TEXTS: Final[dict[type, Callable[[Any], RenderableType]]] = {
-    PlanResult: render_plan,
+    PlanResult: lambda planned: render_plan(planned, planned.detail),
+    RehearsalResult: lambda rehearsed: render_rehearsal(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: render_conversion(done, done.seconds),
     VerifyResult: render_verification,
     InspectResult: _render_inspect_text,
-    DiffResult: render_difference,
+    DiffResult: lambda found: render_difference(found, everything=found.show_all),
     DigestResult: lambda found: render_digests(found, tensors=found.show_tensors, expected=found.expected),
     EngineSums: render_engine_sums,
 }
 """What the command of each result prints."""
 _DOCUMENTS: Final[dict[type, Callable[[Any], Document]]] = {
     PlanResult: build_plan_document,
+    RehearsalResult: lambda rehearsed: build_rehearsal_document(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: documents.build_reshard_document(done, done.seconds),
     VerifyResult: documents.build_verify_document,
     InspectResult: lambda found: documents.build_inspect_document(

@@ -80,6 +80,8 @@ class DiffResult(NotebookView):
     """Settings of the configs that are not the same."""
     file_changes: tuple[FileChange, ...] = ()
     """Side files, such as a tokenizer, that are not the same."""
+    show_all: bool = False
+    """Whether the text lists every difference, not only the first 20."""
 
     @property
     def equal_all(self) -> bool:

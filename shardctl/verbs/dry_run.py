@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.base.errors import AccessError
+from shardctl.base.notebook import NotebookView
+from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import prepare_source_options
 from shardctl.conversion.engine.staging import StagingArea
 from shardctl.conversion.measured_conversion import measure_planned
@@ -21,6 +23,20 @@ if TYPE_CHECKING:
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.options import SourceOptions
     from shardctl.planning.plan_result import PlanResult
+
+
+@value_class
+class RehearsalResult(NotebookView):
+    """What `reshard` would write."""
+
+    plan: PlanResult
+    """The conversion, and what each rank would hold."""
+    destination: str
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line."""
+        return self.plan.describe_writing(self.destination)
 
 
 def rehearse_reshard(
