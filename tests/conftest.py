@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 import re
 import signal
 import sys
@@ -134,6 +135,17 @@ def _every_result_passes_its_own_verify() -> Iterator[None]:
         for verb in (reshard, finish):
             patch.setattr(verb, "assemble_result", assemble_and_verify)
         patch.setattr(bucket_output, "convert_into_bucket", convert_and_verify)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_waits_for_the_disk() -> Iterator[None]:
+    """Let fsync in this process return at once: a conversion there and back calls it fifty times.
+
+    What is synced, when, and what a failure means is checked of programs of their own (tests/crash).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)  # a closed file is still an error
         yield
 
 

@@ -50,10 +50,15 @@ def classes() -> list[tuple[str, str]]:
 
 
 def on_meta(config: dict[str, Any]) -> Any:
-    """The transformers model of a config, without memory: as `from_pretrained` builds it, with no values drawn."""
+    """The transformers model of a config, without memory."""
     kind = getattr(transformers, config["architectures"][0])
+    return build_on_meta(kind, kind.config_class.from_dict(config))
+
+
+def build_on_meta(kind: Any, config: Any) -> Any:
+    """A model of a class without memory: as `from_pretrained` builds it, which draws no values."""
     with torch.device("meta"), no_init_weights():
-        model = kind(kind.config_class.from_dict(config))
+        model = kind(config)
     model.tie_weights()
     return model
 

@@ -6,9 +6,8 @@ import copy
 import json
 
 import pytest
-import torch
 import transformers
-from model_oracle import BUILT, FIXTURES, fixture, on_meta, state
+from model_oracle import BUILT, FIXTURES, build_on_meta, fixture, on_meta, state
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
@@ -132,8 +131,7 @@ def test_the_default_config_says_the_same_whole_and_sparse(family):
         "ministral",
         "nemotron",
     }:
-        with torch.device("meta"):
-            assert found == state(kind(kind.config_class()))
+        assert found == state(build_on_meta(kind, kind.config_class()))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import re
 from math import prod
 
 import pytest
-import torch
 import transformers
-from model_oracle import BUILT, CONFIGS, state
+from model_oracle import BUILT, CONFIGS, build_on_meta, state
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardctl.estimate.model.layer_graph import build_layer_graph
@@ -84,8 +83,7 @@ def test_kimi_k25_has_the_tensors_of_transformers_class_under_the_names_of_the_h
     """`wqkv` becomes three tensors, and experts are stacked; all others are renamed only."""
     config = hub_config("kimi_k25")
     kind = transformers.Kimi_K25ForConditionalGeneration
-    with torch.device("meta"):
-        theirs = state(kind(kind.config_class.from_dict(theirs_of_kimi(config))))
+    theirs = state(build_on_meta(kind, kind.config_class.from_dict(theirs_of_kimi(config))))
     model = describe_model(config)
     assert model.parameters == sum(map(prod, theirs.values()))
     for tensor in model.own():
@@ -170,8 +168,7 @@ def test_gemma4s_assistants_have_the_tensors_of_transformers_class(name, monkeyp
     kind = getattr(transformers, hub_config(name)["architectures"][0])
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
     monkeypatch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", modes)
-    with torch.device("meta"):
-        real = kind(kind.config_class.from_dict(hub_config(name)))
+    real = build_on_meta(kind, kind.config_class.from_dict(hub_config(name)))
     model = describe_model(hub_config(name))
     assert model.state() == state(real)
     assert {tie: t.name for t in model.own() for tie in t.ties} == real.all_tied_weights_keys
@@ -183,8 +180,7 @@ def test_deepseek_1_is_the_text_model_of_transformers_deepseek_ocr_2():
     config = hub_config("deepseek")
     kinds = {"mlp_layer_types": ["dense", "sparse"], "architectures": ["DeepseekOcr2TextModel"]}
     kind = transformers.models.deepseek_ocr2.DeepseekOcr2TextModel
-    with torch.device("meta"):
-        theirs = state(kind(kind.config_class.from_dict({**config, **kinds})))
+    theirs = state(build_on_meta(kind, kind.config_class.from_dict({**config, **kinds})))
     names = {f"model.{name}": shape for name, shape in theirs.items()}
     assert describe_model(config).state() == names | {"lm_head.weight": (96, 32)}
     assert [layer.attention.kind for layer in build_layer_graph(config).layers] == ["full", "full"]
