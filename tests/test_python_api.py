@@ -28,7 +28,7 @@ from shardctl.cli.app import app
 from shardctl.cli.program import run
 from shardctl.conversion.plan_file import read_plan_file
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.report.notebook_views import render_notebook_view
+from shardctl.report.result_views import render_notebook_view
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "fixtures" / "configs" / "llama.json"
@@ -70,6 +70,7 @@ def test_a_module_of_the_same_name_does_not_take_the_place_of_a_verb():
     [
         ("shardctl.errors", "shardctl.base.errors"),
         ("shardctl.digest", "shardctl.tensors.digest"),
+        ("shardctl.base.notebook", "shardctl.base.result_view"),
         ("shardctl.execute.engine", "shardctl.conversion.engine.engine"),
         ("shardctl.verify.forward.lens", "shardctl.running.forward.lazy_state_dict"),
         ("shardctl.models.quanti" + "sation.settings", "shardctl.models.quantization.settings"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PACKAGE: Final = "shardctl."
 _MOVED: Final = {
-    ("", "base"): ("amounts dtype errors extras garbage_collection huge_pages notebook settings value version workers"),
+    ("", "base"): ("amounts dtype errors extras garbage_collection huge_pages settings value version workers"),
     ("", "tensors"): (
         "affine bands box cast copyplan digest manifest mesh pieces placement record shares small_tensors "
         "tensor_groups tiles training turns views"
@@ -54,6 +54,7 @@ _MOVED: Final = {
 }
 """By the former and the present folder, the modules and packages that kept their names."""
 _RENAMED: Final = {
+    "base.notebook": "base.result_view",
     "checkpoint.dequantising": "checkpoint.quantization.dequantizing",
     "checkpoint.quantised_modules": "checkpoint.quantization.quantized_modules",
     "checkpoint.quantising": "checkpoint.quantization.quantizing",
@@ -76,7 +77,9 @@ _RENAMED: Final = {
     "models.layer_traits": "models.tables.layer_features",
     "models.quantisation": "models.quantization",
     "models.quantisation.quantiser": "models.quantization.quantizer",
+    "notebook": "base.result_view",
     "options.talk_options": "options.logging_options",
+    "report.notebook_views": "report.result_views",
     "verify.engines.asking": "running.engines.engine_client",
     "verify.engines.judging": "running.engines.score_check",
     "verify.engines.result": "verify.engine_result",

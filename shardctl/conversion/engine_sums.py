@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.conversion.bucket_output import ShareGroups, ShareSender, scratch_directory
@@ -46,7 +46,7 @@ _BLOCK: Final = 1 << 20
 
 
 @value_class
-class EngineSums(NotebookView):
+class EngineSums(ResultView):
     """The SHA-256 of each array of each rank."""
 
     sums: Mapping[str, str]

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.base.amounts import format_file_size, format_memory_size, format_plural
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import choose_layout, choose_stages
 from shardctl.conversion.tensor_choice import filter_tensors
@@ -103,7 +103,7 @@ class ConversionCost:
 
 
 @value_class
-class PlanResult(NotebookView):
+class PlanResult(ResultView):
     """What `plan` says."""
 
     path: str

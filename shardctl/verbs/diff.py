@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.base.dtype import CASTABLE, SMALL_FLOATS
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.companion_comparison import FileChange, compare_companions
@@ -64,7 +64,7 @@ class TensorChange:
 
 
 @value_class
-class DiffResult(NotebookView):
+class DiffResult(ResultView):
     """How two checkpoints differ."""
 
     a: str

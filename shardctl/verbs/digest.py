@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.checkpoint.opening import open_checkpoint
@@ -37,7 +37,7 @@ class TensorDigest:
 
 
 @value_class
-class DigestResult(NotebookView):
+class DigestResult(ResultView):
     """The digest of a checkpoint."""
 
     path: str

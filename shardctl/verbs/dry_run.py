@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.base.errors import AccessError
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.conversion.conversion_plan import prepare_source_options
 from shardctl.conversion.engine.staging import StagingArea
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class RehearsalResult(NotebookView):
+class RehearsalResult(ResultView):
     """What `reshard` would write."""
 
     plan: PlanResult

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.base.amounts import format_count, format_plural
 from shardctl.base.errors import MissingTensorsError, format_first_few
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
@@ -97,7 +97,7 @@ class ModelSubtree:
 
 
 @value_class
-class InspectResult(NotebookView):
+class InspectResult(ResultView):
     """What `inspect` says."""
 
     path: str

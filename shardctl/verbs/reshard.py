@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.base.amounts import format_duration, format_file_size, format_plural
 from shardctl.base.errors import OccupiedDestinationError, UsageError
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import state_class, value_class
 from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest
 from shardctl.conversion.assembling import assemble_result, hash_result_name
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class ReshardResult(NotebookView):
+class ReshardResult(ResultView):
     """What `reshard` did."""
 
     destination: Path | str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.base.amounts import format_plural
 from shardctl.base.errors import Mismatch
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import state_class, value_class
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LevelResult:
 
 
 @value_class
-class VerifyResult(NotebookView):
+class VerifyResult(ResultView):
     """Everything `verify` found."""
 
     path: str

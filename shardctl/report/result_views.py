@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, RenderableType
 
-from shardctl.base.notebook import NotebookView
+from shardctl.base.result_view import ResultView
 from shardctl.conversion.engine_sums import EngineSums
 from shardctl.models.derived import format_rule_file
 from shardctl.planning.plan_result import PlanResult
@@ -104,7 +104,7 @@ def render_notebook_view(result: object) -> str:
         row = f'<tr><th scope="row" {_LEFT}>%s</th><td {_LEFT}>%s</td></tr>'
         rows = "".join(row % (_show(name), _show(fact)) for name, fact in facts)
         return f"<table><caption {_LEFT}>{_show(result.path)}</caption>{rows}</table>"
-    if isinstance(result, NotebookView):
+    if isinstance(result, ResultView):
         lines = str(result).split("\n")
         return f"<pre>{'&#10;'.join(map(_show, lines))}</pre>"
     raise TypeError(f"a {type(result).__name__} has no view in a notebook")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_VIEWS = "shardctl.report.notebook_views"
+_VIEWS = "shardctl.report.result_views"
 """What makes the views; it is in a layer above that of the results, and is loaded when a view is asked for."""
 _MAX_SHOWN = 200
 """Characters of a verdict in a `repr`."""
 
 
-class NotebookView:
+class ResultView:
     """A result that `print` shows as its command prints it, and notebooks as HTML."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
         """Keep this `repr`: the decorators of dataclasses give one of all fields to a class that has none itself."""
-        cls.__repr__ = NotebookView.__repr__  # type: ignore[method-assign]
+        cls.__repr__ = ResultView.__repr__  # type: ignore[method-assign]
 
     @property
     def verdict(self) -> str:
