@@ -41,6 +41,8 @@ LEFT_OUT = {
 }
 """Options that are no keywords, and what has their place."""
 BEGIN, END = "# options: python docs/python_api.py writes these", "# end of options"
+OTHERS = ("load", "lens", "finish")
+"""Functions without options, which the page describes in their own words."""
 WIDTH = 120
 OVERLOADS = {
     ("ReshardResult", "    dry_run: bool = False,"): "    dry_run: Literal[False] = False,",
@@ -228,9 +230,11 @@ def build_function_section(verb):
 
     head, *sections = re.split(r"\n(?=[A-Z][A-Za-z ]*:\n)", inspect.getdoc(getattr(shardctl.api, verb)))
     parameters = inspect.signature(getattr(shardctl.api, verb)).parameters
-    lines = [f"## shardctl.{'api.' if verb in RELATED else ''}{verb}", "", head.strip(), ""]
+    lines = [f"## shardctl.{'' if verb in shardctl.__all__ else 'api.'}{verb}", "", head.strip(), ""]
+    if verb in OTHERS:
+        lines[2:2] = ["```python", f"{verb}{inspect.signature(getattr(shardctl.api, verb))}", "```", ""]
     for section in sections:
-        title, _, body = section.partition(":\n")
+        title, _, body = section.replace("Raises:", "Errors:").partition(":\n")
         if title == "Example":
             lines += ["```python", textwrap.dedent(body).strip(), "```", ""]
             continue
@@ -253,7 +257,7 @@ def page():
 
     module = re.sub(r"((?:^    .*\n|^\n(?=    ))+)", _fence_code, inspect.getdoc(shardctl) + "\n", flags=re.MULTILINE)
     lines = HEAD.format(module=module.strip()).split("\n")
-    for name in (*FUNCTIONS, *RELATED):
+    for name in (*FUNCTIONS, *RELATED, *OTHERS):
         lines += build_function_section(name)
     return "\n".join(lines).rstrip() + "\n"
 
