@@ -9,8 +9,7 @@ import pytest
 
 from shardctl.base.errors import DestinationError
 from shardctl.conversion.engine.journal import BandJournal
-from shardctl.conversion.engine.publication import PublicationNote
-from shardctl.conversion.engine.staging import StagingArea
+from shardctl.conversion.engine.staging import PublicationNote, StagingArea
 from shardctl.storage import linux
 from shardctl.tensors.record import RECORD, CheckpointRecord, encode_record
 

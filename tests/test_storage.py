@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardctl.base.errors import AccessError, DestinationError, SourceError
 from shardctl.conversion.engine.lock import DestinationLock
-from shardctl.storage import descriptors, direct, linux, local, read_bytes
+from shardctl.storage import direct, linux, local, read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.durable import make_directories, sync_directory, write_file
 from shardctl.storage.local import LocalSource, LocalTarget
@@ -193,7 +193,7 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error_and_not_a_signal(tmp_p
 class TestDescriptors:
     @pytest.fixture(autouse=True)
     def few(self, monkeypatch):
-        monkeypatch.setattr(descriptors, "choose_descriptor_count", lambda: 4)
+        monkeypatch.setattr(local, "choose_descriptor_count", lambda: 4)
 
     def make(self, tmp_path, count):
         for number in range(count):
@@ -220,7 +220,7 @@ class TestDescriptors:
 
     def test_only_the_least_recently_used_is_closed(self, tmp_path):
         names = self.make(tmp_path, 6)
-        held = descriptors.DescriptorPool(os.O_RDONLY)
+        held = local.DescriptorPool(os.O_RDONLY)
         for name in (*names[:4], names[0], names[4]):
             with held.use(tmp_path / name):
                 pass
@@ -229,7 +229,7 @@ class TestDescriptors:
 
     def test_one_in_use_is_never_closed(self, tmp_path):
         names = self.make(tmp_path, 12)
-        held = descriptors.DescriptorPool(os.O_RDONLY)
+        held = local.DescriptorPool(os.O_RDONLY)
         with contextlib.ExitStack() as stack:
             users = [stack.enter_context(held.use(tmp_path / name)) for name in names]
             assert [os.pread(user, 3, 0).decode() for user in users] == names

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from shardctl.base.errors import DestinationError, SourceError
 from shardctl.conversion.engine.worker import WorkerId
-from shardctl.conversion.source_sample import WHOLE
-from shardctl.conversion.worker_part import contribute
+from shardctl.conversion.worker_part import WHOLE, contribute
 from shardctl.options import ReshardOptions
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.finish import finish

@@ -91,11 +91,54 @@ _RENAMED: Final = {
     "verify.machine_trouble": "running.machine_failure",
     "verify.side_files": "verify.auxiliary_files",
 }
-_PRESENT: Final = _RENAMED | {
+_FOLDED: Final = {
+    "checkpoint.other_weights": "checkpoint.content_level",
+    "conversion.engine.publication": "conversion.engine.staging",
+    "conversion.source_sample": "conversion.worker_part",
+    "libraries.deepspeed.affine_maps": "libraries.deepspeed.tensor_parallel",
+    "libraries.deepspeed.experts": "libraries.deepspeed.partitions",
+    "libraries.deepspeed.gpt_neox_arrays": "libraries.deepspeed.gpt_neox_ranks",
+    "libraries.deepspeed.layers": "libraries.deepspeed.checkpoint",
+    "libraries.gguf.block_type": "libraries.gguf.header",
+    "libraries.megatron.dist_config": "libraries.megatron.dist_checkpoint",
+    "libraries.megatron.dist_flattened": "libraries.megatron.dist_checkpoint",
+    "libraries.megatron.expert_degree": "libraries.megatron.legacy_checkpoint",
+    "libraries.megatron.replicated_states": "libraries.megatron.rank_states",
+    "libraries.meta.parts": "libraries.meta.checkpoint",
+    "libraries.rank_pickles.placements": "libraries.rank_pickles.parts",
+    "libraries.trtllm.engine_models": "libraries.trtllm.arrays",
+    "libraries.vllm.fused_qkv": "libraries.vllm.arrays",
+    "libraries.vllm.linear_attention": "libraries.vllm.decoders",
+    "libraries.vllm.routers": "libraries.vllm.feed_forward",
+    "libraries.vllm.seeing": "libraries.vllm.arrays",
+    "models.dequantization.affine_codes": "models.dequantization.weight",
+    "models.dequantization.floats": "models.dequantization.weight",
+    "models.derived.library_embeddings": "models.derived.deriving",
+    "models.derived.stored_codes": "models.derived.deriving",
+    "models.names.autoep_names": "models.names.naming",
+    "models.names.trained": "models.names.naming",
+    "models.quantization.bitnet": "models.quantization.methods",
+    "models.quantization.metal": "models.quantization.methods",
+    "models.quantization.undecoded": "models.quantization.stored_formats",
+    "models.rules.renaming": "models.rules.rule_file",
+    "models.submodels.inner_adapters": "models.submodels.multimodal",
+    "running.forward.lockstep": "running.forward.rank_runner",
+    "running.forward.second_opinion": "running.forward.check",
+    "running.forward.share": "running.forward.comparison",
+    "running.process_traces": "running.processes",
+    "storage.descriptors": "storage.local",
+    "storage.hub.headers": "storage.hub.source",
+    "tensors.affine": "tensors.bands",
+    "tensors.tensor_groups": "tensors.pieces",
+    "verify.expert_owners": "verify.alignment",
+}
+"""Modules that are part of their only importer now."""
+_MOVED_NAMES: Final = _RENAMED | {
     f"{former}.{name}".removeprefix("."): f"{present}.{name}"
     for (former, present), names in _MOVED.items()
     for name in names.split()
 }
+_PRESENT: Final = _FOLDED | {former: _FOLDED.get(present, present) for former, present in _MOVED_NAMES.items()}
 
 
 def find_present_name(name: str) -> str | None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from hashlib import blake2b
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import OccupiedDestinationError, UsageError
 from shardctl.base.value import value_class
 from shardctl.base.version import __version__
-from shardctl.base.workers import ExecutionOptions, NullWatcher, ProgressWatcher, StopRequest, raise_if_stopped
+from shardctl.base.workers import (
+    ExecutionOptions,
+    NullWatcher,
+    ProgressWatcher,
+    StopRequest,
+    raise_if_stopped,
+    run_in_threads,
+)
 from shardctl.conversion.assembling import hash_result_name
 from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.engine.journal import BandJournal
@@ -21,7 +30,6 @@ from shardctl.conversion.finished_result import find_finished_result
 from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share, repeat_while_touched
-from shardctl.conversion.source_sample import sample_source
 from shardctl.options import DestinationOptions
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
@@ -29,16 +37,25 @@ from shardctl.storage.hub import refuse_shared_hub
 from shardctl.tensors.shares import build_share, divide_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.conversion.share_transfer import Versions
     from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.storage import Source
     from shardctl.tensors.shares import WorkerShare
 
 PATIENCE: Final = 60
 """Seconds to wait while other workers join, one after another, or while a result is published."""
+
+WHOLE: Final = 1 << 20
+"""Bytes of a file that is sampled whole."""
+_ENDS: Final = 64 << 10
+"""Bytes at either end of a larger one: headers, and the directories of archives."""
+_STRETCH: Final = 16 << 10
+"""Bytes of each stretch between."""
+_STRETCHES: Final = 16
 
 
 @value_class
@@ -237,3 +254,48 @@ class _WorkerRun:
 
     def _share(self) -> WorkerShare:
         return build_share(self.work.plan, divide_files(self.work.plan, self.worker.count), self.worker.number)
+
+
+def sample_source(source: Source, versions: Versions, effort: ExecutionOptions) -> dict[str, str]:
+    """Return a hash of a sample of each file whose content its version does not tell; empty if all versions do.
+
+    Everybody samples the same bytes of a file of one name and size: all of it up to 1 MiB, of a larger one 64 KiB at
+    either end and 16 stretches of 16 KiB between.
+    """
+    folder = source.folder
+    if folder is None:  # ETags and commits are of the content
+        return {}
+    paths = [path for path in versions if (folder / path).is_file()]
+    if len(paths) < len(versions):  # arrays of a library's own format: of them its files are sampled
+        paths = [path for path in source.files() if (folder / path).is_file()]
+    found: dict[str, str] = {}
+
+    def worker() -> Callable[[str], None]:
+        buffer = memoryview(bytearray(WHOLE))
+
+        def handle(path: str) -> None:
+            found[path] = _read_sample(source, path, source.files()[path].size, buffer)
+
+        return handle
+
+    run_in_threads(iter(paths), worker, effort.threads, effort.stop)
+    return dict(sorted(found.items()))
+
+
+def _read_sample(source: Source, path: str, size: int, buffer: memoryview) -> str:
+    state = blake2b(digest_size=16)
+    for start, length in _list_stretches(path, size):
+        source.read_at(path, start, buffer[:length])
+        state.update(buffer[:length])
+    return state.hexdigest()
+
+
+def _list_stretches(path: str, size: int) -> Iterator[tuple[int, int]]:
+    if size <= WHOLE:
+        yield 0, size
+        return
+    yield 0, _ENDS
+    random = Random(f"{path} {size}")  # noqa: S311 - the same everywhere is what is wanted
+    for start in sorted(random.sample(range(_ENDS, size - _ENDS - _STRETCH), _STRETCHES)):
+        yield start, _STRETCH
+    yield size - _ENDS, _ENDS

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -24,21 +25,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.base.errors import MachineError, ShardctlError
 from shardctl.base.value import state_class
-from shardctl.running.process_traces import (
-    SHOWN,
-    describe_exit,
-    find_innermost_frame,
-    is_in_collective,
-    quote_last_lines,
-    read_process_usage,
-)
 from shardctl.running.worker_process import RankProcess, build_environment, run_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from ctypes import Array, c_int64
     from multiprocessing.process import BaseProcess
-
 
 Start = Literal["forkserver", "spawn"]
 """How a rank's process begins: as a copy of a small one that has imported `PRELOAD`, or all afresh.
@@ -57,6 +49,9 @@ _ALONE: Final = "--virtual runs all ranks in one process, which needs less memor
 """What to do about ranks that die or hang."""
 _STILL: Final = 0.05
 """Seconds of processor time, of all ranks together, that count as none: background threads wake now and then."""
+
+_SHOWN: Final = 4
+"""Lines of a failed rank's output, or ranks that hang, that a message has."""
 
 
 class RankError(ShardctlError):
@@ -204,9 +199,9 @@ class _ProcessRun:
         gone = [number for number in failed if not self.result(number).exists()]
         if gone:
             number, output = gone[0], self._output(gone[0])
-            message = f"rank {number} {describe_exit(self.processes[number].exitcode)}"
+            message = f"rank {number} {_describe_exit(self.processes[number].exitcode)}"
             return RankError(
-                message + quote_last_lines(output), ranks=gone, output=output, hint=_find_death_hint(self, number)
+                message + _quote_last_lines(output), ranks=gone, output=output, hint=_find_death_hint(self, number)
             )
         raised = {number: json.loads(self.result(number).read_bytes()) for number in failed}
         number = min(raised, key=lambda n: raised[n]["time"])
@@ -228,12 +223,12 @@ class _ProcessRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
         time.sleep(_GRACE)
-        stacks = {number: find_innermost_frame(self._output(number)) for number in alive}
-        waiting = [number for number in alive if is_in_collective(self._output(number))]
+        stacks = {number: _find_innermost_frame(self._output(number)) for number in alive}
+        waiting = [number for number in alive if _is_in_collective(self._output(number))]
         guilty = [number for number in alive if number not in waiting] or alive
         fewest = min(self.beats[number] for number in guilty)
         guilty = [number for number in guilty if self.beats[number] == fewest]
-        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:SHOWN] if stacks[number])
+        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:_SHOWN] if stacks[number])
         names = ", ".join(map(str, guilty))
         message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
         return RankError(message, ranks=guilty, output=self._output(guilty[0]), hint=_ALONE)
@@ -252,7 +247,7 @@ class _ProcessRun:
         for process in self.processes:
             if process.pid is None or process.exitcode is not None:
                 continue
-            found = read_process_usage(process.pid)
+            found = _read_process_usage(process.pid)
             if found is None:
                 return None
             seconds, waits = seconds + found[0], waits + found[1]
@@ -279,3 +274,52 @@ def _find_death_hint(run: _ProcessRun, number: int) -> str:
     if run.processes[number].exitcode != -signal.SIGKILL:
         return _ALONE
     return f"the system may have run out of memory; {_ALONE}"
+
+
+def _read_process_usage(pid: int) -> tuple[float, int] | None:
+    """Read processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
+
+    `proc(5)`: state is the third field of `stat`, after a name in parentheses; utime and stime are the 14th and 15th.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        reads = Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return (0.0, 0) if Path("/proc/self/stat").exists() else None
+    ticks = int(fields[11]) + int(fields[12])
+    counted = re.findall(r"^(?:read_bytes|write_bytes): (\d+)$", reads, re.MULTILINE)
+    waiting = int(fields[0] == "D")
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(map(int, counted)) + waiting
+
+
+def _describe_exit(code: int | None) -> str:
+    """Describe an exit code in words that follow the name of the process."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    return f"exited with code {code} before it had a result"
+
+
+def _quote_last_lines(output: str) -> str:
+    """Quote the last lines of what a process printed, to follow a message; empty if it printed nothing."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()][-_SHOWN:]
+    return f"; the last it said: {' | '.join(lines)}" if lines else ""
+
+
+def _find_innermost_frame(output: str) -> str:
+    """Find where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
+    frames = _list_main_stack(output)
+    found = re.search(r'File "([^"]*)", line (\d+) in (.+)', frames[0]) if frames else None
+    return f"{found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
+
+
+def _is_in_collective(output: str) -> bool:
+    """Return whether the main thread waits in torch's communication."""
+    return any("torch/distributed" in frame for frame in _list_main_stack(output))
+
+
+def _list_main_stack(output: str) -> list[str]:
+    """List the frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
+    dump = output.rpartition("(most recent call first):")[2]
+    return [line for line in dump.splitlines() if line.lstrip().startswith("File ")]

@@ -12,18 +12,19 @@ from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import ml_dtypes
 import numpy as np
 
+from shardctl.base.errors import UnsupportedError
 from shardctl.base.huge_pages import allocate_pages
 from shardctl.base.value import value_class
-from shardctl.tensors.affine import decode_affine, encode_affine
 from shardctl.tensors.box import Box, BoxIndex
-from shardctl.tensors.manifest import ConstantFill, compute_dense_strides, narrow_chunk
+from shardctl.tensors.manifest import GAMMA_LESS_ONE, ConstantFill, compute_dense_strides, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     from shardctl.base.dtype import DType
     from shardctl.tensors.manifest import Chunk, Region, Tensor
@@ -36,6 +37,10 @@ _ALIGNMENT: Final = 8
 
 OVER_READ = 2
 """A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
+
+_ADDED: Final = {GAMMA_LESS_ONE: np.float32(1)}
+"""By name, what is added to what is stored."""
+_FLOATS: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 class ByteReader(Protocol):
@@ -213,7 +218,7 @@ class BandBuffer:
                     reader.read_at(chunk.where.file, piece.offset, self.scratch[: piece.span].data)
                     view[...] = np.ndarray(view.shape, view.dtype, self.scratch, 0, piece.strides)
             if chunk.affine:
-                part[...] = decode_affine(part, dtype, chunk.affine)
+                part[...] = _decode_affine(part, dtype, chunk.affine)
         return found
 
     def write(self, writer: ByteWriter, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
@@ -227,7 +232,7 @@ class BandBuffer:
             return nbytes
         part = view_band(data, chunk.dtype, within)[build_unit_slices(chunk.box, chunk.dtype, within.origin)]
         if chunk.affine:
-            part = encode_affine(part, chunk.dtype, chunk.affine, chunk.name)
+            part = _encode_affine(part, chunk.dtype, chunk.affine, chunk.name)
         for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, _GapLimits(self._block)):
             assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
             if piece.view.flags.c_contiguous:
@@ -363,3 +368,38 @@ def _cut_piece(piece: _StridedPiece, limits: _GapLimits) -> Iterator[_StridedPie
     else:
         for row in range(view.shape[0]):
             yield from _cut_piece(_build_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limits)
+
+
+def _decode_affine(stored: NDArray[Any], dtype: DType, affine: str) -> NDArray[Any]:
+    """Return the elements that are meant by stored ones, both as bits of `dtype`.
+
+    A sum is rounded to nearest, ties to even.
+
+    Raises UnsupportedError for a change that is not known, or of a type that is not changed.
+    """
+    return _shift_elements(stored, dtype, affine, 1)
+
+
+def _encode_affine(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -> NDArray[Any]:
+    """Encode the elements to store for those that are meant, both as bits of `dtype`.
+
+    Raises UnsupportedError as `_decode_affine`, and, naming the array, if the difference cannot be told exactly:
+    whoever reads it would get other elements than were meant.
+    """
+    found = _shift_elements(meaning, dtype, affine, -1)
+    back = _shift_elements(found, dtype, affine, 1)
+    if not np.array_equal(back, meaning):
+        wrong = int(np.count_nonzero(back != meaning))
+        raise UnsupportedError(
+            f"{name}: {wrong:,} of its elements cannot be stored as {affine} in {dtype} without rounding",
+            hint="cast to fp32 with --dtype fp32",
+        )
+    return found
+
+
+def _shift_elements(bits: NDArray[Any], dtype: DType, affine: str, sign: int) -> NDArray[Any]:
+    if affine not in _ADDED or dtype.name not in _FLOATS:
+        raise UnsupportedError(f"elements of {dtype} cannot be changed by {affine!r}")
+    kind = np.dtype(_FLOATS[dtype.name])
+    values = np.ascontiguousarray(bits).view(kind).astype(np.float32) + sign * _ADDED[affine]
+    return values.astype(kind).view(bits.dtype).reshape(bits.shape)

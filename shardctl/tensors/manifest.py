@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 GAMMA_LESS_ONE: Final = "gamma-1"
-"""The name of a change: stored is the weight of a norm less one (`shardctl/tensors/affine.py`)."""
+"""The name of a change: stored is the weight of a norm less one (`shardctl/tensors/bands.py`)."""
 
 
 @value_class

@@ -8,16 +8,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import PartitionError, UsageError
-from shardctl.base.value import value_class
+from shardctl.base.value import state_class, value_class
 from shardctl.tensors.mesh import REPLICATING, build_holding_key
-from shardctl.tensors.placement import compute_held_boxes
-from shardctl.tensors.tensor_groups import TensorGroups
+from shardctl.tensors.placement import check_cuts, compute_held_boxes, find_holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,10 +25,123 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.placement import PartitionSpec
-    from shardctl.tensors.tensor_groups import HeldTensors
 
 _DIVISIONS: Final = {"transformers": "first", "transformers@5.24": "first", "transformers@5.23": "last"}
 """Names for the division of layers that versions of transformers make: which stages have those that are left over."""
+
+_HeldTensors = list[tuple[int, "Tensor", tuple[str, ...]]]
+"""The place of each in the model, the tensor, and its names on the stage that holds it."""
+
+
+@state_class
+class _StageGroups:
+    """The tensors of a pipeline stage, those together of which a rank holds the same boxes, or none."""
+
+    held_by: dict[tuple[str, int] | None, dict[int, _HeldTensors]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    """By which rank of which axis holds them, None for those that no axis divides whole; then by their kind."""
+
+    def find_held(self, at: Mapping[str, int]) -> Iterator[tuple[int, _HeldTensors]]:
+        """Yield the groups that the rank at `at` may hold something of, each with its kind."""
+        axes = dict.fromkeys(holder[0] for holder in self.held_by if holder is not None)
+        for holder in (None, *((axis, at[axis]) for axis in axes)):
+            yield from self.held_by.get(holder, {}).items()
+
+
+@state_class
+class _RuleGroup:
+    """The tensors of one rule: those of a layer that are cut alike."""
+
+    rule: PartitionSpec
+    on: list[int]
+    """The stages that hold them."""
+    holders: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By the number of an expert, which rank of which axis holds it."""
+    kinds: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """By shape, the number of the kind."""
+    names: int = 0
+    """How many names they have together."""
+
+
+class _TensorGroups:
+    """The tensors of a checkpoint by kind, of which a model has few: by shape and cuts, all experts of a kind as one.
+
+    The rows of a table share their cuts, so cuts are told apart by which object they are: to hash them would take
+    longer than all else here, and two kinds that are equal do no harm.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        specs: Mapping[str, PartitionSpec],
+        mesh: Mesh,
+        stages: Sequence[int],
+        names: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self.kinds: list[tuple[tuple[int, ...], PartitionSpec]] = []
+        """The shape of each kind, and the cuts."""
+        self._mesh = mesh
+        self._examples: list[str] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._rules: dict[int, _RuleGroup] = {}
+        self._stage_of_layer = [stage for stage, count in enumerate(stages) for _ in range(count)]
+        self.stages = [_StageGroups() for _ in range(mesh.degree("pp"))]
+        """What each pipeline stage holds."""
+        self._add_all(tensors, specs, names)
+
+    def guess_boxes(self) -> int:
+        """Guess how many boxes all ranks hold, once for each name, as if each rank that may hold a tensor held one."""
+        stage, total = self._mesh.world // self._mesh.degree("pp"), 0
+        for group in self._rules.values():
+            member = group.rule.member
+            held = stage if member is None else stage // self._mesh.degree(member.axis)
+            total += held * len(group.rule.where) * group.names
+        return total
+
+    def check(self) -> None:
+        """Raise PartitionError, naming a tensor, if the mesh cannot cut it."""
+        beside = [spec for _, spec in self.kinds]
+        for name, (shape, spec) in zip(self._examples, self.kinds, strict=True):
+            check_cuts(name, shape, spec, self._mesh, beside=beside)
+
+    def _add_all(
+        self, tensors: Iterable[Tensor], specs: Mapping[str, PartitionSpec], names: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        rules, stages = self._rules, self.stages
+        for turn, tensor in enumerate(tensors):
+            name = tensor.name
+            spec = specs[name]
+            group = rules.get(id(spec.rule)) or self._add_rule(spec.rule)
+            number = group.kinds.get(tensor.shape)
+            if number is None:
+                number = group.kinds[tensor.shape] = self._find_kind(tensor, spec)
+            holder, member = None, spec.member
+            if member is not None:
+                holder = group.holders.get(member.index)
+                if holder is None:
+                    holder = group.holders[member.index] = member.axis, find_holder(member, self._mesh)
+            group.names += 1 + len(tensor.ties)
+            called = names.get(name) or (name, *tensor.ties)
+            on = group.on
+            for place, stage in enumerate(on):
+                here = called if len(on) == 1 else _share_names(called, place, len(on))
+                stages[stage].held_by[holder][number].append((turn, tensor, here))
+
+    def _add_rule(self, rule: PartitionSpec) -> _RuleGroup:
+        last = self._mesh.degree("pp") - 1
+        on = {self._stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in rule.where}
+        group = self._rules[id(rule)] = _RuleGroup(rule, sorted(on))
+        return group
+
+    def _find_kind(self, tensor: Tensor, spec: PartitionSpec) -> int:
+        member = spec.member
+        key = (tensor.shape, id(spec.cuts), member and (member.axis, member.count))
+        number = self._numbers.setdefault(key, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append((tensor.shape, spec))
+            self._examples.append(tensor.name)
+        return number
 
 
 @value_class
@@ -60,7 +172,7 @@ class PlacedCheckpoint:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The names, by tensor name, under which tensors are held, if not the canonical ones."""
 
-    _groups: TensorGroups | None = field(default=None, init=False, repr=False, compare=False)
+    _groups: _TensorGroups | None = field(default=None, init=False, repr=False, compare=False)
 
     def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[TensorShard]]]:
         """Yield every rank with what it holds that no earlier rank is a replica of, in model order.
@@ -79,7 +191,9 @@ class PlacedCheckpoint:
                 held = alike[id(groups)] = [TensorShard(tensor, names, boxes) for _, tensor, names, boxes in rows]
             yield rank, held
 
-    def list_groups(self, *, replicas: bool = False) -> Iterator[tuple[int, list[tuple[HeldTensors, tuple[Box, ...]]]]]:
+    def list_groups(
+        self, *, replicas: bool = False
+    ) -> Iterator[tuple[int, list[tuple[_HeldTensors, tuple[Box, ...]]]]]:
         """Yield what `ranks` does as groups of tensors of which a rank holds the same boxes.
 
         Ranks that hold the same have one list, which is kept while this goes on.
@@ -87,7 +201,7 @@ class PlacedCheckpoint:
         groups = self._group()
         groups.check()
         cutter = _KindPartitioner(self.mesh, groups.kinds)
-        alike: dict[tuple[object, ...], list[tuple[HeldTensors, tuple[Box, ...]]]] = {}
+        alike: dict[tuple[object, ...], list[tuple[_HeldTensors, tuple[Box, ...]]]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
             flags = (True, True) if replicas else _flag_first_holder(at)
@@ -114,9 +228,9 @@ class PlacedCheckpoint:
             total += counts[id(groups)]
         return total
 
-    def _group(self) -> TensorGroups:
+    def _group(self) -> _TensorGroups:
         if self._groups is None:
-            groups = TensorGroups(self.tensors, self.specs, self.mesh, self.stages, self.names)
+            groups = _TensorGroups(self.tensors, self.specs, self.mesh, self.stages, self.names)
             object.__setattr__(self, "_groups", groups)
             return groups
         return self._groups
@@ -271,3 +385,10 @@ def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
             hint=f"write {count} numbers that add up to {layers}" if count > 1 else f"add --pp {len(stages)}",
         )
     return stages
+
+
+def _share_names(names: tuple[str, ...], place: int, places: int) -> tuple[str, ...]:
+    """Return a tie's names, shared out over the stages that hold it: the first name first."""
+    if place >= len(names):
+        return names[-1:]
+    return names[place:] if place == places - 1 else names[place : place + 1]

@@ -22,7 +22,6 @@ from shardctl.base.errors import format_first_few
 from shardctl.base.value import state_class
 from shardctl.tensors.box import Box, make_disjoint
 from shardctl.tensors.manifest import Region
-from shardctl.verify.expert_owners import check_expert_owners
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.held_dims import (
     DimLabel,
@@ -36,15 +35,13 @@ from shardctl.verify.held_dims import (
 from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardctl.models import Model, ModelTensor
     from shardctl.tensors.manifest import Manifest, Tensor
     from shardctl.tensors.mesh import Mesh
-    from shardctl.tensors.placement import Interval, PartitionSpec, Where
-    from shardctl.verify.expert_owners import ExpertOwners
+    from shardctl.tensors.placement import GroupMember, Interval, PartitionSpec, Where
 
-CHECK: Final = "alignment"
 _DENSE: Final = ("pp", "dp", "cp", "tp")
 _EXPERT: Final = ("pp", "ep", "etp", "replica")
 """The axes on which ranks agree that gather from each other: of experts, and of all else."""
@@ -59,6 +56,10 @@ _NO_STRETCH: Final = DimRange(("", 0), 0, 0, 0, 1, spread=False)
 _CutKey = tuple[object, ...]
 """The extent of a dim, its cuts, and what else decides which rank has what of it."""
 
+CHECK: Final = "alignment"
+_ExpertOwners = dict["GroupMember", list[tuple["Tensor", dict[tuple[int, ...], str]]]]
+"""Of each expert of a layer: its tensors, and who has some of each in which file."""
+
 
 @state_class
 class _AlignmentScope:
@@ -67,7 +68,7 @@ class _AlignmentScope:
     held: dict[DimLabel, dict[_Holder, list[HeldDim]]] = field(default_factory=dict)
     holders: dict[str, set[_Holder]] = field(default_factory=dict)
     """Of each tensor that is no expert's."""
-    owners: ExpertOwners = field(default_factory=dict)
+    owners: _ExpertOwners = field(default_factory=dict)
     alike: dict[_CutKey, dict[_Holder, list[HeldDim]]] = field(default_factory=dict)
     """Of dims that are cut in the same way; collected where the mesh is not known."""
 
@@ -182,7 +183,7 @@ class _AlignmentCheck:
         """Yield what does not belong together in one layer."""
         if self._mesh is not None:
             yield from self._absent(scope)
-        yield from check_expert_owners(scope.owners, self._who)
+        yield from _check_expert_owners(scope.owners, self._who)
         grouped = set()
         for (noun, heads), queries in scope.held.items():
             for (other, groups), keys in scope.held.items():
@@ -296,3 +297,46 @@ def _is_rectangular(boxes: Sequence[Box], spans: Sequence[Sequence[Interval]]) -
 
 def _build_finding(message: str, tensor: str, file: str, boxes: Sequence[Box]) -> CheckFinding:
     return CheckFinding("error", CHECK, message, tensor, file, format_first_few(boxes))
+
+
+def _check_expert_owners(owners: _ExpertOwners, name_holder: Callable[[str], str]) -> Iterator[CheckFinding]:
+    """Yield each tensor of an expert that is on other ranks than most of its tensors.
+
+    A rank that has no tensor of a kind, such as `down_proj`, of any expert of the layer says nothing: of a tensor of a
+    few rows fewer ranks have a part than of a large one. `name_holder` says whose a file is.
+    """
+    having: dict[str, set[tuple[int, ...]]] = {}
+    for tensors in owners.values():
+        for tensor, files in tensors:
+            having.setdefault(_name_kind(tensor.name), set()).update(files)
+    for tensors in owners.values():
+        places = Counter(frozenset(files) for _, files in tensors)
+        first, own = max(tensors, key=lambda each: places[frozenset(each[1])])
+        for tensor, files in tensors:
+            kinds = having[_name_kind(first.name)], having[_name_kind(tensor.name)]
+            yield from _compare_owners(first, own, tensor, files, kinds, name_holder)
+
+
+def _compare_owners(
+    first: Tensor,
+    own: Mapping[tuple[int, ...], str],
+    tensor: Tensor,
+    files: Mapping[tuple[int, ...], str],
+    having: tuple[set[tuple[int, ...]], set[tuple[int, ...]]],
+    name_holder: Callable[[str], str],
+) -> Iterator[CheckFinding]:
+    beyond = [files[one] for one in files if one not in own and one in having[0]]
+    lacking = [own[one] for one in own if one not in files and one in having[1]]
+    if not beyond and not own.keys() & files.keys():
+        beyond = list(files.values())
+    if beyond:
+        message = f"{tensor.name} is on {name_holder(beyond[0])}, and {first.name} of the same expert is on other ranks"
+        yield CheckFinding("error", CHECK, message, tensor.name, beyond[0])
+    elif lacking:
+        message = f"{tensor.name} is not on {name_holder(lacking[0])}, which has {first.name} of the same expert"
+        yield CheckFinding("error", CHECK, message, tensor.name, lacking[0])
+
+
+def _name_kind(name: str) -> str:
+    """Return the name of an expert's tensor without the numbers in it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

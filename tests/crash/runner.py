@@ -27,7 +27,7 @@ from shardctl.conversion.engine import engine
 from shardctl.conversion.engine.worker import WorkerId
 from shardctl.conversion.worker_part import contribute
 from shardctl.options import DestinationOptions
-from shardctl.storage import descriptors, direct, local
+from shardctl.storage import direct, local
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
@@ -54,7 +54,7 @@ def run(job):
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
     if "descriptors" in job:
-        descriptors.choose_descriptor_count = lambda: job["descriptors"]
+        local.choose_descriptor_count = lambda: job["descriptors"]
     if "user" in job:
         os.setuid(job["user"])
     faults = Faults(**job.get("faults", {}))

@@ -44,7 +44,7 @@ def test_tensors_are_those_that_its_own_reader_finds(name):
 
 
 def test_every_type_with_blocks_is_tried():
-    from shardctl.libraries.gguf.block_type import BLOCK_TYPES
+    from shardctl.libraries.gguf.header import BLOCK_TYPES
 
     blocks = {each.name for each in BLOCK_TYPES.values() if each.unit_elements > 1}
     assert blocks == set(json.loads((FIXTURES / "types.json").read_text()))

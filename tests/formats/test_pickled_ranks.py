@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from shardctl.base.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.libraries.files.rank_files import parse_rank_file_name
-from shardctl.libraries.rank_pickles.placements import AxisPlacement, compute_local_shape, list_local_boxes
+from shardctl.libraries.rank_pickles.parts import AxisPlacement, compute_local_shape, list_local_boxes
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
 

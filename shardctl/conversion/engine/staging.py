@@ -23,14 +23,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from shardctl.base.errors import AccessError, DestinationError, OccupiedDestinationError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.conversion.engine.destination_state import (
     INSIDE,
     examine_destination,
@@ -38,16 +41,16 @@ from shardctl.conversion.engine.destination_state import (
     read_destination_record,
 )
 from shardctl.conversion.engine.lock import DestinationLock
-from shardctl.conversion.engine.publication import PublicationNote, undo_partial_move
 from shardctl.conversion.engine.worker_group_files import CREW_NOTE, remove_crew_files
 from shardctl.storage import linux
+from shardctl.storage.bounded_text import PLAN_TEXT, read_file
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.storage.durable import make_directories, sync_directory, translate_os_errors, write_file
 from shardctl.storage.free_space import find_existing_parent, measure_free_space
 from shardctl.tensors.record import RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 TREE_DIGITS: Final = 16
 """Hexadecimal digits in the name of a staged tree."""
@@ -57,6 +60,55 @@ _OLD: Final = "old"
 """The name of the checkpoint that is replaced, while no step exchanges the two."""
 _TREE: Final = re.compile(rf"[0-9a-f]{{{TREE_DIGITS}}}|{_OLD}")
 """The names of directories that runs make in a staging area; any other may hold files of somebody else."""
+
+_Way = Literal["rename", "exchange", "move"]
+
+
+@value_class
+class PublicationNote:
+    """One publication."""
+
+    way: _Way
+    """`rename`: the tree to a free name; `exchange`: the tree with an old one; `move`: file by file."""
+    tree: str
+    """The name of the tree in the staging area."""
+    inode: int = 0
+    """Of the tree, for an exchange, after which both trees are still there."""
+    files: tuple[str, ...] = ()
+    """What is moved, for a move."""
+
+    def write(self, path: Path) -> None:
+        """Make the note durable."""
+        write_file(path, json.dumps(asdict(self)).encode())
+        sync_directory(path.parent)
+
+    @classmethod
+    def read(cls, path: Path) -> PublicationNote | None:
+        """Return the note of an earlier run.
+
+        None if there is none, or if it was not finished, when nothing had begun.
+        """
+        import msgspec
+
+        try:
+            return msgspec.convert(json.loads(read_file(path, PLAN_TEXT, DestinationError)), cls)
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError, msgspec.ValidationError):
+            path.unlink()
+            return None
+
+    def done(self, data: Path, destination: Path) -> bool:
+        """Return whether the destination is the tree of this note."""
+        if self.way == "exchange":
+            return destination.exists() and destination.stat().st_ino == self.inode
+        if self.way == "move":
+            return (destination / RECORD).exists() and not (data / RECORD).exists()
+        return (destination / RECORD).exists() and not data.exists()
+
+    def staged(self, data: Path) -> bool:
+        """Return whether `data` is the tree of this note."""
+        return data.exists() and data.stat().st_ino == self.inode
 
 
 class StagingArea:
@@ -317,7 +369,7 @@ class StagingArea:
         self.published = note.done(self.data, self.destination)
         if not self.published:
             if note.way == "move":
-                undo_partial_move(note.files, self.destination, self.data)
+                _undo_partial_move(note.files, self.destination, self.data)
             elif note.way == "exchange" and not note.staged(self.data):
                 self.discard()  # a file system without lasting inode numbers: this may be the old tree
             self._note.unlink()
@@ -368,3 +420,21 @@ def _is_our_directory(directory: Path) -> bool:
         return True
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid == owner
+
+
+def _undo_partial_move(files: Iterable[str], destination: Path, data: Path) -> None:
+    """Take back the files of a tree that was moved in only in part, so that they can be checked again.
+
+    A file is one that was moved if it is at the destination and no longer where it was staged.
+    """
+    folders = set()
+    for path in files:
+        moved, staged = destination / path, data / path
+        folders |= {destination / folder for folder in moved.relative_to(destination).parents[:-1]}
+        if moved.exists() and not staged.exists():
+            make_directories(staged.parent)
+            moved.rename(staged)
+            sync_directory(staged.parent)
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()

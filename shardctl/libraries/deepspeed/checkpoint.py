@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
@@ -14,24 +15,30 @@ from shardctl.libraries.deepspeed.gpt_neox_ranks import (
     is_gpt_neox,
     rename_layer,
 )
-from shardctl.libraries.deepspeed.layers import read_layers
+from shardctl.libraries.deepspeed.model_states import collect_tensors
 from shardctl.libraries.deepspeed.modules import read_models, read_modules
 from shardctl.libraries.deepspeed.partitions import MissingRankError, read_partitions
 from shardctl.libraries.deepspeed.tensor_parallel import ParallelPartitions
 from shardctl.libraries.deepspeed.universal import read_universal
 from shardctl.libraries.deepspeed.without_zero import read_optimizer
 from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.torch_save.reading import open_saved
 from shardctl.tensors.manifest import CheckpointFile, Manifest, OpaqueObject, ParameterGroup, TrainingState
 from shardctl.tensors.training import format_state_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
+    from shardctl.libraries.deepspeed.model_states import ModelState
     from shardctl.libraries.deepspeed.pieces import TensorPieces
     from shardctl.libraries.reader import Weights
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Tensor
 
 _LATEST = frozenset({"latest", "latest_universal"})
+
+_TIED: Final = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 class DeepSpeedReader:
@@ -60,7 +67,7 @@ class DeepSpeedReader:
             for rank, state in self.models.items():
                 read_optimizer(rank, state, found)
         read_modules(self.source, files, self.models, found, self.experts)
-        read_layers(self.source, files, self.models, found)
+        _read_layers(self.source, files, self.models, found)
         master = self._uses_master()
         weights = self._collect_gpt_neox(use_master=master) if self.is_gpt_neox else self._weights(use_master=master)
         training = self._training(use_master=master)
@@ -218,3 +225,28 @@ class DeepSpeedReader:
             clipping=found.clipping,
             notes=self._notes(use_master=use_master),
         )
+
+
+def _read_layers(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
+    """Note what each layer's file has, under the names that the whole pipeline has for it.
+
+    Layers that are tied have a name in common; each of their files has a copy.
+    """
+    shapes = {name: shape for state in models.values() for group in state.groups or () for name, shape in group.items()}
+    tied: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes.items():
+        m = _TIED.fullmatch(name)
+        if m is not None:
+            tied.setdefault((m[1], shape), []).append(name)
+    for (layer, rank), path in sorted(files.layers.items()):
+        saved = open_saved(source, path)
+        held, others = collect_tensors(saved, saved.tree)
+        for local, array in held.items():
+            name = f"{layer}.{local}"
+            known = tied.get((local, array.shape), [])
+            if name not in shapes and len(known) == 1:
+                name = known[0]
+            found.module.add_array(name, rank, array)
+        found.others += [(key, path) for key in others]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.libraries.deepspeed.gpt_neox_arrays import FUSED, NAME, NEW, OLD, VARIANT, VOCABULARY
+from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
+from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
+from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.naming_scheme import NamingScheme
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardctl.libraries.deepspeed.pieces import TensorPieces
+    from shardctl.models import Model
     from shardctl.tensors.manifest import Tensor
 
 _MARK: Final = re.compile(r"(?:sequential\.)?[0-9]+\.attention\.(?:query_key_value|qkv)\.weight")
@@ -71,14 +74,156 @@ def build_dialect(tensors: Mapping[str, Tensor], ranks: int) -> NamingScheme:
     prefixes = {rank: _prefix_rank(rank, ranks) for rank in range(ranks)}
     embeddings = (tensors.get(f"{prefix}{_EMBEDDING}") for prefix in prefixes.values())
     rows = sum(each.shape[0] for each in embeddings if each is not None and each.shape)
-    variant = OLD
+    variant = _OLD
     if any(".mlp.linear1." in name for name in tensors):
-        variant = NEW
+        variant = _NEW
     elif any(".mlp.fc1_" in name for name in tensors):
-        variant = FUSED
-    return NamingScheme(NAME, Mesh.of(tp=ranks), prefixes, facts={VARIANT: variant, VOCABULARY: rows})
+        variant = _FUSED
+    return NamingScheme(_NAME, Mesh.of(tp=ranks), prefixes, facts={_VARIANT: variant, _VOCABULARY: rows})
 
 
 def _prefix_rank(rank: int, ranks: int) -> str:
     """Return what stands before the names of a rank's arrays, as in the names of its files."""
     return f"model_{rank:02d}/" if ranks > 1 else ""
+
+
+_NAME: Final = "gpt_neox"
+_TITLE: Final = "GPT-NeoX"
+_VARIANT: Final = "variant"
+"""The fact that says what a block's feed-forward layers are called; a key of `_FEED_FORWARD`."""
+_VOCABULARY: Final = "vocabulary"
+"""The fact that says how many rows the embedding has on all ranks together, padding included."""
+_NEOX: Final = "gpt_neox"
+"""The family of transformers in which q, k and v stay one array, as here."""
+_FAMILIES: Final = frozenset({_NEOX, "llama", "mistral"})
+_OLD: Final = "before 2.0"
+_NEW: Final = "2.0"
+_FUSED: Final = "Transformer Engine"
+_FIRST_BLOCK: Final = 2
+_KINDS: Final = ("weight", "bias")
+_RENAMED: Final = {
+    _OLD: {},
+    _NEW: {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."},
+    _FUSED: {
+        "mlp.dense_h_to_4h.": "mlp.fc1_",
+        "mlp.dense_4h_to_h.": "mlp.fc2_",
+        "attention.query_key_value.": "attention.qkv.",
+        "attention.dense.": "attention.proj.",
+        "post_attention_layernorm.": "mlp.layer_norm_",
+    },
+}
+"""By variant: what stands in the names of its arrays instead of the words of `GPTNeoXForCausalLM`."""
+_NORM: Final = re.compile(r"[0-9]+\.((.*_layernorm|norm)\.(weight|bias|scale)|mlp\.layer_norm_(weight|bias))")
+_ROW_BIAS: Final = re.compile(r"[0-9]+\.(attention\.(dense|proj)\.|mlp\.(dense_4h_to_h\.|linear2\.|fc2_))bias")
+
+
+def _choose_reduction(config: Mapping[str, Any], name: str) -> Literal["", "sum", "mean"]:
+    """Choose how the arrays that ranks have under one name become one tensor; empty for all that ranks divide or share.
+
+    Gradients of norms are not reduced over ranks, so norms drift apart, and the converter takes their mean. With
+    parallel residuals each rank adds its biases before outputs are summed over ranks; else biases are added afterwards,
+    and all ranks have the same.
+    """
+    if _NORM.fullmatch(name):
+        return "mean"
+    side_by_side = config.get("model_type") == _NEOX and config.get("use_parallel_residual", True)
+    return "sum" if side_by_side and _ROW_BIAS.fullmatch(name) else ""
+
+
+def _check_model(model: Model) -> None:
+    """Raise UnsupportedError for a model that GPT-NeoX does not have, or whose names there are not known here."""
+    if model.family not in _FAMILIES or not model.architecture.endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{_TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
+            hint="known are those of GPTNeoXForCausalLM, LlamaForCausalLM and MistralForCausalLM",
+        )
+
+
+def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
+    own = SchemaRank(ModelParts(model, _TITLE), dialect.mesh.degree("tp"), rank)
+    neox = model.family == _NEOX
+    front, last = ("gpt_neox", "final_layer_norm") if neox else ("model", "norm")
+    embedding, head = (f"{front}.{'embed_in' if neox else 'embed_tokens'}.weight", "embed_out" if neox else "lm_head")
+    yield _build_vocabulary_entry("0.word_embeddings.weight", own, embedding, dialect)
+    for number in range(model.layers):
+        block = f"{front}.layers.{number}."
+        arrays = _list_neox_arrays(own, block) if neox else _list_llama_arrays(own, block, dialect)
+        for name, content in arrays:
+            yield SchemaEntry(f"{number + _FIRST_BLOCK}.{_rename_array(name, dialect)}", content)
+    end = model.layers + _FIRST_BLOCK + 1
+    for kind in _KINDS:
+        if f"{front}.{last}.{kind}" in own:
+            yield SchemaEntry(f"{end}.norm.{kind if neox else 'scale'}", own[f"{front}.{last}.{kind}"])
+    if f"{head}.weight" not in own or own.parts.resolve(f"{head}.weight") == embedding:
+        copy = _build_vocabulary_entry(f"{end + 1}.word_embeddings.weight", own, embedding, dialect)
+        yield replace(copy, optional=True)
+    else:
+        yield _build_vocabulary_entry(f"{end + 1}.final_linear.weight", own, f"{head}.weight", dialect)
+
+
+def _list_neox_arrays(own: SchemaRank, block: str) -> Iterator[tuple[str, CompositeArray]]:
+    """List a block's arrays, each a tensor or a rank's share of it; q, k and v of a head lie together in both."""
+    for kind in _KINDS:
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{norm}.{kind}", own[f"{block}{norm}.{kind}"]
+    for entry in own.column_layer(f"{block}attention.query_key_value", "attention.query_key_value"):
+        yield entry.name, entry.content
+    for name in ("attention.dense", "mlp.dense_4h_to_h"):
+        for entry in own.row_layer(block + name, name):
+            yield entry.name, entry.content
+    for entry in own.column_layer(f"{block}mlp.dense_h_to_4h", "mlp.dense_h_to_4h"):
+        yield entry.name, entry.content
+
+
+def _list_llama_arrays(own: SchemaRank, block: str, dialect: NamingScheme) -> Iterator[tuple[str, CompositeArray]]:
+    """List a block's arrays of a model whose q, k and v, and gate and up projections, are tensors of their own."""
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{norm}.scale", own[f"{block}{norm}.weight"]
+    for kind in _KINDS:
+        if f"{block}self_attn.q_proj.{kind}" in own:
+            yield f"attention.query_key_value.{kind}", _join_queries(own, block, kind)
+    for entry in own.row_layer(f"{block}self_attn.o_proj", "attention.dense"):
+        yield entry.name, entry.content
+    gate, up = (own.rows(f"{block}mlp.{part}_proj.weight") for part in ("gate", "up"))
+    if dialect.text(_VARIANT) == _OLD:
+        yield "mlp.w1.weight", gate
+        yield "mlp.w3.weight", up
+        yield "mlp.w2.weight", own.columns(f"{block}mlp.down_proj.weight")
+    else:
+        yield "mlp.dense_h_to_4h.weight", join_arrays([up, gate])
+        yield "mlp.dense_4h_to_h.weight", own.columns(f"{block}mlp.down_proj.weight")
+
+
+def _join_queries(own: SchemaRank, block: str, kind: str) -> CompositeArray:
+    """Return a rank's q, k and v: one after another if queries share keys, else those of each head together."""
+    names = [f"{block}self_attn.{part}_proj.{kind}" for part in "qkv"]
+    parts = [own.rows(name) for name in names]
+    if parts[0].shape != parts[1].shape:
+        return join_arrays(parts)
+    heads = parts[0].shape[0] // own.parts.unit(names[0])
+    return join_arrays([part.share(0, head, heads) for head in range(heads) for part in parts])
+
+
+def _rename_array(name: str, dialect: NamingScheme) -> str:
+    """Return what a variant calls an array."""
+    for ours, theirs in _RENAMED[dialect.text(_VARIANT)].items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: NamingScheme) -> SchemaEntry:
+    """Build a rank's rows of the vocabulary, which GPT-NeoX pads."""
+    tokens = own[tensor]
+    rows = dialect.number(_VOCABULARY) or tokens.shape[0]
+    if rows < tokens.shape[0]:
+        raise SourceError(
+            f"{name} has {rows:,} rows, but the model has {tokens.shape[0]:,} tokens",
+            hint="the config may belong to another model, or a rank's files may be missing",
+        )
+    if rows % own.tp:
+        raise PartitionError(f"a vocabulary of {rows} rows cannot be divided over {own.tp} ranks")
+    return SchemaEntry(name, tokens.padded(rows).share(0, own.index, own.tp))
+
+
+SCHEMA: Final = Schema(_NAME, _TITLE, _check_model, _list_entries, reduction=_choose_reduction)

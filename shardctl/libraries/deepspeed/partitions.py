@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
-from shardctl.base.errors import SourceError
-from shardctl.libraries.deepspeed.experts import ExpertNames
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.geometry import list_joined_runs, list_scattered_runs
 from shardctl.libraries.deepspeed.optimizer_states import WEIGHTS, read_optimizer_state
 from shardctl.libraries.deepspeed.values import FileArray
@@ -19,13 +19,56 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.automatic_experts import AutomaticExperts
     from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
-    from shardctl.libraries.deepspeed.geometry import ElementRun
+    from shardctl.libraries.deepspeed.geometry import ElementRun, FlatPartition
     from shardctl.libraries.deepspeed.model_states import ModelState
     from shardctl.libraries.deepspeed.optimizer_states import FlatGroup, OptimizerState
     from shardctl.libraries.deepspeed.pieces import TensorPieces
     from shardctl.storage import Source
 
 _FLOAT: Final = BY_NAME["F32"]
+
+_EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
+
+
+class _ExpertNames:
+    """The experts that each rank of one model has, told from the names of parameters."""
+
+    def __init__(self, state: ModelState, automatic: AutomaticExperts) -> None:
+        self._path = state.path
+        self._automatic = automatic
+        self._turned = bool(state.config.get("use_data_before_expert_parallelism"))
+        found: dict[str, set[str]] = {}
+        for group in state.groups or ():
+            for name in group:
+                m = _EXPERT.fullmatch(name)
+                if m is not None:
+                    found.setdefault(m[1], set()).add(m[2])
+        self._count = {prefix: len(numbers) for prefix, numbers in found.items()}
+        """Experts of each layer on one rank."""
+
+    def place(self, name: str, part: FlatPartition, held: OptimizerState, rank: int) -> tuple[str, int]:
+        """Return what the whole model calls a parameter, and which rank of those that have parts of it has this one.
+
+        That is the model-parallel `rank`, or the expert-parallel one for an array of experts.
+        Raises UnsupportedError for parameters that are divided among ranks in a way that the names do not tell.
+        """
+        if part.divided == 1:
+            return name, rank
+        m = _EXPERT.fullmatch(name)
+        automatic = self._automatic.holds(name)
+        if m is None and not automatic:
+            raise UnsupportedError(
+                f"{held.path}: {name!r} is divided among {part.divided} kinds of ranks, and its name does not say how",
+                hint="DeepSpeed's ds_to_universal.py makes a Universal Checkpoint of it, which shardctl reads",
+            )
+        if self._turned:
+            raise UnsupportedError(
+                f"{self._path} was saved with use_data_before_expert_parallelism, whose order of ranks is not known",
+                hint="--weights module reads the experts' own files",
+            )
+        if m is None or automatic:
+            return name, part.kind
+        return f"{m[1]}{part.kind * self._count[m[1]] + int(m[2])}{m[3]}", rank
 
 
 def read_partitions(
@@ -77,7 +120,7 @@ class _RankPartitions:
         if state.groups is None:
             raise SourceError(f"{state.path} does not say what is in the flat partitions (param_shapes)")
         self.groups = state.groups
-        self.experts = ExpertNames(state, automatic)
+        self.experts = _ExpertNames(state, automatic)
         self.members: list[dict[str, None]] = [{} for _ in self.groups]
         """The parameters of each flat group."""
 

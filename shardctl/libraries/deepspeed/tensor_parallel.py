@@ -6,10 +6,10 @@ which Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism save for i
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import SourceError, UnsupportedError
-from shardctl.libraries.deepspeed.affine_maps import AffineMaps
 from shardctl.libraries.deepspeed.patterns import NamePatterns
 from shardctl.libraries.deepspeed.pieces import TensorPartition
 from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
@@ -21,8 +21,58 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.files import DeepSpeedFiles
     from shardctl.libraries.deepspeed.model_states import ModelState
 
-Shape = tuple[int, ...]
-Shapes = dict[int, Shape]
+_Shape = tuple[int, ...]
+_KEY: Final = "affine_map"
+_VERSION: Final = 1
+
+
+class _AffineMaps:
+    """The descriptions that one checkpoint has.
+
+    Raises UnsupportedError for a version that is not known here.
+    """
+
+    def __init__(self, info: Mapping[Any, Any]) -> None:
+        held = as_dict(info.get(_KEY))
+        version = as_integer(held.get("version")) if held else _VERSION
+        if version is None or version > _VERSION:
+            raise UnsupportedError(
+                f"the checkpoint describes tensor-parallel parts in version {held.get('version')!r}, and {_VERSION} is "
+                "known here",
+                hint="DeepSpeed's ds_to_universal.py makes a Universal Checkpoint of it, which shardctl reads",
+            )
+        self._maps = as_dict(held.get("params"))
+        self._patterns = NamePatterns(pattern for pattern in self._maps if isinstance(pattern, str))
+
+    def describe(self, name: str) -> bool:
+        """Return whether a tensor is described."""
+        return self._patterns.find(name) is not None
+
+    def find(self, name: str, shapes: Mapping[int, _Shape]) -> TensorPartition | None:
+        """Find how a tensor is cut that ranks have in these shapes; None if it is not described.
+
+        Raises:
+            SourceError: the description does not fit the shapes, or is malformed.
+            UnsupportedError: ranks have other values than the whole tensor, or in another order.
+        """
+        pattern = self._patterns.find(name)
+        if pattern is None:
+            return None
+        held = as_dict(self._maps[pattern])
+        whole, ranks = _as_shape(held.get("logical_shape")), as_dict(held.get("ranks"))
+        parts = {}
+        for rank, shape in shapes.items():
+            own = as_dict(ranks.get(rank))
+            if whole is None or _as_shape(own.get("shard_shape")) != shape:
+                raise SourceError(f"{name!r} is {list(shape)} on rank {rank}, and its description says otherwise")
+            blocks = [_parse_block(name, as_dict(each), whole, shape) for each in as_list(own.get("pieces"))]
+            if sum(prod(box.shape) for box, _ in blocks) != prod(shape):
+                raise SourceError(f"{name!r} on rank {rank} is not what its description has of it")
+            parts[rank] = tuple(blocks)
+        return TensorPartition(whole, parts) if whole is not None else None
+
+
+Shapes = dict[int, _Shape]
 """By tensor-parallel rank."""
 
 _WHOLE: Final = "tp_replicated_parameter_patterns"
@@ -46,7 +96,7 @@ class ParallelPartitions:
         self.ranks = said or (layers if files.layers else len(models))
         """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
         self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
-        self._maps = AffineMaps(self._info)
+        self._maps = _AffineMaps(self._info)
         listed = [state.buffers for state in models.values() if state.buffers is not None]
         self._buffers = frozenset().union(*listed) if listed else None
         """None if the files do not list them."""
@@ -89,7 +139,7 @@ class ParallelPartitions:
         """
         return name not in self._buffers if self._buffers is not None else not self._info
 
-    def _parts(self, name: str, shapes: Shapes) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]] | None:
+    def _parts(self, name: str, shapes: Shapes) -> tuple[_Shape, dict[int, tuple[tuple[Box, _Shape], ...]]] | None:
         """Return the whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""
         if not self._info:
             raise UnsupportedError(
@@ -136,7 +186,7 @@ class ParallelPartitions:
             raise UnsupportedError(f"the checkpoint does not say how wide the parts of {name!r} are", hint=_HINT)
         return [[n // self.ranks] * self.ranks for n in extents]
 
-    def _without_padding(self, name: str, shape: Shape) -> Shape:
+    def _without_padding(self, name: str, shape: _Shape) -> _Shape:
         rows = as_integer(self._info.get("original_vocab_size"))
         if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY, name):
             return (rows, *shape[1:])
@@ -154,7 +204,7 @@ class ParallelPartitions:
 
 def _interleave_parts(
     name: str, shapes: Shapes, dim: int, widths: list[list[int]]
-) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]]:
+) -> tuple[_Shape, dict[int, tuple[tuple[Box, _Shape], ...]]]:
     """Return several parts one after another along `dim`, each cut among the ranks.
 
     `widths` are extents by part and rank.
@@ -165,7 +215,7 @@ def _interleave_parts(
     sums = [sum(part[number] for part in widths) if all(number < len(p) for p in widths) else -1 for number in order]
     if len(rest) != 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes.values(), sums, strict=True)):
         raise SourceError(f"{name!r} has shapes that do not fit together along dim {dim}: {list(shapes.values())}")
-    boxes: dict[int, list[tuple[Box, Shape]]] = {rank: [] for rank in order}
+    boxes: dict[int, list[tuple[Box, _Shape]]] = {rank: [] for rank in order}
     inside = dict.fromkeys(order, 0)
     begin = 0
     for part in widths:
@@ -178,3 +228,44 @@ def _interleave_parts(
             begin += width
     first = shapes[order[0]]
     return (*first[:dim], begin, *first[dim + 1 :]), {rank: tuple(held) for rank, held in boxes.items()}
+
+
+def _parse_block(name: str, held: dict[Any, Any], whole: _Shape, own: _Shape) -> tuple[Box, _Shape]:
+    """Parse a box of the rank's tensor, and where it begins in the whole."""
+    if held.get("scale", 1) != 1:
+        raise UnsupportedError(
+            f"ranks have {name!r} multiplied by {held.get('scale')!r}, which shardctl does not undo",
+            hint="DeepSpeed's ds_to_universal.py makes a Universal Checkpoint of such weights without optimizer states",
+        )
+    extents = _as_shape(held.get("shape"))
+    if extents is None:
+        raise SourceError(f"the description of {name!r} is malformed: a block has no extents")
+    here = _find_origin(name, held.get("dest"), own, extents)
+    there = _find_origin(name, held.get("source"), whole, extents)
+    return Box(here, extents), there
+
+
+def _find_origin(name: str, node: object, shape: _Shape, extents: _Shape) -> _Shape:
+    """Find where a block begins in a tensor of `shape`, from its offset; its strides must be the tensor's own."""
+    offset, strides = (*as_list(node), None, None)[:2]
+    start, own = as_integer(offset), _as_shape(strides)
+    dense = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if start is None or own is None or len(own) != len(extents):
+        raise SourceError(f"the description of {name!r} is malformed: a block has no place")
+    if len(shape) != len(extents) or any(a != b for a, b, n in zip(own, dense, extents, strict=True) if n > 1):
+        raise UnsupportedError(f"the elements of {name!r} are in another order on ranks, which is not converted")
+    origin = []
+    for stride in dense:
+        origin.append(start // stride if stride else 0)
+        start -= origin[-1] * stride
+    if start or any(o + n > s for o, n, s in zip(origin, extents, shape, strict=True)):
+        raise SourceError(f"the description of {name!r} is malformed: a block is not inside {list(shape)}")
+    return tuple(origin)
+
+
+def _as_shape(node: object) -> _Shape | None:
+    """Return a list of numbers; None for anything else."""
+    if not isinstance(node, list | tuple):
+        return None
+    found = tuple(as_integer(one) for one in node)
+    return tuple(one or 0 for one in found) if None not in found else None

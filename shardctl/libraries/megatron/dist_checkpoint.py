@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import SourceError, UnsupportedError
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.libraries.dcp.save import count_writers
 from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import COMMON, INTEGRITY, MARK, TRACKER
 from shardctl.libraries.files.side_files import list_side_files
-from shardctl.libraries.megatron.arguments import has_zero_centred_norms
+from shardctl.libraries.megatron.arguments import convert_arguments_to_config, has_zero_centred_norms
 from shardctl.libraries.megatron.dist_buckets import unpack_buckets
 from shardctl.libraries.megatron.dist_common import (
     USED,
@@ -21,25 +22,24 @@ from shardctl.libraries.megatron.dist_common import (
     read_common,
     read_local_optimizers,
 )
-from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
-from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
 from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
 from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
 from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
 from shardctl.libraries.megatron.library_settings import build_library_settings
-from shardctl.tensors.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.tensors.box import Box
+from shardctl.tensors.manifest import Chunk, Manifest, OpaqueObject, Region, TrainingState, locate_dense_run
+from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.training import MOMENTUM, format_state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.save import DcpSave
     from shardctl.libraries.reader import Weights
-    from shardctl.tensors.manifest import Tensor
-    from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.manifest import OwnConfig, Tensor
 
 _MASTERS: Final = ("param", "fp32_param")
 """What optimizers call their own copy of the weights."""
@@ -49,6 +49,8 @@ _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
 _FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, INTEGRITY, "modelopt_run_config.yaml"})
 _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
+
+_MOST: Final = 1 << 20
 
 
 def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, fsdp: bool = False) -> Manifest:
@@ -67,7 +69,7 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
     tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
     warnings: list[str] = []
     states = dict(_build_states(save, keys, tensors, warnings))
-    mesh = build_written_mesh(common)
+    mesh = _build_written_mesh(common)
     left, notes = _unpack_states(save, keys, tensors, states, mesh)
     warnings += left
     step, groups = _find_settings(save, keys, common)
@@ -103,14 +105,14 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
             centred=common is not None and has_zero_centred_norms(common.arguments),
         ),
         settings=build_library_settings(common.arguments) if common is not None else None,
-        own_config=build_own_config(common, tensors),
+        own_config=_build_own_config(common, tensors),
     )
 
 
 def _build_tensor(save: DcpSave, key: str, name: str) -> Tensor:
     found = save.tensor(key, name)
     shape = save.metadata[0].flattened.get(key)
-    return unflatten_tensor(found, shape) if shape is not None else found
+    return _unflatten_tensor(found, shape) if shape is not None else found
 
 
 def _build_states(
@@ -226,3 +228,65 @@ def _list_notes(
     if masters:
         which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
         yield f"there are two copies of the weights; {which} are read"
+
+
+def _build_own_config(common: CommonState | None, names: Collection[str]) -> OwnConfig | None:
+    """Build the config of transformers that follows from arguments; `names` are those of arrays."""
+    if common is None or not common.arguments:
+        return None
+    return convert_arguments_to_config(common.arguments, tied="output_layer.weight" not in names)
+
+
+def _build_written_mesh(common: CommonState | None) -> Mesh:
+    """Build the mesh; one device if nothing says what it was."""
+    arguments = common.arguments if common is not None else {}
+
+    def degree(name: str, default: int = 1) -> int:
+        value = arguments.get(name)
+        return value if type(value) is int and 0 < value < _MOST else default
+
+    tp, pp = degree("tensor_model_parallel_size"), degree("pipeline_model_parallel_size")
+    routed = bool(arguments.get("num_experts"))
+    try:
+        return Mesh.of(
+            pp=pp,
+            dp=degree("data_parallel_size"),
+            cp=degree("context_parallel_size"),
+            tp=tp,
+            ep=degree("expert_model_parallel_size") if routed else 1,
+            etp=degree("expert_tensor_parallel_size", tp) if routed else tp,
+        )
+    except UsageError:
+        return Mesh.of(pp=pp, tp=tp)
+
+
+def _unflatten_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor that was saved so, in the `shape` that it has.
+
+    Raises SourceError if the shape does not fit, UnsupportedError for runs that are not stored one element after
+    another.
+    """
+    *grid, length = tensor.shape or (0,)
+    fits = len(grid) == len(shape) and all(n > 0 and extent % n == 0 for n, extent in zip(grid, shape, strict=True))
+    local = tuple(extent // n for n, extent in zip(grid, shape, strict=True)) if fits else ()
+    if not fits or prod(local) != length:
+        raise SourceError(
+            f"{tensor.name} {list(tensor.shape)} is said to be {list(shape)}, flattened, which does not fit"
+        )
+    chunks = tuple(part for chunk in tensor.chunks for part in _unflatten_chunk(chunk, local))
+    return replace(tensor, shape=shape, chunks=chunks)
+
+
+def _unflatten_chunk(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
+    *_, start = chunk.box.origin
+    *ones, length = chunk.box.shape
+    if not isinstance(chunk.where, Region) or set(ones) - {1}:
+        raise UnsupportedError(f"{chunk.name}: {chunk.box} is a box of several flattened parts")
+    if chunk.where.strides[-1] != chunk.dtype.unit_bytes:
+        raise UnsupportedError(f"{chunk.name}: {chunk.box} is not stored one element after another")
+    at = tuple(n * extent for n, extent in zip(chunk.box.origin[:-1], local, strict=True))
+    strides, places = locate_dense_run(chunk.dtype, local, start, start + length)
+    for box, shift in places:
+        where = Region(chunk.where.file, chunk.where.offset + shift, strides)
+        moved = Box(tuple(a + b for a, b in zip(at, box.origin, strict=True)), box.shape)
+        yield replace(chunk, box=moved, where=where)

@@ -18,7 +18,6 @@ from shardctl.libraries.megatron.arguments import (
 from shardctl.libraries.megatron.directory import choose_iteration, list_rank_folders
 from shardctl.libraries.megatron.dist_common import USED, USED_OF_STATES, collect_progress, find_step
 from shardctl.libraries.megatron.dist_groups import UNASSIGNED, assign_parameters, read_clipping
-from shardctl.libraries.megatron.expert_degree import infer_expert_degree
 from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layers
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, ZERO_CENTRED
 from shardctl.libraries.megatron.library_settings import build_library_settings
@@ -54,6 +53,11 @@ _LAYERED: Final = (
 )
 _MOST: Final = 1 << 20
 _ETP: Final = "expert_tensor_parallel_size"
+
+_SECOND: Final = re.compile(r".*\.mlp\.experts\.local_experts\.0\.linear_fc2\.weight")
+"""An expert's projection back, of which a rank has columns: ``[hidden, inner / etp]``."""
+_GROUPED: Final = re.compile(r".*\.mlp\.experts\.weight2")
+"""The same of all of a rank's experts, one behind another: ``[experts / ep * inner / etp, hidden]``."""
 
 
 def read_megatron_ranks(source: Source, etp: int | None, weights: Weights) -> Manifest:
@@ -135,7 +139,7 @@ def _choose_etp(files: Mapping[str, MegatronRankFile], said: int | None, tp: int
     """Choose over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
     if not _has_experts(files):
         return tp
-    return said or infer_expert_degree(files.values(), ep) or tp
+    return said or _infer_expert_degree(files.values(), ep) or tp
 
 
 def _has_experts(files: Mapping[str, MegatronRankFile]) -> bool:
@@ -145,7 +149,7 @@ def _has_experts(files: Mapping[str, MegatronRankFile]) -> bool:
 def _note_expert_degree(files: Mapping[str, MegatronRankFile], etp: int | None, mesh: Mesh) -> Iterator[str]:
     """Note that etp is assumed: the args do not say it, and nothing says how large an expert is."""
     said = next(iter(files.values())).arguments.get(_ETP)
-    if etp is None and said is None and _has_experts(files) and infer_expert_degree(files.values(), mesh.ep) is None:
+    if etp is None and said is None and _has_experts(files) and _infer_expert_degree(files.values(), mesh.ep) is None:
         yield (
             f"the args say neither {_ETP} nor the size of an expert: etp={mesh.etp} is assumed, as Megatron-LM does; "
             "--source-etp gives another"
@@ -310,3 +314,29 @@ def _list_notes(files: Mapping[str, MegatronRankFile], held: RankStates, weights
     if held.masters:
         which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
         yield f"there are two copies of the weights; {which} are read"
+
+
+def _infer_expert_degree(files: Iterable[MegatronRankFile], ep: int) -> int | None:
+    """Infer etp from the shapes of experts; None where the args do not say how large an expert is.
+
+    Raises SourceError for an expert whose part is no whole fraction of what the args say.
+    """
+    for each in files:
+        said = each.arguments
+        whole, experts = said.get("moe_ffn_hidden_size") or said.get("ffn_hidden_size"), said.get("num_experts")
+        if not isinstance(whole, int) or not isinstance(experts, int):
+            continue
+        for name, view in each.views.items():
+            if _SECOND.fullmatch(name):
+                part = view.shape[1]
+            elif _GROUPED.fullmatch(name):
+                part = view.shape[0] // max(experts // ep, 1)
+            else:
+                continue
+            if part < 1 or whole % part:
+                raise SourceError(
+                    f"{each.path}: {name} {list(view.shape)} is no part of experts of {whole}, as the args say",
+                    hint="give the number of ranks that divide each expert with --source-etp N",
+                )
+            return whole // part
+    return None

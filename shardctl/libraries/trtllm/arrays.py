@@ -16,7 +16,6 @@ from shardctl.base.errors import PartitionError, SourceError, UnsupportedError
 from shardctl.base.value import value_class
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
-from shardctl.libraries.trtllm.engine_models import explain_missing_model
 from shardctl.tensors.pieces import split_layers_evenly
 
 if TYPE_CHECKING:
@@ -49,6 +48,36 @@ _MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
 _QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 _SHARED: Final = ("shared_expert", "shared_experts")
 _ROUTER: Final = BY_NAME["F32"]
+
+_COMPUTED: Final = {
+    **dict.fromkeys(
+        ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        "stores norms plus one, which is not the same number in 16 bits",
+    ),
+    "NemotronForCausalLM": "stores norms plus one, which is not the same number in 16 bits",
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        "stores products of the projections of queries and keys, which are computed",
+    ),
+    "MambaForCausalLM": "stores -exp(A_log), which is computed",
+    "RecurrentGemmaForCausalLM": "stores norms plus one and softplus of a parameter, which are computed",
+}
+"""What its converters compute, so that the weights cannot be had back from what they write."""
+_UNWRITTEN: Final = frozenset(
+    {
+        *("BaichuanForCausalLM", "BertForQuestionAnswering", "BertForSequenceClassification", "BertModel"),
+        *("BloomForCausalLM", "ChatGLMForConditionalGeneration", "CogVLMForCausalLM", "CohereForCausalLM"),
+        *("DbrxForCausalLM", "ExaoneForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        *("GPTJForCausalLM", "GPTNeoXForCausalLM", "GraniteMoeForCausalLM", "Grok1ModelForCausalLM"),
+        *("InternLM2ForCausalLM", "MllamaForConditionalGeneration", "MptForCausalLM", "OPTForCausalLM"),
+        *("Phi3ForCausalLM", "PhiForCausalLM", "PhiMoEForCausalLM", "Qwen2ForSequenceClassification"),
+        *("Qwen2VLForConditionalGeneration", "RobertaForQuestionAnswering", "RobertaForSequenceClassification"),
+        *("RobertaModel", "Starcoder2ForCausalLM", "T5ForConditionalGeneration", "WhisperForConditionalGeneration"),
+        *("BartForConditionalGeneration", "MBartForConditionalGeneration"),
+    }
+)
+"""Classes that it has, by its `MODEL_MAP` and its converter of encoders and decoders, and that nobody wrote here."""
+_HINT: Final = "use --to hf, which TensorRT-LLM's PyTorch backend loads if it has the model"
 
 
 @value_class
@@ -192,7 +221,7 @@ def _check_model(model: Model) -> None:
             hint="convert the model's weights in bfloat16, and quantize them with NVIDIA's tools",
         )
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
-        raise explain_missing_model(model.architecture)
+        raise _explain_missing_model(model.architecture)
     biased = next((name for name in model.tensors if name.endswith(".bias")), None)
     if biased is not None and model.family in {SEARCHED, "deepseek"}:
         raise UnsupportedError(f"{TITLE} has no place for {biased} of {model.architecture}: it has no biases there")
@@ -205,3 +234,13 @@ def _check_model(model: Model) -> None:
 
 
 SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)
+
+
+def _explain_missing_model(architecture: str) -> UnsupportedError:
+    """Return the error for a class whose arrays are not written."""
+    named = architecture or "this model"
+    if architecture in _COMPUTED:
+        return UnsupportedError(f"TensorRT-LLM's checkpoint of {named} {_COMPUTED[architecture]}", hint=_HINT)
+    if architecture in _UNWRITTEN:
+        return UnsupportedError(f"TensorRT-LLM's arrays of {named} are not known here", hint=_HINT)
+    return UnsupportedError(f"TensorRT-LLM's list of models for trtllm-build does not have {named}", hint=_HINT)

@@ -6,22 +6,153 @@ there are differs between its versions; a *profile* is one such set, named after
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import PartitionError, UnsupportedError
+from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
 from shardctl.libraries.arrays.schema import ModelParts, Schema
 from shardctl.libraries.vllm.decoders import list_decoder_entries
-from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
-from shardctl.libraries.vllm.rank import SGLANG, VllmRank
-from shardctl.libraries.vllm.seeing import list_gemma4_entries, list_qwen_eyes_entries
+from shardctl.libraries.vllm.rank import SGLANG, HeadRun, QkvRows, VllmRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.models import Model
     from shardctl.tensors.naming_scheme import NamingScheme
+
+_KINDS: Final = ("weight", "bias")
+_HEAD: Final = "lm_head.weight"
+
+_TEXT: Final = "model.language_model"
+_EYES: Final = "model.visual."
+_COLUMNS: Final = tuple(
+    f"{name}.{kind}" for name in (".linear_fc1", ".mlp.fc1", ".mlp.0") for kind in ("weight", "bias")
+)
+_ROWS: Final = tuple(f"{name}.weight" for name in (".linear_fc2", ".mlp.fc2", ".mlp.2", ".mlp.down_proj", ".attn.proj"))
+_GATE, _UP = ".mlp.gate_proj.", ".mlp.up_proj."
+
+
+def _list_qwen_eyes_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """List Qwen2-VL, Qwen3-VL and Qwen3.5, whose vision model is cut by heads and by columns."""
+    yield from _list_text(here, model)
+    for tensor in model.own():
+        if not tensor.name.startswith(_EYES):
+            continue
+        name, content = tensor.name, here[tensor.name]
+        if _UP in name:
+            continue
+        if _GATE in name:
+            content = join_arrays([here.rows(name), here.rows(name.replace(_GATE, _UP))])
+            name = name.replace(_GATE, ".mlp.gate_up_proj.")
+        elif ".attn.qkv." in name and model.family == "qwen2_vl":  # whose ranks gather all rows before they part them
+            content = here.rows(name)
+        elif ".attn.qkv." in name:
+            content = join_arrays([part.share(0, here.index, here.tp) for part in content.shares(0, 3)])
+        elif name.endswith(_COLUMNS):
+            content = here.rows(name)
+        elif name.endswith(_ROWS):
+            content = here.columns(name)
+        yield SchemaEntry(name.removeprefix("model."), content)
+
+
+def _list_gemma4_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """List Gemma 4, whose towers are transformers' modules, whole on every rank."""
+    yield from _list_text(here, model)
+    for tensor in model.own():
+        if not tensor.name.startswith((_TEXT, "lm_head.")):
+            yield SchemaEntry(tensor.name.removeprefix("model."), here[tensor.name])
+
+
+def _list_text(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    for entry in list_decoder_entries(replace(here, parts=replace(here.parts, inner=_TEXT)), model):
+        yield replace(entry, name=f"language_model.{entry.name}")
+
+
+def _list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """List GPT-2, whose weights lie transposed in the file."""
+    if _HEAD not in model.aliases:
+        yield here.vocabulary("transformer.wte.weight")
+    yield here.vocabulary(_HEAD)
+    yield from here.same("transformer.wpe.weight", *(f"transformer.ln_f.{kind}" for kind in _KINDS))
+    for number in here.layers:
+        layer = f"transformer.h.{number}"
+        yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
+        qkv = f"{layer}.attn.c_attn"
+        weights = ((part.transposed, unit) for part, unit in here.sections(f"{qkv}.weight", 1))
+        yield here.attention(f"{qkv}.weight", QkvRows(*(HeadRun((part,), unit) for part, unit in weights)))
+        biases = here.sections(f"{qkv}.bias")
+        yield here.attention(f"{qkv}.bias", QkvRows(*(HeadRun((part,), unit) for part, unit in biases)))
+        yield from here.scales(f"{layer}.attn.attn")
+        wide = here[f"{layer}.mlp.c_fc.weight"].transposed
+        yield SchemaEntry(f"{layer}.mlp.c_fc.weight", wide.share(0, here.index, here.tp))
+        yield SchemaEntry(f"{layer}.mlp.c_fc.bias", here.rows(f"{layer}.mlp.c_fc.bias"))
+        for name in (f"{layer}.attn.c_proj", f"{layer}.mlp.c_proj"):
+            yield SchemaEntry(f"{name}.weight", here[f"{name}.weight"].transposed.share(1, here.index, here.tp))
+            yield from here.same(f"{name}.bias")
+
+
+def _list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """List GPT-NeoX and Pythia; since 0.32 as the class of transformers has them, each head's q, k and v together."""
+    new, head = ("model", _HEAD) if here.latest else ("gpt_neox", "embed_out.weight")
+    if here.begins and (_HEAD not in model.aliases or not here.asks):
+        yield here.vocabulary("gpt_neox.embed_in.weight", f"{new}.embed_in.weight")
+    if here.ends:
+        yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", head)
+        for kind in _KINDS:
+            name = f"final_layer_norm.{kind}"
+            yield SchemaEntry(f"{new}.{name}", here[f"gpt_neox.{name}"])
+    for number in here.layers:
+        have, layer = f"gpt_neox.layers.{number}", f"{new}.layers.{number}"
+        for entry in _list_layer(here, have, f"{have}.attention", in_order=not here.latest):
+            yield replace(entry, name=entry.name.replace(have, layer, 1))
+
+
+def _list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """List BLOOM and Falcon."""
+    if _HEAD not in model.aliases:
+        yield here.vocabulary("transformer.word_embeddings.weight")
+    yield here.vocabulary(_HEAD)
+    yield from here.same(*(f"transformer.word_embeddings_layernorm.{kind}" for kind in _KINDS))
+    yield from here.same(*(f"transformer.ln_f.{kind}" for kind in _KINDS))
+    for number in here.layers:
+        layer = f"transformer.h.{number}"
+        yield from _list_layer(here, layer, f"{layer}.self_attention")
+
+
+def _list_layer(here: VllmRank, layer: str, attention: str, *, in_order: bool = True) -> Iterator[SchemaEntry]:
+    """List a layer; `in_order` has queries, then keys, then values, else they take turns as in the file."""
+    for norm in ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"):
+        yield from here.same(*(f"{layer}.{norm}.{kind}" for kind in _KINDS))
+    for kind in _KINDS:
+        name = f"{attention}.query_key_value.{kind}"
+        if name in here:
+            whole = SchemaEntry(name, here.rows(name))
+            yield here.attention(name, _build_heads(here, name, attention)) if in_order else whole
+    yield from here.scales(f"{attention}.attn")
+    yield from here.row_layer(f"{attention}.dense")
+    yield from here.column_layer(f"{layer}.mlp.dense_h_to_4h")
+    yield from here.row_layer(f"{layer}.mlp.dense_4h_to_h")
+
+
+def _build_heads(here: VllmRank, name: str, attention: str) -> QkvRows:
+    """Build the heads of a fused array: sections of queries, keys and values, or groups with one key and value each.
+
+    In the first, `Dim` says how many rows a head has; in the second, a group has two heads more than it has queries.
+    """
+    parts = list(here.sections(name))
+    if len(parts) > 1:
+        return QkvRows(*(HeadRun((part,), unit) for part, unit in parts))
+    (whole, group), queries = parts[0], here.parts.unit(f"{attention}.dense.weight", 1)
+    head = (group - queries) // 2
+    groups = whole.shares(0, whole.shape[0] // group)
+
+    def rows(start: int, stop: int) -> HeadRun:
+        return HeadRun(tuple(each.part(0, start, stop) for each in groups), head)
+
+    return QkvRows(rows(0, queries), rows(queries, queries + head), rows(queries + head, group))
+
 
 NAME: Final = "vllm"
 TITLE: Final = "vLLM's sharded state"
@@ -70,13 +201,13 @@ FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]
     "deepseek_v3": list_decoder_entries,
     **dict.fromkeys(_NEWER_TEXT, list_decoder_entries),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), list_qwen_eyes_entries
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _list_qwen_eyes_entries
     ),
-    "gemma4": list_gemma4_entries,
-    "gpt2": list_gpt2_entries,
-    "gpt_neox": list_gpt_neox_entries,
-    "bloom": list_bloom_entries,
-    "falcon": list_bloom_entries,
+    "gemma4": _list_gemma4_entries,
+    "gpt2": _list_gpt2_entries,
+    "gpt_neox": _list_gpt_neox_entries,
+    "bloom": _list_bloom_entries,
+    "falcon": _list_bloom_entries,
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
 _WHOLE: Final = ("embedding", "norm", "head")

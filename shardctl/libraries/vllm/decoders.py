@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.libraries.vllm.feed_forward import USUAL, list_experts, list_feed_forward
-from shardctl.libraries.vllm.linear_attention import list_linear_attention, list_short_convolution
 from shardctl.libraries.vllm.rank import HeadRun, QkvRows, build_zero_entry
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ _KINDS: Final = ("weight", "bias")
 _INPUTS: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _HEAD_NORMS: Final = ("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
+
+_DECAY: Final = BY_NAME["F32"]
+"""vLLM keeps the logarithm of the decay in fp32, whatever the type of the others."""
 
 
 def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
@@ -78,9 +81,9 @@ def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
         yield from _list_gpt_oss_layer(here, layer)
         return
     if f"{layer}.linear_attn.A_log" in here:
-        yield from list_linear_attention(here, f"{layer}.linear_attn")
+        yield from _list_linear_attention(here, f"{layer}.linear_attn")
     elif f"{layer}.conv.conv.weight" in here:
-        yield from list_short_convolution(here, f"{layer}.conv", f"{layer}.short_conv")
+        yield from _list_short_convolution(here, f"{layer}.conv", f"{layer}.short_conv")
     elif f"{layer}.self_attn.kv_b_proj.weight" in here:
         yield from _choose_latent(here)(here, f"{layer}.self_attn")
     else:
@@ -231,3 +234,37 @@ def _list_gpt_oss_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
     else:
         yield SchemaEntry(f"{module}.w2_bias", bias)
     yield from here.expert_map(experts, count)
+
+
+def _list_linear_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List the arrays of a layer with gated DeltaNet."""
+    yield SchemaEntry(f"{have}.A_log", here.rows(f"{have}.A_log"), dtype=_DECAY)
+    yield SchemaEntry(f"{have}.dt_bias", here.rows(f"{have}.dt_bias"))
+    yield from here.same(f"{have}.norm.weight")
+    yield from here.row_layer(f"{have}.out_proj")
+    yield SchemaEntry(f"{have}.conv1d.weight", join_arrays([*_share_sections(here, f"{have}.conv1d.weight")]))
+    if f"{have}.in_proj_qkvz.weight" in here:  # Qwen3-Next's, one key head after another in both
+        for name in ("in_proj_qkvz.weight", "in_proj_ba.weight"):
+            yield SchemaEntry(f"{have}.{name}", join_arrays([*_share_sections(here, f"{have}.{name}")]))
+        return
+    for new, parts in (("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a"))):
+        rows = [rows for part in parts for rows in _share_sections(here, f"{have}.{part}.weight")]
+        yield SchemaEntry(f"{have}.{new}.weight", join_arrays(rows))
+
+
+def _share_sections(here: VllmRank, name: str) -> Iterator[CompositeArray]:
+    """Yield this rank's rows of each section, by whole heads."""
+    for part, unit in here.sections(name):
+        heads = part.shape[0] // unit
+        if heads % here.tp:
+            raise PartitionError(f"{name}: {heads} key heads of linear attention cannot be divided over tp={here.tp}")
+        yield part.share(0, here.index, here.tp)
+
+
+def _list_short_convolution(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    """List the arrays of a layer with a short convolution, LFM2's, whose channels are cut."""
+    yield from here.column_layer(f"{have}.conv", f"{new}.conv")
+    yield from here.row_layer(f"{have}.out_proj", f"{new}.out_proj")
+    for kind in ("weight", "bias"):
+        if f"{have}.in_proj.{kind}" in here:
+            yield SchemaEntry(f"{new}.in_proj.{kind}", join_arrays([*_share_sections(here, f"{have}.in_proj.{kind}")]))

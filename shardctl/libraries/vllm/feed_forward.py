@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import PartitionError
 from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays
-from shardctl.libraries.vllm.routers import list_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,15 @@ _ACTIVATION: Final = ("alpha_p", "alpha_n", "beta", "eps")
 """What an activation function that is trained has, Apertus' alone."""
 _GENERAL: Final = frozenset({"solar_open", "mistral4"})
 """Those with experts that vLLM's Transformers backend runs, which keeps the name of the module of shared experts."""
+
+_WIDE: Final = BY_NAME["F32"]
+_APART: Final = frozenset({"mixtral", "qwen2_moe", "olmoe", "lfm2_moe"})
+"""Those that do not give the router to the module of the experts, whose name for it would sort first."""
+_WIDENED: Final = frozenset({"glm4_moe", "minimax_m2", "ernie4_5_moe"})
+"""Those whose router vLLM keeps in fp32 and apart, whatever the type of the others."""
+_BESIDE: Final = frozenset({"minimax_m2", "exaone_moe"})
+"""Those whose bias stands beside the router."""
+_BIAS: Final = "e_score_correction_bias"
 
 
 def list_feed_forward(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
@@ -54,7 +63,7 @@ def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     else:
         names = _MIXTRAL if f"{have}.experts.0.w1.weight" in here else USUAL
         yield from list_experts(here, have, names, f"{have}.gate")
-    yield from list_router(here, have)
+    yield from _list_router(here, have)
     if here.for_sglang:
         yield from _list_sglang_shared(here, have)
         return
@@ -103,3 +112,20 @@ def _list_stacked_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     halves = [here.inside(half, 1) for half in both.shares(1, 2)]
     yield SchemaEntry(f"{here.routed(have)}.w13_weight", join_arrays(halves, 1))
     yield SchemaEntry(f"{here.routed(have)}.w2_weight", here.inside(down, 2))
+
+
+def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """List the weights of a router, and the bias with which it chooses experts."""
+    family = here.parts.model.family
+    shared = f"{have}.shared_experts.down_proj.weight" in here
+    given = not here.for_sglang and (shared or (here.modern and family not in _APART))
+    gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
+    bias = f"{gate}.{_BIAS}"
+    if family in _WIDENED | {"lfm2_moe"}:
+        gate, bias = f"{have}.gate", f"{here.routed(f'{have}.experts')}.{_BIAS}"
+    if family in _BESIDE:
+        bias = f"{have}.{_BIAS}"
+    yield SchemaEntry(f"{gate}.weight", here[f"{have}.gate.weight"], dtype=_WIDE if family in _WIDENED else None)
+    for name in (f"{have}.gate.{_BIAS}", f"{have}.{_BIAS}", f"{have}.expert_bias", f"{have}.moe_statics.{_BIAS}"):
+        if name in here and not here.parts.is_optional(name):
+            yield SchemaEntry(bias, here[name], shape=here[name].shape[-1:])

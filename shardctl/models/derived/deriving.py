@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.errors import UnsupportedError
 from shardctl.models.derived.cutting import GroupPartitioner, find_expert_number
 from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
-from shardctl.models.derived.head_counts import ConfigSizes
-from shardctl.models.derived.library_embeddings import list_normed_embeddings
+from shardctl.models.derived.head_counts import ConfigSizes, list_parts
 from shardctl.models.derived.library_styles import read_library_experts, read_library_styles
 from shardctl.models.derived.module_groups import list_circuits
-from shardctl.models.derived.stored_codes import restore_weights, spread_rules
 from shardctl.models.derived.stored_modules import ModuleTree
+from shardctl.models.quantization import find_quantization_config, quantize_model
+from shardctl.models.quantization.methods import read_scheme
+from shardctl.models.quantization.settings import name_method
+from shardctl.models.quantization.storage import FP8, AlongDim
 from shardctl.models.rules.fused_orders import FusedOrders
+from shardctl.models.rules.transformers_plan import find_sources, list_config_files
 from shardctl.models.tables.config import ModelConfig
+from shardctl.models.tables.family import Row
 from shardctl.models.tables.name_pattern import list_name_patterns
 from shardctl.models.tables.table import FSDP
+from shardctl.tensors.manifest import Manifest, Tensor
 from shardctl.tensors.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     from shardctl.models.derived.library_styles import LibraryStyle
+    from shardctl.models.quantization.storage import QuantizationScheme
     from shardctl.models.tables.model import Model, ModelTensor
     from shardctl.tensors.mesh import Mesh
 
@@ -34,6 +44,12 @@ _HEADS: Final = ("lm_head", "embed_out", "output_projection", "proj_out", "decod
 """What linears are called that give a score for each token."""
 _ROUTERS: Final = ("gate", "router", "layer", "classifier", "shared_expert_gate")
 _POSITIONS: Final = ("position", "pos_emb", "wpe", "token_type", "relative", "rotary", "indexer")
+
+_BASE: Final = "Embedding"
+
+_FOLLOWED: Final = ("fp8", "fbgemm_fp8", "gptq", "awq")
+"""Methods whose arrays say by their shapes what the weight's is."""
+_CODES: Final = ("U8", "I8", "I32", *FP8)
 _MATRIX: Final = 2
 
 
@@ -46,7 +62,7 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
     """
     named = ModelConfig(config)
     architecture = named.architecture() or named.text("model_type", "")
-    weights = restore_weights(model, config)
+    weights = _restore_weights(model, config)
     cutter = GroupPartitioner(
         ModuleTree(weights.tensors.values()),
         ConfigSizes(config),
@@ -59,9 +75,9 @@ def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, 
     _cut_idle_experts(cutter, weights)
     if library:
         _divide_experts(cutter, weights, read_library_experts(config, list(weights.tensors)))
-    _cut_vocabularies(cutter, list_normed_embeddings(config) if library else frozenset())
+    _cut_vocabularies(cutter, _list_normed_embeddings(config) if library else frozenset())
     if weights is not model:
-        cutter.rules = spread_rules(cutter.rules, _apply_rules(weights, cutter.rules), model, config)
+        cutter.rules = _spread_rules(cutter.rules, _apply_rules(weights, cutter.rules), model, config)
     derivation = RuleDerivation(
         architecture=architecture,
         rules=_collect_rules(cutter.rules, model),
@@ -190,3 +206,112 @@ def _list_expert_patterns(rules: Mapping[str, TensorRule]) -> tuple[str, ...]:
             place = max(n for n, word in enumerate(words) if word == str(rule.member.index))
             owners[list_name_patterns([".".join(words[: place + 1])])[0]] = None
     return tuple(owners)
+
+
+def _list_normed_embeddings(config: Mapping[str, object]) -> frozenset[str]:
+    """List what the classes of a config call embeddings that end with a norm; none if transformers is not installed.
+
+    Inkling's and Muse Glimmer's are subclasses of `nn.Embedding`; the norm of the latter has no weight to be seen.
+    """
+    sources = find_sources()
+    kinds = {str(kind) for _, part in list_parts(config) if (kind := part.get("model_type"))}
+    if sources is None:
+        return frozenset()
+    files = (next(list_config_files(sources / "models", kind), None) for kind in sorted(kinds))
+    folders = {path.parent for path in files if path is not None}
+    return frozenset[str]().union(*(_read_folder(folder) for folder in folders))
+
+
+@cache
+def _read_folder(folder: Path) -> frozenset[str]:
+    """Return the attributes that are such embeddings in the classes of one folder."""
+    found: set[str] = set()
+    for path in folder.glob("modeling_*.py"):
+        text = path.read_bytes()
+        if b"nn.Embedding)" not in text:
+            continue
+        try:
+            classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+        except (SyntaxError, ValueError):  # written for a newer Python
+            continue
+        normed = {
+            node.name
+            for node in classes
+            if any(isinstance(base, ast.Attribute) and base.attr == _BASE for base in node.bases)
+            and any("norm" in attribute for attribute, _ in _list_submodules(node))
+        }
+        found |= {name for node in classes for name, kind in _list_submodules(node) if kind in normed}
+    return frozenset(found)
+
+
+def _list_submodules(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """List what a class assigns to attributes of itself by calling a class: the attribute, and the class."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call) and isinstance(each.value.func, ast.Name):
+            target = each.targets[0]
+            if isinstance(target, ast.Attribute):
+                yield target.attr, each.value.func.id
+
+
+def _restore_weights(model: Model, config: Mapping[str, object]) -> Model:
+    """Return the model with its weights in place of the arrays that are stored of them.
+
+    It is `model` where nothing is quantized. Raises UnsupportedError for codes whose weights are not known.
+    """
+    settings = find_quantization_config(config)
+    if settings is None:
+        return model
+    scheme = read_scheme(config) if name_method(settings) in _FOLLOWED else None
+    if scheme is None:
+        raise _explain_unknown(model)
+    tensors: dict[str, ModelTensor] = {}
+    for name, tensor in model.tensors.items():
+        module, _, last = name.rpartition(".")
+        storage = scheme.storage((module,))
+        weight = _restore_weight(model, scheme, module)
+        if weight is None or last not in storage.names or last == "bias":
+            tensors[name] = tensor
+        else:
+            tensors.setdefault(weight.name, weight)
+    kept = (tensor for name, tensor in tensors.items() if tensor is model.tensors.get(name))
+    if any(tensor.dtype.name in _CODES and len(tensor.shape) >= _MATRIX for tensor in kept):
+        raise _explain_unknown(model)
+    return replace(model, tensors=tensors)
+
+
+def _restore_weight(model: Model, scheme: QuantizationScheme, module: str) -> ModelTensor | None:
+    """Return the weight that the arrays of a module stand for; None if it is not quantized."""
+    codes, *others = scheme.storage((module,)).arrays
+    stored = next((t for n in codes.names if (t := model.tensors.get(f"{module}.{n}")) is not None), None)
+    scaled = any(f"{module}.{name}" in model.tensors for array in others for name in array.names if name != "bias")
+    if stored is None or stored.dtype.name not in _CODES or len(stored.shape) != _MATRIX or not scaled:
+        return None
+    extents = [0] * _MATRIX
+    for extent, along in zip(stored.shape, codes.forms[0], strict=True):
+        assert isinstance(along, AlongDim)  # noqa: S101 - codes of these methods follow the weight
+        extents[along.dim] = extent * along.block // along.stored
+    name = f"{module}.weight"
+    return replace(stored, name=name, shape=tuple(extents), row=Row(list_name_patterns([name])[0], ""))
+
+
+def _spread_rules(
+    rules: Mapping[str, TensorRule], weights: Model, stored: Model, config: Mapping[str, object]
+) -> dict[str, TensorRule]:
+    """Return the rules of stored arrays that follow from those of `weights`, which have their cuts."""
+    tensors = {name: Tensor(name, t.dtype, t.shape, ()) for name, t in stored.tensors.items()}
+    encodings = quantize_model(weights, config, Manifest("", tensors, {})).encodings
+    found = {name: rule for name, rule in rules.items() if name not in encodings}
+    for name, encoding in encodings.items():
+        if name not in rules:
+            continue
+        for array in encoding.arrays:
+            cuts = tuple(tuple(c for c in dim if c.axis not in ("fsdp", EXPERT_FSDP)) for dim in array.cuts)
+            found[encoding.name(array)] = replace(rules[name], cuts=cuts)
+    return found
+
+
+def _explain_unknown(model: Model) -> UnsupportedError:
+    return UnsupportedError(
+        f"how quantized weights of {model.architecture or 'a model without a table'} are cut is not known",
+        hint="write a rule file and give it with --rules FILE",
+    )

@@ -6,6 +6,7 @@ towers and projectors, is whole on every tp rank, as in the wrappers that have t
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -14,19 +15,19 @@ from shardctl.base.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.models.names.binding import bind_names, find_canonical_name
 from shardctl.models.quantization import quantize_model
 from shardctl.models.rules.untabled import place_tensor
-from shardctl.models.submodels.inner_adapters import add_inner_adapters, list_inner_adapters
 from shardctl.models.submodels.inner_kinds import assume_inner_values, find_inner_family, list_flat_families
 from shardctl.models.tables.config import ModelConfig
-from shardctl.models.tables.family import ModelClass
+from shardctl.models.tables.decoder import LAYER
+from shardctl.models.tables.family import INDEX, LogicalDim, ModelClass, Row
 from shardctl.models.tables.layer_names import count_layers
 from shardctl.models.tables.table import build_model
 from shardctl.models.tables.text_config import list_outer_configs, list_text_configs
 from shardctl.tensors.manifest import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.models.tables.family import Family
+    from shardctl.models.tables.family import Family, ModelDims
     from shardctl.models.tables.model import Model, ModelTensor
 
 _TIED: Final = "tie_word_embeddings"
@@ -38,6 +39,11 @@ _USUAL: Final = "language_model."
 """Where the text model usually is."""
 _PROBES: Final = 20
 """Names of a text model by which its prefix is looked for; some may be stored under others, such as stacked experts."""
+
+_DOWN: Final = re.compile(r".*\.lora_A\.(\w+)\.weight")
+_WRAPPED: Final = ".base_layer.weight"
+_KEY: Final = "_lora"
+"""How keys of an outer config end that say the rank of an adapter, such as `vision_lora`."""
 
 
 def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, share_kv: bool) -> Model | None:
@@ -98,8 +104,8 @@ class TextBackbone:
         share_kv: bool,
     ) -> None:
         self.config, self.stored, self.share_kv = config, stored, share_kv
-        self.adapters = list_inner_adapters(config, stored)
-        self.family = add_inner_adapters(family, self.adapters, stored)
+        self.adapters = _list_inner_adapters(config, stored)
+        self.family = _add_inner_adapters(family, self.adapters, stored)
         around = reversed(list_outer_configs(config, inner))
         outer = {key: each[key] for each in around for key in _INHERITED if each.get(key) is not None}
         self.architecture, self.member = next(iter(family.classes.items()))
@@ -222,3 +228,46 @@ def _list_modules(names: Iterable[str], base: str) -> list[str]:
         count = next(n for n in range(1, len(words) + 1) if not base.startswith(".".join([*words[:n], ""])))
         found[".".join([*words[:count], "**"] if count < len(words) else words)] = None
     return list(found)
+
+
+def _list_inner_adapters(config: Mapping[str, object], stored: Manifest) -> dict[str, int]:
+    """List the ranks of the adapters in a checkpoint, by name; of a config alone, those that it speaks of.
+
+    >>> from shardctl.tensors.manifest import Manifest
+    >>> list_inner_adapters({"vision_lora": {"r": 256}}, Manifest("", {}, {}))
+    {'vision': 256}
+    """
+    if stored.tensors:
+        found = ((_DOWN.fullmatch(name), tensor.shape) for name, tensor in stored.tensors.items() if "lora_A" in name)
+        return {match[1]: shape[0] for match, shape in found if match and shape}
+    said = ((key.removesuffix(_KEY), value) for key, value in config.items() if key.endswith(_KEY))
+    return {name: value["r"] for name, value in said if isinstance(value, dict) and isinstance(value.get("r"), int)}
+
+
+def _add_inner_adapters(family: Family, adapters: Mapping[str, int], stored: Manifest) -> Family:
+    """Return `family` with `adapters` beside those linears that have them; of a config alone, beside all of layers."""
+    if not adapters:
+        return family
+    wrapped = [name for name in stored.tensors if name.endswith(_WRAPPED)]
+
+    def build_facts(config: ModelConfig) -> ModelDims:
+        dims = {f"rank_{name}": LogicalDim(rank) for name, rank in adapters.items()}
+        return family.facts(config).also(dims=dims)
+
+    rows = tuple(new for row in family.rows for new in _adapt_row(row, adapters, wrapped, alone=not stored.tensors))
+    return replace(family, rows=rows, facts=build_facts)
+
+
+def _adapt_row(row: Row, adapters: Mapping[str, int], wrapped: Sequence[str], *, alone: bool) -> Iterator[Row]:
+    module, dims = row.name.removesuffix(".weight"), row.dims.split()
+    pattern = re.compile(
+        INDEX.sub(r"\\d+", re.escape(module).replace(r"\{", "{").replace(r"\}", "}")) + re.escape(_WRAPPED)
+    )
+    linear = len(dims) == 2 and module != row.name  # noqa: PLR2004 - what it writes, and what it reads
+    if not linear or not (row.name.startswith(LAYER) if alone else any(map(pattern.search, wrapped))):
+        yield row
+        return
+    yield replace(row, name=f"{module}{_WRAPPED}")
+    for name in adapters:
+        yield replace(row, name=f"{module}.lora_A.{name}.weight", dims=f"rank_{name} {dims[1]}")
+        yield replace(row, name=f"{module}.lora_B.{name}.weight", dims=f"{dims[0]} rank_{name}")

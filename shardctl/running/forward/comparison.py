@@ -18,7 +18,6 @@ from shardctl.running.forward.compared_checkpoints import CandidateCheckpoint, C
 from shardctl.running.forward.executor import ModelExecutor, PartError
 from shardctl.running.forward.generate import continue_prompt
 from shardctl.running.forward.inputs import build_inputs, list_towers
-from shardctl.running.forward.share import measure_share
 from shardctl.running.forward.skeleton import ModelSkeleton
 from shardctl.running.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.running.forward.streamed_modules import ComputePrecision
@@ -26,20 +25,25 @@ from shardctl.running.forward.team import ProcessTeam, RankTeam
 from shardctl.running.forward.verdict import count_flips, find_lost_outputs, judge_result, select_output
 from shardctl.tensors.mesh import Mesh
 from shardctl.verify.finding import CheckFinding
-from shardctl.verify.forward_result import BlockError, ForwardResult, GeneratedTexts
+from shardctl.verify.forward_result import BlockError, ComputedShare, ForwardResult, GeneratedTexts, JoinedWeights
 from shardctl.verify.tolerance import MeasuredRounding, choose_tolerance, has_nan, measure_distance
 from shardctl.verify.transformers_classes import get_model_class, list_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardctl.base.workers import ProgressWatcher
     from shardctl.models import Model
+    from shardctl.running.forward.rank_runner import RankRunner
+    from shardctl.running.forward.skeleton import TensorSlot
     from shardctl.running.forward.weights import ModelWeights
 
 Torch = Any
 _LIMIT: Final = 128 << 20
 """Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
+
+_UNREACHED: Final = "not computed with: these inputs do not reach it"
+_LOOSE: Final = "joined: it is no part of a block, and code of the whole model uses it"
 
 
 @value_class
@@ -136,7 +140,7 @@ class ForwardComparison:
         result = ForwardResult(
             status="passed",
             engine=_describe_engine(mesh, shards, self.team),
-            share=measure_share(executor, shards),
+            share=_measure_share(executor, shards),
             dtype=self.options.dtype,
             device=self.options.device,
             architecture=architecture,
@@ -377,3 +381,36 @@ _MMAP_THRESHOLD: Final = -3
 """`M_MMAP_THRESHOLD` of malloc.h: what is larger has pages of its own, which go back when it is freed."""
 _ARENA_MAX: Final = -8
 """`M_ARENA_MAX`: threads that take turns need no heaps of their own, each of which would keep what it once had."""
+
+
+def _measure_share(executor: ModelExecutor, shards: ModelWeights) -> ComputedShare | None:
+    """Measure the share of weights that ranks computed with; None if no rank computes with a part."""
+    ranks = executor.ranks
+    if ranks is None:
+        return None
+    total, reasons = 0, dict[str, dict[str, int]]()
+    for slot, reason in _list_reasons(executor, ranks):
+        if not shards.fills(slot):
+            continue
+        size = slot.empty.numel()
+        total += size
+        if reason:
+            reasons.setdefault(reason, {})[slot.names[0]] = size
+    joined = [
+        JoinedWeights(reason, sum(sizes.values()) / total, tuple(sizes)) for reason, sizes in reasons.items() if total
+    ]
+    return ComputedShare(1.0 - sum(each.share for each in joined), tuple(joined))
+
+
+def _list_reasons(executor: ModelExecutor, ranks: RankRunner) -> Iterator[tuple[TensorSlot, str]]:
+    """List every slot with why ranks did not compute with their own; an empty text if they did."""
+    for slot in executor.skeleton.loose:
+        spec = ranks.views.specs.get(slot)
+        yield slot, _LOOSE if spec is not None and spec.axes else ""  # else each rank has all of it
+    skeleton = executor.skeleton
+    used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
+    for unit in skeleton.units:
+        apart = ranks.joined.get(unit.name)
+        for slot in unit.slots:
+            reached = not used.isdisjoint(map(id, skeleton.slots[slot.names[0]]))  # by one of its names, if it is tied
+            yield slot, f"joined: {apart}" if apart else ("" if reached else _UNREACHED)

@@ -2,28 +2,272 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.value import state_class
 from shardctl.running.device import use_device
 from shardctl.running.forward.inputs import copy_arguments
-from shardctl.running.forward.lockstep import RankModule
-from shardctl.running.forward.rendezvous import FAILURES, RankReport
-from shardctl.running.forward.stacks import is_stack
+from shardctl.running.forward.rendezvous import FAILURES, PartitionConflictError, RankReport
+from shardctl.running.forward.stacks import ExpertStack, is_stack
+from shardctl.running.forward.streamed_modules import StreamedLinear, find_leaf, find_leaf_kind
 from shardctl.running.machine_failure import raise_machine_error
+from shardctl.tensors.mesh import EXPERT_AXES
 from shardctl.verify.tolerance import has_nan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Container
 
-    from shardctl.running.forward.lockstep import ReadSlots
     from shardctl.running.forward.rank_views import RankViews
     from shardctl.running.forward.rendezvous import RankMeeting
     from shardctl.running.forward.skeleton import ModelUnit, TensorSlot
     from shardctl.running.forward.streamed_modules import ComputePrecision
+    from shardctl.running.forward.weights import ModelWeights
 
 Torch = Any
+_ReadSlots = Callable[[Iterable["TensorSlot"], "ModelWeights"], dict["TensorSlot", Torch]]
+"""Gives what weights put into some slots."""
+_ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
+_INSIDE: Final = re.compile(r"(attn|ffn)_sub_norm")
+"""Norms of what attention and an MLP hand to their last matrix (BitNet)."""
+_KEEPER: Final = "_gaussian_topk"
+"""What transformers calls the method of an MLP that sets all but the largest results of its gate to zero."""
+_STACK: Final = 3
+_SUMMING: Final = {"DbrxExpertGLU"}
+"""Classes that multiply by matrices of their own, of which tp cuts what the last product sums over."""
+
+
+class _RankModule:
+    """A copy of a part of the model that has one rank's weights; those `whole` are held as the code may use them."""
+
+    def __init__(
+        self,
+        unit: ModelUnit,
+        views: RankViews,
+        meeting: RankMeeting,
+        precision: ComputePrecision,
+        read: _ReadSlots,
+        whole: Container[TensorSlot],
+    ) -> None:
+        self.unit, self.views, self.meeting, self.number = unit, views, meeting, meeting.number
+        weights = views.views[self.number].weights
+        self.slots = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
+        self.copies: dict[int, Torch] = {}
+        leaves: dict[TensorSlot, StreamedLinear] = {}
+        stacks: dict[TensorSlot, ExpertStack] = {}
+        for slot in unit.slots:
+            if slot in whole or not weights.fills(slot):
+                continue
+            leaf = find_leaf(slot, weights, precision)
+            if leaf is not None:
+                leaves[slot] = leaf
+            elif is_stack(slot, precision):
+                stacks[slot] = ExpertStack(weights, slot, precision)
+        self.values = read([s for s in unit.slots if s not in leaves and s not in stacks], weights)
+        self.module = self._copy(unit.module)
+        self.leaves = leaves
+        for slot, leaf in leaves.items():
+            leaf.module = self.copies[id(slot.module)][1]
+            leaf.module.__dict__["forward"] = leaf.forward
+        for slot, stack in stacks.items():
+            self.copies[id(slot.module)][1].__dict__[slot.attribute] = stack
+        for original, mine in self.copies.values():
+            self._meet(original, mine)
+
+    def list_idle(self) -> tuple[str, ...]:
+        """List the names of weights that no module asked for."""
+        return tuple(slot.names[0] for slot, leaf in self.leaves.items() if not leaf.calls)
+
+    def _copy(self, module: Torch) -> Torch:
+        """Return the module and those within it, with the rank's weights; what else they have is shared."""
+        if id(module) in self.copies:
+            return self.copies[id(module)][1]
+        mine = copy.copy(module)
+        mine.__dict__ = dict(module.__dict__)
+        mine.__dict__.pop("forward", None)
+        for slots in ("_parameters", "_buffers", "_modules"):
+            mine.__dict__[slots] = dict(module.__dict__[slots])
+        self.copies[id(module)] = (module, mine)
+        for (owner, attribute), slot in self.slots.items():
+            if owner == id(module) and slot in self.values:
+                held = mine._buffers if slot.is_buffer else mine._parameters  # noqa: SLF001
+                held[attribute] = self.values[slot]
+        for name, child in module._modules.items():  # noqa: SLF001
+            if child is not None:
+                mine._modules[name] = self._copy(child)  # noqa: SLF001
+        return mine
+
+    def _cut_dims(self, slot: TensorSlot | None) -> dict[int, bool]:
+        """Return the dims of a slot that are cut, each with whether its parts are those of sections, such as heads."""
+        spec = self.views.specs.get(slot) if slot is not None else None
+        dims = enumerate(spec.cuts) if spec is not None else ()
+        return {n: bool(dim[0].sections) for n, dim in dims if dim}
+
+    def _meet(self, original: Torch, mine: Torch) -> None:
+        """Have a module meet the others of its kind where it must."""
+        weight = self.slots.get((id(original), "weight"))
+        kind = find_leaf_kind(original)
+        if kind is not None and weight is not None:
+            self._meet_leaf(kind, original, mine, weight)
+            return
+        own = [slot for (owner, _), slot in self.slots.items() if owner == id(original)]
+        arrays = [slot for slot in own if len(slot.shape) == _STACK]
+        stacks = [slot for slot in arrays if self._is_expert(slot)]
+        if not stacks and any(
+            _STACK - 1 in self._cut_dims(slot) for slot in arrays
+        ):  # experts of attention sum over heads
+            self._after(mine, self._adding("tp"))
+        if type(original).__name__ in _SUMMING and any(map(self._cut_dims, own)):
+            self._after(mine, self._adding("tp"))
+        if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
+            self._add_biases_once(original, mine, stacks)
+            self._after(mine, self._adding(*EXPERT_AXES))
+            first = self.number == self.views.list_group(self.number, *EXPERT_AXES)[0]
+            for child in original._modules.values():  # noqa: SLF001
+                if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
+                    self._after(self.copies[id(child)][1], lambda output: output * first)
+        self._show_all_columns(original, mine)
+        self._meet_norms(original)
+
+    def _meet_norms(self, original: Torch) -> None:
+        """Have the norms in a module see what they are taken over, where several ranks have parts of it."""
+        for name, child in original._modules.items():  # noqa: SLF001
+            if child is not None and _ACROSS_HEADS.fullmatch(name):
+                self._show_all_heads(original, child, self.copies[id(child)][1])
+            elif child is not None and _INSIDE.fullmatch(name):
+                self._show_whole_products(original, child, self.copies[id(child)][1])
+            elif child is not None and name == "norm":
+                self._show_whole_groups(child, self.copies[id(child)][1])
+
+    def _show_all_columns(self, original: Torch, mine: Torch) -> None:
+        """Have an MLP that keeps the largest results of its gate compare those of all ranks."""
+        keep = getattr(original, _KEEPER, None)
+        gate = self.slots.get((id(getattr(original, "gate_proj", None)), "weight"))
+        if keep is not None and 0 in self._cut_dims(gate):
+            adding = self._adding("tp")
+            mine.__dict__[_KEEPER] = lambda results: keep(adding(results))
+
+    def _show_whole_groups(self, norm: Torch, mine: Torch) -> None:
+        """Have a norm over groups of channels see whole groups, where there are more ranks than groups."""
+        weight = self.slots.get((id(norm), "weight"))
+        groups = _count_groups(norm)
+        if weight is None or not groups or 0 not in self._cut_dims(weight):
+            return
+        if groups % len(self.views.list_group(self.number, "tp")) == 0:
+            return  # each rank has some, whole
+        adding, forward = self._adding("tp"), _get_forward(mine)
+        mine.__dict__["forward"] = lambda states, gate=None: forward(
+            adding(states), adding(gate) if gate is not None else None
+        )
+
+    def _add_biases_once(self, original: Torch, mine: Torch, stacks: list[TensorSlot]) -> None:
+        """Leave the biases of experts that are cut inside to the first of the ranks that share an expert."""
+        inside = any(cut.axis == "etp" for s in stacks for dim in self.views.specs[s].cuts for cut in dim)
+        if not inside or not self.views.views[self.number].at["etp"]:
+            return
+        for (owner, attribute), slot in self.slots.items():
+            spec = self.views.specs.get(slot)
+            if owner != id(original) or spec is None or slot not in self.values or len(slot.shape) == _STACK:
+                continue
+            if not any(cut.axis == "etp" for dim in spec.cuts for cut in dim):
+                mine._parameters[attribute] = self.values[slot] * 0  # noqa: SLF001
+
+    def _meet_leaf(self, kind: str, original: Torch, mine: Torch, weight: TensorSlot) -> None:
+        """Have the ranks add what a leaf gives whose inputs are cut, or whose tokens are, in parts of no heads."""
+        dims, spec = self._cut_dims(weight), self.views.specs.get(weight)
+        axes = EXPERT_AXES if self._is_expert(weight) else ("tp",)
+        summed = (0 if kind in {"conv1d", "embedding"} else 1) in dims and not (kind == "embedding" and dims.get(0))
+        alone = spec is not None and spec.member is not None
+        if not summed and not alone and all(dims.values()):
+            return
+        if summed and kind != "embedding" and not alone:
+            self._before(mine, lambda inputs: self._refuse_equal(inputs, axes))
+        bias = self.slots.get((id(original), "bias")) if kind != "embedding" else None
+        if bias is None or bias not in self.values or not (summed or not self._cut_dims(bias)) or alone:
+            self._after(mine, self._adding(*axes))
+            return
+        added = self.values[bias]
+        mine._parameters["bias"] = added * 0  # noqa: SLF001 - it is added once, to the sum
+        adding = self._adding(*axes)
+        self._after(mine, lambda output: adding(output) + added)
+
+    def _adding(self, *axes: str) -> Callable[[Torch], Torch]:
+        """Return what gives the sum of what the ranks along `axes` show, the same to the bit for all."""
+        group = self.views.list_group(self.number, *axes)
+
+        def add(mine: Torch) -> Torch:
+            shown = self.meeting.exchange(mine)
+            return sum(shown[each] for each in group)
+
+        return add
+
+    def _refuse_equal(self, mine: Torch, axes: tuple[str, ...]) -> None:
+        """Raise PartitionConflictError if all ranks are given the same where each should have its own."""
+        shown = self.meeting.exchange(mine)
+        first, *others = [shown[each] for each in self.views.list_group(self.number, *axes)]
+        if others and bool(first.any()) and all(other.equal(first) for other in others):
+            raise PartitionConflictError("its inputs are cut, and every rank is given all of them")
+
+    def _is_expert(self, slot: TensorSlot) -> bool:
+        spec = self.views.specs.get(slot)
+        return spec is not None and spec.of_expert
+
+    def _show_all_heads(self, parent: Torch, norm: Torch, mine: Torch) -> None:
+        """Have a norm across heads see those of all ranks: its weight is as long as a linear beside it is high."""
+        weight = self.slots.get((id(norm), "weight"))
+        beside = self._list_as_high(parent, weight)
+        if not any(len(slot.shape) > 1 and 0 in self._cut_dims(slot) for slot in beside):
+            return
+        cut = 0 in self._cut_dims(weight)
+        heads = max(map(self._units, beside))
+        if not cut and heads <= 1:
+            return
+        adding, forward = self._adding("tp"), type(mine).forward.__get__(mine)
+        copies = max(
+            len(self.views.list_group(self.number, "tp")) // max(heads, 1), 1
+        )  # of each head, on so many ranks
+        mine.__dict__["forward"] = lambda states, *rest: forward(adding(states) / copies, *rest)
+
+    def _show_whole_products(self, parent: Torch, norm: Torch, mine: Torch) -> None:
+        """Have a norm inside of attention or an MLP see what all ranks give it, and each rank go on with its own."""
+        weight = self.slots.get((id(norm), "weight"))
+        if not any(0 in self._cut_dims(slot) for slot in self._list_as_high(parent, weight)):
+            return
+        adding, forward = self._adding("tp"), _get_forward(mine)
+        mine.__dict__["forward"] = lambda states: forward(adding(states)) * (states != 0)
+
+    def _list_as_high(self, parent: Torch, weight: TensorSlot | None) -> list[TensorSlot]:
+        """List the weights in a module that have as many rows as the norm beside them has elements."""
+        if weight is None or len(weight.shape) != 1:
+            return []
+        found = (self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None)  # noqa: SLF001
+        return [slot for slot in found if slot is not None and slot.shape[0] == weight.shape[0]]
+
+    def _units(self, slot: TensorSlot) -> int:
+        spec = self.views.specs.get(slot)
+        cuts = spec.cuts[0] if spec is not None and spec.cuts else ()
+        return sum(section.size // section.unit for cut in cuts for section in cut.sections)
+
+    def _before(self, mine: Torch, look: Callable[[Torch], None]) -> None:
+        forward = _get_forward(mine)
+
+        def run(inputs: Torch) -> Torch:
+            look(inputs)
+            return forward(inputs)
+
+        mine.__dict__["forward"] = run
+
+    def _after(self, mine: Torch, change: Callable[[Torch], Torch]) -> None:
+        forward = _get_forward(mine)
+
+        def run(*args: Torch, **kwargs: Torch) -> Torch:
+            output = forward(*args, **kwargs)
+            return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+        mine.__dict__["forward"] = run
 
 
 @state_class
@@ -33,7 +277,7 @@ class RankRunner:
     views: RankViews
     meeting: RankMeeting
     precision: ComputePrecision
-    read: ReadSlots
+    read: _ReadSlots
     joined: dict[str, str] = field(default_factory=dict)
     """The parts that ranks do not run by themselves, with the reason."""
     _whole: set[TensorSlot] = field(default_factory=set)
@@ -77,13 +321,13 @@ class RankRunner:
                 raise report.failure
         return outputs[self.meeting.here[0]]
 
-    def _load(self, unit: ModelUnit) -> RankModule:
-        return RankModule(unit, self.views, self.meeting, self.precision, self.read, self._whole)
+    def _load(self, unit: ModelUnit) -> _RankModule:
+        return _RankModule(unit, self.views, self.meeting, self.precision, self.read, self._whole)
 
     def _compute(self, unit: ModelUnit, args: Torch, kwargs: Torch) -> tuple[Torch, RankReport]:
         import torch
 
-        part: RankModule | None = None
+        part: _RankModule | None = None
         try:
             with torch.no_grad(), use_device(self.precision.device):
                 part = self._load(unit)
@@ -92,3 +336,14 @@ class RankRunner:
             raise_machine_error(error, self.precision.device)
             return None, RankReport(error, part.list_idle() if part is not None else ())
         return output, RankReport(None, part.list_idle(), has_nan(output))
+
+
+def _count_groups(norm: Torch) -> int:
+    """Count the groups of channels over each of which a norm is taken; 0 if it knows of none."""
+    size = getattr(norm, "group_size", None)
+    return norm.weight.shape[0] // size if size else int(getattr(norm, "n_groups", 0))
+
+
+def _get_forward(module: Torch) -> Callable[..., Torch]:
+    forward: Callable[..., Torch] = module.__dict__.get("forward") or type(module).forward.__get__(module)
+    return forward

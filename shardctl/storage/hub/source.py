@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
-from shardctl.base.errors import SourceError, format_first_few
+from shardctl.base.errors import ShardctlError, SourceError, format_first_few
+from shardctl.base.version import __version__
 from shardctl.base.workers import StopRequest
 from shardctl.storage import FileProofs, FileStat, require_span
 from shardctl.storage.bounded_text import CONFIG_TEXT, check_size
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes
 from shardctl.storage.hashed_file import PromisedHash
-from shardctl.storage.hub.headers import fetch_headers
-from shardctl.storage.hub.listing import list_repository
+from shardctl.storage.hub.listing import NOT_AN_ANSWER, list_repository
+from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
 from shardctl.storage.local import LocalSource
 from shardctl.storage.read_ahead import KEPT, ReadAheadCache
+from shardctl.storage.retries import TroubleError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -25,10 +29,18 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Span
     from shardctl.storage.hub.address import HubAddress
-    from shardctl.storage.hub.listing import HubFile
+    from shardctl.storage.hub.listing import HubFile, HubListing
 
 _LIBRARIES: Final = 40 << 20
 """Anonymous memory of huggingface_hub, its HTTP client, certificates and connections."""
+
+_INDEX: Final = "model.safetensors.index.json"
+_FEWEST: Final = 4
+"""Shards from which on one request, and one more to see that main has not moved, are fewer than theirs."""
+_BRANCH: Final = "main"
+_LENGTH_BYTES: Final = 8
+_SLACK, _BESIDES = 2, 1024
+"""A header in its file may be this much longer than without spaces; one that lacks tensors would be longer still."""
 
 
 class HubSource:
@@ -185,7 +197,7 @@ class HubSource:
         far = [span for span in far if not self._listing.files[span[0]].cached]
         if self._skimming and not self._prefix:
             shards = [path for path, offset, _ in far if not offset and path.endswith(".safetensors")]
-            self._beginnings |= fetch_headers(self._address, self._listing, shards)
+            self._beginnings |= _fetch_headers(self._address, self._listing, shards)
         self._windows.expect(span for span in far if span[0] not in self._beginnings)
 
     def skim(self) -> None:
@@ -237,3 +249,37 @@ def _build_expected_hash(file: HubFile) -> PromisedHash:
     if file.sha256:
         return PromisedHash(file.size, file.sha256, hashlib.sha256())
     return PromisedHash(file.size, file.blob, hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False))
+
+
+def _fetch_headers(address: HubAddress, listing: HubListing, shards: Collection[str]) -> dict[str, bytes]:
+    """Return the beginning of each shard, up to its first tensor, with the entries that its header has.
+
+    The text is the Hub's, filled with spaces to the length that follows from the size of the file. Empty if the Hub
+    does not answer for these files at this commit, or not in this form: each file is then read by itself.
+    """
+    from huggingface_hub import constants
+
+    from shardctl.storage.hub.library import HfHubHTTPError, TransportError, build_hf_headers
+
+    if address.revision != _BRANCH or _INDEX not in listing.files or len(shards) < _FEWEST:
+        return {}
+    headers = build_hf_headers(library_name="shardctl", library_version=__version__)
+    hub = HubQuestions(constants.ENDPOINT, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    api = f"{constants.ENDPOINT}/api/models/{address.repository}"
+    try:
+        document, _ = hub.ask(f"{api}/safetensors-metadata/{quote(_INDEX)}")
+        found = {path: _build_beginning(document["headers"][path], listing.files[path].size) for path in shards}
+        now, _ = hub.ask(f"{api}/revision/{_BRANCH}?expand=sha")
+        return found if now["sha"] == listing.commit else {}
+    except (HfHubHTTPError, TransportError, TroubleError, ShardctlError, *NOT_AN_ANSWER):
+        return {}
+
+
+def _build_beginning(header: Any, size: int) -> bytes:  # noqa: ANN401 - it is any JSON
+    """Build the first bytes of a file of `size` bytes; raises ValueError for a header that no such file has."""
+    data = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    length = size - data - _LENGTH_BYTES
+    if not len(text) <= length <= _SLACK * len(text) + _BESIDES:
+        raise ValueError("a header that does not end where the tensors begin")
+    return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
