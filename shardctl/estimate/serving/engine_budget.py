@@ -56,7 +56,7 @@ class EngineRules:
     """Rows of fp32 logits that Triton's programs keep, one each, at most one for each sequence."""
 
 
-_SORTED: Final = (35, 97, 105)
+_SORTED: Final = (35, 97, 120)
 """Without Triton, top-p sorts the logits, with int64 indices; FlashInfer, where it is enabled, does not."""
 _UNSORTED: Final = (35, 35, 60)
 """Logits in 16 bits, in fp32, probabilities and noise, or FlashInfer's masked logits: 14 bytes of each logit."""
@@ -109,6 +109,38 @@ def choose_batch_limits(budget: EngineBudget) -> tuple[int, int]:
         return 1024, 16384
     a100 = budget.compute_capability == _AMPERE and (budget.version is None or budget.version >= (0, 9))
     return (256, 2048) if a100 or budget.usable < _H100_BYTES else (1024, 8192)
+
+
+_OUTSIDE_TORCH: Final = {False: (48 * MIB, 256 * MIB, 640 * MIB), True: (256 * MIB, 2144 * MIB, 2560 * MIB)}
+"""Bytes outside of torch that appear while vLLM profiles, by whether tp ranks reduce over NVLink: the least, the usual
+and the most. Modules of kernels and cuBLAS's workspaces; with tp also NCCL's channels, which open at the first use, and
+the buffers of fused reductions."""
+_LINKED: Final = frozenset({8.0, 9.0, 10.0, 10.3})
+"""Compute capabilities of devices that NVLink joins: A100, H100 and H200, B200, B300."""
+
+
+def build_outside_term(budget: EngineBudget, tp: int) -> MemoryTerm | None:
+    """Build the term of what lies outside of torch, and vLLM counts in its part; None where another term has it.
+
+    Up to 0.8, logs name it together with the context.
+    """
+    if budget.engine != "vllm" or (budget.version is not None and budget.version < (0, 9)):
+        return None
+    linked = tp > 1 and budget.compute_capability in _LINKED
+    low, usual, high = _OUTSIDE_TORCH[linked]
+    if tp > 1 and not linked:
+        high = _OUTSIDE_TORCH[True][2]
+    return MemoryTerm(
+        "kernels and buffers outside of torch",
+        "runtime",
+        usual,
+        "outside",
+        {"outside": usual, "tp": tp},
+        "vLLM 0.19.0 on H100: 0.24 to 0.27 GiB, with tp 2.06 to 2.17, of stages 0.07 (llm-d-planner, "
+        "docs/accuracy/vllm-v0.19.0-accuracy-report.md); on two RTX 4090 0.25 (vllm-project/vllm issue 13061)",
+        interval=(low, high),
+        counter="device",
+    )
 
 
 def build_rounding_term(layers: int) -> MemoryTerm:

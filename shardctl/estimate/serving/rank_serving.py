@@ -11,6 +11,7 @@ from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
 from shardctl.estimate.runtime import list_runtime_terms
 from shardctl.estimate.serving.engine_budget import (
+    build_outside_term,
     build_reserve_term,
     build_rounding_term,
     count_engine_room,
@@ -192,8 +193,10 @@ def _list_other_terms(
     passing = [*_list_gathered_terms(holding, mesh), *_list_forward_terms(anatomy, holding, mesh, work, bits)]
     rounded = work.budget is not None and work.budget.engine == "sglang"
     padding = build_padding_term(anatomy, holding, mesh, work.budget) if work.budget is not None else None
+    outside = build_outside_term(work.budget, mesh.degree("tp")) if work.budget is not None else None
     found = (
         *([padding] if padding is not None else []),
+        *([outside] if outside is not None else []),
         *list_cache_terms(anatomy, holding, mesh, work, dtype=dtype),
         *passing,
         *([build_rounding_term(len(holding.layers))] if rounded else []),
