@@ -185,14 +185,14 @@ def plan(
     mesh: str | Mapping[str, int] | Mesh | None = None,
     stages: str | None = None,
     for_: str | None = None,
-    seq_len: int | None = None,
+    seq_len: int | str | None = None,
     batch: int | None = None,
     kv_dtype: Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None = None,
-    dcp: int | None = None,
-    encoder_len: int | None = None,
-    batched_tokens: int | None = None,
+    decode_cp: int | None = None,
+    encoder_len: int | str | None = None,
+    batched_tokens: int | str | None = None,
     max_seqs: int | None = None,
-    towers: Literal["cut", "whole"] | None = None,
+    encoder_tp: Literal["shard", "replicate", "cut", "whole"] | None = None,
     utilization: float | None = None,
     gpu: str | Path | Mapping[str, object] | DeviceSpec | None = None,
     gpus: int | None = None,
@@ -204,7 +204,7 @@ def plan(
     base_dtype: Literal["bf16", "fp16", "fp32", "int8", "nf4"] | None = None,
     prepare_base: Literal["peft", "trl"] | None = None,
     train_only: str | None = None,
-    beside: str | Path | Sequence[str | Path] = (),
+    extra_model: str | Path | Sequence[str | Path] = (),
     precision: Literal["mixed", "bf16", "fp32"] | None = None,
     zero: int | None = None,
     profile: Literal["megatron", "hf", "fsdp2", "deepspeed"] | None = None,
@@ -312,25 +312,28 @@ def plan(
     Workload:
         for_: What to estimate: serve, train, or a server such as vllm, vllm@0.19 or sglang, with memory as it counts.
             Default: train if fsdp or a training option is given, else serve.
-        seq_len: Tokens per sequence. Default: 8192, or the model's limit if that is lower.
-        batch: Sequences served at once; in training, per forward pass of a data-parallel rank. Default: 1.
+        seq_len: Tokens per sequence; 32k is 32,000 and 32K is 32,768, as in vLLM (max_model_len). Default: 8192, or the
+            model's limit if that is lower.
+        batch: Sequences (users) served at once; in training, per forward pass of a data-parallel rank. Default: 1.
 
     Serving:
-        kv_dtype: Type of the key/value cache. Default: the model's type.
-        dcp: Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default: 1.
+        kv_dtype: Type of the key/value cache (vLLM: kv_cache_dtype). Default: the model's type.
+        decode_cp: Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default:
+            1.
         encoder_len: Tokens per sequence in the encoder of an encoder-decoder model. Default: seq_len.
         batched_tokens: Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192, with for_="vllm"
             the engine's for the device.
         max_seqs: Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). Default:
             batch, with for_="vllm" the engine's for the device, 256 or 1024.
-        towers: Whether tp cuts encoders of pictures and sounds (vLLM: mm_encoder_tp_mode weights or data). Default:
-            cut, where it is known how.
+        encoder_tp: Shard or replicate vision and audio encoders across tp (vLLM: mm_encoder_tp_mode weights or data).
+            Default: shard, where it is known how.
         utilization: Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang:
             mem_fraction_static). Default: 0.92 with for_="vllm", else all of it.
 
     Devices:
         gpu: Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto
-            for this machine's device. A dictionary with the keys of such a file, or a DeviceSpec, works too.
+            for this machine's device. 2xh100 is gpu h100 gpus 2. GB is nominal here, 2^30 bytes, and 10^9 bytes in all
+            other options. A dictionary with the keys of such a file, or a DeviceSpec, works too.
         gpus: Number of devices for search and for the comparison. Default: the ranks of the mesh.
         search: Compare all meshes of gpus devices and rank them.
 
@@ -344,14 +347,14 @@ def plan(
         prepare_base: Who prepares a quantized base: PEFT's prepare_model_for_kbit_training makes its norms, embedding
             and head fp32, and TRL the latter two bf16 again. Default: neither.
         train_only: Train only the tensors with a matching name.
-        beside: Keep the weights of this model beside the trained one, such as a reference or a reward model; a list
-            gives more than one.
+        extra_model: Also count this model's weights: reference, reward or critic; a list gives more than one.
         precision: mixed computes in 16 bits and updates fp32 copies, bf16 and fp32 keep everything in one type.
             Default: mixed.
         zero: What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.
         profile: Training runtime to estimate. Default: fsdp2.
         recompute: Which activations to recompute instead of keeping them; selective is attention between its
-            projections, and with profile="fsdp2" all but what torchtitan's list of operations saves. Default: none.
+            projections, and with profile="fsdp2" all but what torchtitan's list of operations saves; full is gradient
+            checkpointing. Default: none.
         recompute_modules: Profile megatron: what recompute="selective" recomputes, separated by commas: core_attn,
             moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts. Default: core_attn.
         recompute_every: Recompute only the last of so many layers, as recompute says. Default: 1.

@@ -207,7 +207,7 @@ def test_the_examples_of_docstrings_run(tmp_path, monkeypatch):
 
 def test_help_shows_a_keyword_on_each_line():
     shown = pydoc.plain(pydoc.render_doc(shardctl.plan)).splitlines()
-    assert "    seq_len: int | None = None," in shown
+    assert "    seq_len: int | str | None = None," in shown
     assert max(map(len, shown)) <= 160
 
 

@@ -28,6 +28,8 @@ shardctl VERB --help shows what most people need, --help-all every option.
 Examples:
   shardctl inspect ./llama
   shardctl reshard ./llama ./llama-tp4 --tp 4
+
+Documentation: docs/guide.md, or the pages of pip show --verbose shardctl
 """
 
 app = typer.Typer(
@@ -82,7 +84,9 @@ def format_own_help(command: Any) -> str:  # noqa: ANN401 - click's group
 def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's group
     """Format what most people need to know of a verb, briefly for a small terminal."""
     verb = VERBS[name]
-    return format_short_help(f"shardctl {name}", command.commands[name], verb.COMMON, verb.EXAMPLES, brief=brief)
+    rarer: frozenset[str] = getattr(verb, "RARER", frozenset()) if brief else frozenset()
+    common = [flag for flag in verb.COMMON if flag not in rarer]
+    return format_short_help(f"shardctl {name}", command.commands[name], common, verb.EXAMPLES, brief=brief)
 
 
 def answer_shell(asked: list[str]) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
+from shardctl.cli.signature import replace_aliases
 from shardctl.options.declaration import PERMISSION, PathAccess
 from shardctl.report.visible import hide_passwords
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
@@ -95,7 +96,7 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
     found, warnings = [], list[str]()
     for name, text in sorted(environment.items()):
         if name.startswith(PREFIX) and text and name.removeprefix(PREFIX) not in _OTHER_VARIABLES:
-            setting = _read_variable(name, text, options)
+            setting = _read_variable(name, text, options, tuple(verbs.values()))
             if setting is None:
                 warnings.append(f"{name} is no setting and no variable of shardctl{_suggest_variable(name, options)}")
             else:
@@ -109,7 +110,7 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
             for part in filter(None, table.split(".")):
                 content = content.get(part, {}) if isinstance(content, dict) else {}
             origin = f"{path} [{table}]" if table else str(path)
-            own = list(_read_table(content, "", origin, options, known))
+            own = list(_read_table(content, "", origin, options, known, tuple(verbs.values())))
             for setting in own if table else ():
                 _refuse_permission(setting)
                 if setting.option in read_flags:
@@ -144,16 +145,22 @@ def _list_files(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
 
 
 def _read_table(
-    table: object, verb: str, origin: str, options: Mapping[str, frozenset[str]], known: set[str]
+    table: object,
+    verb: str,
+    origin: str,
+    options: Mapping[str, frozenset[str]],
+    known: set[str],
+    aliases: Sequence[Callable[..., Any]],
 ) -> Iterator[OptionSetting]:
     if not isinstance(table, dict):
         raise UsageError(f"{origin} is no table", hint="write option = value in it")
-    for key, value in table.items():
-        if not verb and key in options and isinstance(value, dict):
+    for key, given in table.items():
+        if not verb and key in options and isinstance(given, dict):
             inside = f"{origin.removesuffix(']')}.{key}]" if origin.endswith("]") else f"{origin} [{key}]"
-            yield from _read_table(value, key, inside, options, known)
+            yield from _read_table(given, key, inside, options, known, aliases)
             continue
         flag = f"--{key.replace('_', '-')}"
+        flag, value = _replace_alias(flag, given, aliases)
         if flag not in (options[verb] if verb else known):
             near = get_close_matches(key, [each.removeprefix("--") for each in known], 1)
             hint = f"did you mean {near[0]}?" if near else f"shardctl {verb or 'VERB'} --help-all lists the options"
@@ -172,17 +179,31 @@ def _convert_value(value: object, where: str) -> Any:  # noqa: ANN401 - what the
     raise UsageError(f"{where} is no text, number, boolean or list", hint="write it as on the command line")
 
 
-def _read_variable(name: str, text: str, options: Mapping[str, frozenset[str]]) -> OptionSetting | None:
+def _replace_alias(flag: str, value: Any, functions: Sequence[Callable[..., Any]]) -> tuple[str, Any]:  # noqa: ANN401 - what a file holds
+    """Return the option that an alias means, and its value; anything else as it is."""
+    for function in functions:
+        if isinstance(value, list):
+            found = replace_aliases([flag], function)
+            if found != [flag]:
+                return found[0], value
+            continue
+        found = replace_aliases([flag] if value is True else [flag, str(value)], function)
+        if found[0] != flag:
+            return found[0], found[1] if len(found) > 1 else value
+    return flag, value
+
+
+def _read_variable(
+    name: str, text: str, options: Mapping[str, frozenset[str]], functions: Sequence[Callable[..., Any]]
+) -> OptionSetting | None:
     words = name.removeprefix(PREFIX).lower().replace("_", "-")
     for verb, flags in options.items():
-        flag = f"--{words.removeprefix(f'{verb}-')}"
+        flag, value = _replace_alias(f"--{words.removeprefix(f'{verb}-')}", _TRUE.get(text, text), functions)
         if words.startswith(f"{verb}-") and flag in flags:
-            return OptionSetting(flag, verb, text, name)
-    return (
-        OptionSetting(f"--{words}", "", text, name)
-        if any(f"--{words}" in flags for flags in options.values())
-        else None
-    )
+            return OptionSetting(flag, verb, text if isinstance(value, bool) else value, name)
+    flag, value = _replace_alias(f"--{words}", _TRUE.get(text, text), functions)
+    known = any(flag in flags for flags in options.values())
+    return OptionSetting(flag, "", text if isinstance(value, bool) else value, name) if known else None
 
 
 def _suggest_variable(name: str, options: Mapping[str, frozenset[str]]) -> str:

@@ -17,6 +17,12 @@ _NUMBERS: Final = {
     "Input should be a valid number": "{value} is not a number",
 }
 """How pydantic, which typer repeats, begins to say that something is no number."""
+_BOUND: Final = re.compile(r"Input should be (greater|less) than or equal to (\S+)", re.IGNORECASE)
+_BOUNDS: Final = {"greater": "least", "less": "most"}
+_PYDANTIC: Final = re.compile(r"(Input should be|Value error|Unable to parse|Field required)[^:]*", re.IGNORECASE)
+"""How pydantic begins to say what a value should be, in words of its own types."""
+_MIN_SIMILARITY: Final = 0.7
+"""Below, a suggestion is more often wrong than right: `--users` is not `--towers`."""
 _REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _MISSING: Final = re.compile(r"(Missing argument '\w+')\. Choose from:\s*(.*)", re.DOTALL)
 _CHOICE: Final = re.compile(r"'(?P<value>[^']+)' is not one of (?P<choices>'.*)", re.DOTALL)
@@ -42,8 +48,10 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
     message, _, guess = error.message.partition(". Did you mean ")
     context = getattr(error, "ctx", None)
     if not guess:
-        guess = " or ".join(getattr(error, "possibilities", None) or ())
-        message = error.message if guess else error.format_message()
+        named = str(getattr(error, "option_name", "") or getattr(error, "cmd_name", ""))
+        near = getattr(error, "possibilities", None) or ()
+        guess = " or ".join(each for each in near if _is_similar(named, each))
+        message = error.message if near else error.format_message()
     message = message.strip().rstrip(".").replace(": Value error, ", ": ")
     message = message[:1].lower() + message[1:]
     rejected = _REJECTED.fullmatch(message)
@@ -69,8 +77,17 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
         guess = _find_long_option(args, context)
         message = f"no such option: {guess[1:]}" if guess else message
     path = context.command_path if context else "shardctl"
+    message = _BOUND.sub(lambda found: f"must be at {_BOUNDS[found[1].lower()]} {found[2]}", message)
+    message = _PYDANTIC.sub("the value is not of the kind that it takes", message)
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
     return UsageError(message, hint=hint)
+
+
+def _is_similar(given: str, known: str) -> bool:
+    """Return whether a word is near enough to another to be suggested for it."""
+    from difflib import SequenceMatcher
+
+    return not given or SequenceMatcher(None, given.strip("-"), known.strip("-")).ratio() > _MIN_SIMILARITY
 
 
 def _guess_number(value: str) -> str:
@@ -92,7 +109,7 @@ def _guess_choice(value: str, choices: str) -> str:
 
     known = re.findall(r"'([^']*)'", choices)
     meant = foreign_words.CHOICES.get(value.lower(), "")
-    return meant if meant in known else next(iter(get_close_matches(value.lower(), known, 1)), "")
+    return meant if meant in known else next(iter(get_close_matches(value.lower(), known, 1, _MIN_SIMILARITY)), "")
 
 
 def _find_value(args: Sequence[str], option: str) -> str:

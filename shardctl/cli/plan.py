@@ -8,10 +8,13 @@ from shardctl.options import PlanOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
 COMMON = (
-    "--tp", "--pp", "--ep", "--fsdp", "--dp", "--mesh", "--for", "--gpu", "--gpus", "--search", "--seq-len",
-    "--batch", "--recompute", "--optimizer", "--dtype", "--to", "--detail", "--report", "--json",
+    "--tp", "--pp", "--ep", "--fsdp", "--dp", "--cp", "--mesh", "--for", "--gpu", "--gpus", "--search", "--seq-len",
+    "--batch", "--kv-dtype", "--utilization", "--profile", "--zero", "--recompute", "--optimizer", "--dtype", "--to",
+    "--detail", "--report", "--json",
 )  # fmt: skip
 """What the help of one screen shows."""
+RARER = frozenset({"--cp", "--kv-dtype", "--utilization", "--profile", "--zero"})
+"""Those of them that the help of 24 lines leaves out."""
 
 EXAMPLES = """
 Examples:

@@ -18,6 +18,7 @@ from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termin
 from shardctl.cli.parser_errors import translate_parser_error
 from shardctl.cli.quick_values import quicken_values
 from shardctl.cli.short_help import ALL
+from shardctl.cli.signature import replace_aliases
 from shardctl.report.documents import format_schema_name
 from shardctl.report.failure import FailureReport, describe_failure
 
@@ -67,6 +68,8 @@ def _invoke_command(args: list[str]) -> int:
     _refuse_empty_values(args)
     brief = "-h" in _list_given(args)
     args = _spell_out_help(args)
+    named = _find_verb(args)
+    args = replace_aliases(args, FUNCTIONS[named]) if named is not None else args
     command = typer.main.get_command(app)
     quicken_values(command)
     asked = {"--help", ALL}.intersection(_list_given(args))
@@ -155,7 +158,7 @@ def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
         if "--json" in given and verb:
             streams.print_record(failed.document(format_schema_name(verb)))
         streams.print_settings()
-        streams.print_message(failed.lines())
+        streams.print_failure(failed)
         streams.flush_streams()
     except OSError:
         return failed.exit_code or 1  # there is nowhere left to say it

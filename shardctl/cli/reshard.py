@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMMON = (
     "--to", "--for", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--merge",
-    "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--from",
+    "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--create", "--from",
     "--json",
 )  # fmt: skip
 """What the help of one screen shows."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args, g
 import typer
 from typer.models import ArgumentInfo
 
+from shardctl.base.errors import UsageError
 from shardctl.options.declaration import (
     CommandOption,
     DeclaredOption,
@@ -25,7 +26,7 @@ from shardctl.options.declaration import (
 from shardctl.options.places import parse_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 DESTINATION: Final = "DST"
@@ -102,8 +103,48 @@ def spread_options(
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__annotations__ = {}
     command.named_paths = paths  # type: ignore[attr-defined]
+    command.aliased = tuple(_list_aliased(function, every))  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature([parameter for _, parameter in ordered])  # type: ignore[attr-defined]
     return command
+
+
+def _list_aliased(function: Callable[..., object], every: type[object]) -> Iterator[tuple[str, CommandOption]]:
+    """List the options of a command that have other names or former values, each with its flag."""
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        group = _read_group(parameter.annotation)
+        for declared, option in group.options() if group is not None else flat_options(every):
+            if option.aliases or option.former_values:
+                yield declared.flag, option
+
+
+def replace_aliases(args: Sequence[str], function: Callable[..., object]) -> list[str]:
+    """Return a command line with the option itself for each of its aliases; raises UsageError for two names at once."""
+    aliased: Mapping[str, CommandOption] = dict(getattr(function, "aliased", ()))
+    meant = {
+        alias.partition("=")[0]: (flag, alias.partition("=")[2])
+        for flag, option in aliased.items()
+        for alias in option.aliases
+    }
+    found, used, expected = list[str](), dict[str, str](), ""
+    rest = list(args[args.index("--") :]) if "--" in args else []
+    for arg in args[: len(args) - len(rest)]:
+        name, equals, value = arg.partition("=")
+        flag, fixed = meant.get(name.replace("_", "-"), (name, ""))
+        former = dict(aliased[expected].former_values) if expected in aliased else {}
+        expected = ""
+        if flag not in aliased:
+            found.append(former.get(arg, arg))
+            continue
+        if used.setdefault(flag, name) != name:
+            raise UsageError(f"{used[flag]} and {name} are both given", hint="they are one option: leave one out")
+        if fixed:
+            found += [flag, fixed]
+        elif equals:
+            found.append(f"{flag}={dict(aliased[flag].former_values).get(value, value)}")
+        else:
+            found.append(flag)
+            expected = flag
+    return found + rest
 
 
 def list_named_paths(function: Callable[..., object], every: type[object]) -> tuple[NamedPath, ...]:

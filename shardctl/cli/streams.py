@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.options.logging_options import LoggingOptions
+    from shardctl.report.failure import FailureReport
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
@@ -136,6 +137,15 @@ def print_text(content: str) -> None:
 def print_message(content: str) -> None:
     """Say something that is not data."""
     RUN.write(content)
+    _write_text(sys.stderr, _fit_terminal(hide_passwords(content), sys.stderr))
+
+
+def print_failure(failed: FailureReport) -> None:
+    """Print an error and its hint, in colour where stderr is a terminal that shows it, or FORCE_COLOR is set."""
+    RUN.write(failed.lines())
+    forced = os.environ.get("FORCE_COLOR", "0") not in {"", "0"}
+    plain = bool(os.environ.get("NO_COLOR")) or not (forced or is_terminal(sys.stderr))
+    content = failed.lines() if plain else failed.coloured_lines()
     _write_text(sys.stderr, _fit_terminal(hide_passwords(content), sys.stderr))
 
 

@@ -48,6 +48,8 @@ class DeviceSpec:
     source: str = ""
     spellings: tuple[str, ...] = ()
     """What people call it, without maker and memory, in small letters and digits; the usual first."""
+    count: int = 0
+    """How many of them `--gpu 2xNAME` says; 0 if it names one device."""
 
     @property
     def timed(self) -> bool:

@@ -84,6 +84,10 @@ class CommandOption:
     """Lists words that it takes, for shells that complete them, where the type is no fixed choice."""
     key: str = ""
     """The key in plan files; by default the name of the field."""
+    aliases: tuple[str, ...] = ()
+    """Other flags that mean it: an engine's word or a former name; ``--flag=value`` is a flag that means one value."""
+    former_values: tuple[tuple[str, str], ...] = ()
+    """Values that it took under a former name, each with what it is now."""
     hidden: bool = False
     """Whether help leaves it out: an earlier name that still works."""
     shapes_result: bool = True

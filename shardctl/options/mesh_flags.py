@@ -8,15 +8,15 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
 
 
-def _build_degree_option(text: str) -> CommandOption:
-    return CommandOption(HelpPanel.MESH, text, metavar="N", least=1)
+def _build_degree_option(text: str, *aliases: str) -> CommandOption:
+    return CommandOption(HelpPanel.MESH, text, metavar="N", least=1, aliases=aliases)
 
 
 @settings_class
 class MeshFlags:
     """The degrees that were given, one per axis, or the text of `--mesh`."""
 
-    tp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks.")] = None
+    tp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks.", "--tensor-parallel-size")] = None
     pp: Annotated[int | None, _build_degree_option("Number of pipeline stages.")] = None
     dp: Annotated[int | None, _build_degree_option("Number of data-parallel replicas.")] = None
     fsdp: Annotated[int | None, _build_degree_option("Number of ranks that share the first dim of each tensor.")] = None

@@ -1,6 +1,7 @@
 """Declares the options that only `plan` has: what the devices are used for, and what they are."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,7 @@ from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import ESTIMATED_SERVERS, USES, list_gpu_names, list_optimizer_names, list_uses
 from shardctl.options.places import parse_output_file
-from shardctl.options.sizes import parse_size
+from shardctl.options.sizes import parse_size, parse_token_count
 
 if TYPE_CHECKING:
     from shardctl.estimate.training.calibrate import FittedCalibration
@@ -19,6 +20,8 @@ _OTHER_WORDS = {"serve": {"inference", "serving", "infer"}, "train": {"training"
 """What other tools call the uses."""
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\w+)*$")
+_COUNTED = re.compile(r"([1-9]\d{0,6})\s*[xX]\s*(\S.*)")
+"""Several devices, such as ``2xh100``; no device's name begins so."""
 _SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
@@ -28,6 +31,9 @@ def find_device(text: str) -> "DeviceSpec":
 
     Makers of devices count 2^30 bytes as one GB, and so does this.
     """
+    several = _COUNTED.fullmatch(text)
+    if several is not None:
+        return replace(find_device(several[2]), count=int(several[1]))
     if text == "auto":
         from shardctl.estimate.local_device import find_local_device
 
@@ -35,7 +41,7 @@ def find_device(text: str) -> "DeviceSpec":
     from shardctl.hardware.devices import find_named_device, get_device
 
     size = None if find_named_device(text) else _SIZE.match(text)
-    return get_device(parse_size(size[1] + ("GiB" if size[2] == "GB" else size[2])) if size else text)
+    return get_device(parse_size(size[1] + ("GiB" if size[2].upper() in {"G", "GB"} else size[2])) if size else text)
 
 
 def parse_engine_version(text: str) -> tuple[int, int] | None:
@@ -125,30 +131,39 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "Tokens per sequence. Default: 8192, or the model's limit if that is lower.",
+            "Tokens per sequence; 32k is 32,000 and 32K is 32,768, as in vLLM (max_model_len). Default: 8192, or the "
+            "model's limit if that is lower.",
             metavar="TOKENS",
-            least=1,
+            parser=parse_token_count,
+            accepts=str,
+            aliases=("--max-model-len",),
         ),
     ] = None
     batch: Annotated[
         int | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "Sequences served at once; in training, per forward pass of a data-parallel rank. Default: 1.",
+            "Sequences (users) served at once; in training, per forward pass of a data-parallel rank. Default: 1.",
             metavar="N",
             least=1,
+            aliases=("--users",),
         ),
     ] = None
     kv_dtype: Annotated[
         Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None,
-        CommandOption(HelpPanel.SERVING, "Type of the key/value cache. Default: the model's type."),
+        CommandOption(
+            HelpPanel.SERVING,
+            "Type of the key/value cache (vLLM: kv_cache_dtype). Default: the model's type.",
+            aliases=("--kv-cache-dtype",),
+        ),
     ] = None
     decode_cp: Annotated[
         int | None,
         CommandOption(
             HelpPanel.SERVING,
             "Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default: 1.",
-            flag="--dcp",
+            flag="--decode-cp",
+            aliases=("--dcp",),
             metavar="N",
             least=1,
         ),
@@ -159,7 +174,8 @@ class PlanOptions:
             HelpPanel.SERVING,
             "Tokens per sequence in the encoder of an encoder-decoder model. Default: --seq-len.",
             metavar="TOKENS",
-            least=1,
+            parser=parse_token_count,
+            accepts=str,
         ),
     ] = None
     batched_tokens: Annotated[
@@ -168,8 +184,10 @@ class PlanOptions:
             HelpPanel.SERVING,
             "Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192, with --for vllm the "
             "engine's for the device.",
-            metavar="N",
-            least=1,
+            metavar="TOKENS",
+            parser=parse_token_count,
+            accepts=str,
+            aliases=("--max-num-batched-tokens",),
         ),
     ] = None
     max_seqs: Annotated[
@@ -180,6 +198,7 @@ class PlanOptions:
             "Default: --batch, with --for vllm the engine's for the device, 256 or 1024.",
             metavar="N",
             least=1,
+            aliases=("--max-num-seqs",),
         ),
     ] = None
     server: Annotated[
@@ -192,13 +211,18 @@ class PlanOptions:
     ] = None
     """The former option of `--for SERVER`."""
     towers: Annotated[
-        Literal["cut", "whole"] | None,
+        Literal["shard", "replicate", "cut", "whole"] | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Whether tp cuts encoders of pictures and sounds (vLLM: mm_encoder_tp_mode weights or data). Default: cut, "
-            "where it is known how.",
+            "Shard or replicate vision and audio encoders across tp (vLLM: mm_encoder_tp_mode weights or data). "
+            "Default: shard, where it is known how.",
+            flag="--encoder-tp",
+            accepts=Literal["shard", "replicate"] | None,
+            aliases=("--towers",),
+            former_values=(("cut", "shard"), ("whole", "replicate")),
         ),
     ] = None
+    """`cut` and `whole` are former names of `shard` and `replicate`."""
     utilization: Annotated[
         float | None,
         CommandOption(
@@ -208,6 +232,7 @@ class PlanOptions:
             metavar="PART",
             parser=parse_part,
             accepts=str,
+            aliases=("--gpu-memory-utilization",),
         ),
     ] = None
     device: Annotated[
@@ -215,7 +240,8 @@ class PlanOptions:
         CommandOption(
             HelpPanel.DEVICES,
             "Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto "
-            "for this machine's device. Exits with 3 if the model does not fit.",
+            "for this machine's device. 2xh100 is --gpu h100 --gpus 2. GB is nominal here, 2^30 bytes, and 10^9 bytes "
+            "in all other options. Exits with 3 if the model does not fit.",
             flag="--gpu",
             metavar="NAME|SIZE|FILE|auto",
             words=list_gpu_names,
@@ -292,8 +318,9 @@ class PlanOptions:
         tuple[Path, ...],
         CommandOption(
             HelpPanel.TRAINING,
-            "Keep the weights of this model beside the trained one, such as a reference or a reward model; may be "
-            "repeated.",
+            "Also count this model's weights: reference, reward or critic; may be repeated.",
+            flag="--extra-model",
+            aliases=("--beside",),
             metavar="PATH",
             accepts=list[Path],
             access=PathAccess.READ,
@@ -327,7 +354,9 @@ class PlanOptions:
         CommandOption(
             HelpPanel.TRAINING,
             "Which activations to recompute instead of keeping them; selective is attention between its projections, "
-            "and with --profile fsdp2 all but what torchtitan's list of operations saves. Default: none.",
+            "and with --profile fsdp2 all but what torchtitan's list of operations saves; full is "
+            "gradient checkpointing. Default: none.",
+            aliases=("--gradient-checkpointing=full",),
         ),
     ] = None
     recompute_modules: Annotated[

@@ -1,4 +1,4 @@
-"""Reads sizes such as ``5GB`` (10^9) and ``1GiB`` (2^30) from the command line."""
+"""Reads sizes such as ``5GB`` (10^9) and ``1GiB`` (2^30), and numbers of tokens, from the command line."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from shardctl.base.errors import UsageError
 
 _UNITS: Final = {
     "B": 1,
-    "kB": 10**3,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
+    **{f"{letter}{end}": 1000**power for power, letter in enumerate("KMGT", 1) for end in ("", "B")},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
 }
+"""By the unit in capital letters: `G` and `GB` are 10^9 bytes, `GiB` is 2^30."""
 _LARGEST: Final = 2**63 - 1
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -29,9 +23,10 @@ def parse_size(text: str) -> int:
 
     >>> parse_size("1GiB"), parse_size("1.5 GB"), parse_size("256MiB")
     (1073741824, 1500000000, 268435456)
+    >>> parse_size("80gb"), parse_size("5G"), parse_size("1gib")
+    (80000000000, 5000000000, 1073741824)
 
-    Raises UsageError if the unit is missing or unknown: a number without a unit could mean MB as well as bytes, and
-    ``Gb`` means bits.
+    Raises UsageError if the unit is missing or unknown: a number without a unit could mean MB as well as bytes.
     """
     found = _SIZE.fullmatch(text)
     if not found:
@@ -39,19 +34,37 @@ def parse_size(text: str) -> int:
     number, unit = found.groups()
     if not unit:
         raise UsageError(f"size {text!r} has no unit", hint=f"write {number}GB, {number}GiB, {number}MB or {number}MiB")
-    if unit not in _UNITS:
-        meant = [
-            known for known in _UNITS if known != "KB" and (unit == known.lower() or known[0].lower() == unit.lower())
-        ]
+    if unit.upper() not in _UNITS:
         raise UsageError(
-            f"size {text!r} has the unknown unit {unit!r}",
-            hint=f"did you mean {' or '.join(f'{number}{each}' for each in meant)}?"
-            if meant
-            else "the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB",
+            f"size {text!r} has the unknown unit {unit!r}", hint="the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB"
         )
-    size = int(Decimal(number) * _UNITS[unit])
+    size = int(Decimal(number) * _UNITS[unit.upper()])
     if size < 1:
         raise UsageError(f"size {text!r} is less than a byte", hint="write a number and a unit, such as 5GB or 1GiB")
     if size > _LARGEST:
         raise UsageError(f"size {text[:40]!r} is more than any file or memory has", hint="8 EiB are the most")
     return size
+
+
+_TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
+_MAX_TOKENS: Final = 10**15
+"""Above any count that a model or a run has; more would only overflow."""
+
+
+def parse_token_count(text: str) -> int:
+    """Read a number of tokens as vLLM reads it: small letters are powers of 1,000, capital ones of 1,024.
+
+    >>> parse_token_count("8192"), parse_token_count("32k"), parse_token_count("32K"), parse_token_count("25.6k")
+    (8192, 32000, 32768, 25600)
+    """
+    found = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if found is None:
+        raise UsageError(
+            f"{text!r} is not a number of tokens", hint="write it such as 32768, 32k (32,000) or 32K (32,768)"
+        )
+    number, letter = Decimal(found[1]), found[2]
+    power = "kmgt".index(letter.lower()) + 1 if letter else 0
+    tokens = number * (1000 if letter.islower() else 1024) ** power
+    if tokens != int(tokens) or not 1 <= tokens <= _MAX_TOKENS:
+        raise UsageError(f"{text!r} is not a number of tokens", hint="write a whole number of at least 1")
+    return int(tokens)

@@ -97,8 +97,8 @@ def _find_reason_for_whole(
         return "as in vLLM"
     if not known or checkpoint.ruled:
         return "because how engines cut it is not known"
-    if plan_options.towers == "whole":
-        return _DATA_MODE if family.name in _WITH_DATA_MODE else "as --towers asks; vLLM cuts it"
+    if plan_options.towers in {"whole", "replicate"}:
+        return _DATA_MODE if family.name in _WITH_DATA_MODE else "as --encoder-tp asks; vLLM cuts it"
     if plan_options.search:
         return "in every mesh that --search compares; vLLM cuts it"
     if reshard_options.to == "ranks":
@@ -116,7 +116,7 @@ def _describe_cut(
     written_whole: bool,
 ) -> list[str]:
     """Describe what a rank has of each tower."""
-    also = f"; --towers whole counts it {_DATA_MODE}" if family.name in _WITH_DATA_MODE else ""
+    also = f"; --encoder-tp replicate counts it {_DATA_MODE}" if family.name in _WITH_DATA_MODE else ""
     files = "; the files of --to ranks have it whole" if written_whole else ""
     at, lines = mesh.coordinate(0), []
     for tower, tensors in towers.items():

@@ -108,7 +108,7 @@ def _check_decode_cp(anatomy: LayerGraph, mesh: Mesh, degree: int) -> None:
         if one.window is not None or not alike or alike % degree or (one.heads // max(1, one.kv_heads)) % degree:
             what = "a window" if one.window is not None else f"{max(alike, 1)} ranks with the same cache"
             raise UsageError(
-                f"--dcp {degree} cannot divide the cache: at tp={tp} attention has {what}",
+                f"--decode-cp {degree} cannot divide the cache: at tp={tp} attention has {what}",
                 hint="it shares a cache among tp ranks that would otherwise hold copies of it",
             )
 

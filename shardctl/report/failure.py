@@ -51,6 +51,11 @@ class FailureReport:
         """Return two lines, whatever the message holds."""
         return f"error: {escape_control_characters(self.message)}\nhint:  {escape_control_characters(self.hint)}\n"
 
+    def coloured_lines(self) -> str:
+        """Return the same for a terminal that shows colours."""
+        error, hint = self.lines().splitlines()
+        return f"\x1b[31m{error[:6]}\x1b[0m{error[6:]}\n\x1b[36m{hint[:5]}\x1b[0m{hint[5:]}\n"
+
     def document(self, schema: str) -> dict[str, Any]:
         """Return the last record of a run that failed."""
         return {

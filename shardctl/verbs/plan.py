@@ -50,7 +50,9 @@ def plan(
 
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
-    reshard_options, plan_options = reshard_options or ReshardOptions(), plan_options or PlanOptions()
+    reshard_options, plan_options = reshard_options or ReshardOptions(), _count_devices(plan_options or PlanOptions())
+    if plan_options.device is not None and (plan_options.devices or 1) > 1 and reshard_options.mesh is None:
+        plan_options = replace(plan_options, search=True)  # devices without a mesh: the best one is chosen
     if plan_options.cast_type is not None:
         reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
     if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:
@@ -144,6 +146,19 @@ def _choose_kv_heads(
     """
     serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
     return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
+
+
+def _count_devices(plan_options: PlanOptions) -> PlanOptions:
+    """Return the options with the count of ``--gpu 2xNAME`` as that of `--gpus`; raises UsageError for another one."""
+    device = plan_options.device
+    if device is None or not device.count:
+        return plan_options
+    if plan_options.devices not in {None, device.count}:
+        raise UsageError(
+            f"--gpu names {format_plural(device.count, 'device')}, and --gpus says {plan_options.devices}",
+            hint="leave one of them out",
+        )
+    return replace(plan_options, devices=device.count, device=replace(device, count=0))
 
 
 def _note_device_count(plan_options: PlanOptions, planned: PlanResult) -> list[str]:

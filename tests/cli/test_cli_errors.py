@@ -45,35 +45,52 @@ def broken(monkeypatch, say):
 DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', 'fp16', 'fp32'"
 
 
+PLAN_HELP = "shardctl plan --help lists the arguments"
+BOTH = [
+    (("--users", "3", "--batch", "4"), "--users", "--batch"),
+    (("--max-num-seqs=3", "--max-seqs=4"), "--max-num-seqs", "--max-seqs"),
+    (("--seq-len", "9", "--max-model-len", "9"), "--seq-len", "--max-model-len"),
+    (("--gpu-memory-utilization", "0.9", "--utilization", "0.9"), "--gpu-memory-utilization", "--utilization"),
+    (("--tensor-parallel-size", "2", "--tp", "2"), "--tensor-parallel-size", "--tp"),
+    (("--kv-cache-dtype", "fp8", "--kv-dtype", "fp8"), "--kv-cache-dtype", "--kv-dtype"),
+    (("--gradient-checkpointing", "--recompute", "full"), "--gradient-checkpointing", "--recompute"),
+]
+"""An option by two of its names."""
+
+
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
         (["plan"], "missing argument '{SRC}'", "shardctl plan --help lists the arguments"),
-        (["plan", "x", "--tpp", "2"], "no such option: --tpp", "did you mean --tp or --pp or --etp?"),
+        (["plan", "x", "--tpp", "2"], "no such option: --tpp", "did you mean --tp or --pp?"),
         (["plan", "x", "-tp", "2"], "no such option: -tp", "did you mean --tp?"),
         (["plan", "x", "-tp=2"], "no such option: -tp", "did you mean --tp?"),
         (["plan", "x", "-t"], "no such option: -t", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--training"], "no such option: --training", "did you mean --for train?"),
-        (
-            ["plan", "x", "--gpu_memory_utilization=0.9"],
-            "no such option: --gpu_memory_utilization",
-            "did you mean --utilization?",
-        ),
         (["plan", "x", "--world-size", "8"], "no such option: --world-size", "did you mean --gpus?"),
-        (
-            ["reshard", "x", "y", "--tensor-parallel-size", "8"],
-            "no such option: --tensor-parallel-size",
-            "did you mean --tp?",
-        ),
         (["plan", "--tp=3.5", "x"], "--tp: '3.5' is not a whole number", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--tp", "two"], "--tp: 'two' is not a whole number", "shardctl plan --help lists the arguments"),
-        (["plan", "x", "--memory", "5G"], "size '5G' has the unknown unit 'G'", "did you mean 5GB or 5GiB?"),
-        (["plan", "x", "--memory", "512m"], "size '512m' has the unknown unit 'm'", "did you mean 512MB or 512MiB?"),
         (["reshard", "x", "y", "--dtype", "BFloat16"], f"{DTYPE} 'BFloat16' {DTYPES}", "did you mean bf16?"),
         (["reshard", "x", "y", "--dtype", "half"], f"{DTYPE} 'half' {DTYPES}", "did you mean fp16?"),
-        (["plan", "x", "--memory", "80gb"], "size '80gb' has the unknown unit 'gb'", "did you mean 80GB?"),
-        (["plan", "x", "--seq-len", "8k"], "--seq-len: '8k' is not a whole number", "did you mean 8192 or 8000?"),
-        (["plan", "x", "--seq-len=32,768"], "--seq-len: '32,768' is not a whole number", "did you mean 32768?"),
+        (["plan", "x", "--batch", "8k"], "--batch: '8k' is not a whole number", "did you mean 8192 or 8000?"),
+        (["plan", "x", "--batch=32,768"], "--batch: '32,768' is not a whole number", "did you mean 32768?"),
+        (["plan", "x", "--batch=0"], "invalid value for '--batch': must be at least 1", PLAN_HELP),
+        (
+            ["plan", "x", "--seq-len", "8p"],
+            "'8p' is not a number of tokens",
+            "write it such as 32768, 32k (32,000) or 32K (32,768)",
+        ),
+        *(
+            (["plan", "x", *names], f"{first} and {second} are both given", "they are one option: leave one out")
+            for names, first, second in BOTH
+        ),
+        (["plan", "x", "--frobs", "3"], "no such option: --frobs", PLAN_HELP),
+        (["push", "x"], "no such command 'push'", "did you mean reshard SRC hf://owner/name --create?"),
+        (
+            ["plan", "x", "--gpu", "2xh100", "--gpus", "4"],
+            "--gpu names 2 devices, and --gpus says 4",
+            "leave one of them out",
+        ),
         (
             ["plan", "x", "--for", "inference"],
             "invalid value for '--for': 'inference' is not serve, train or a server",
@@ -98,8 +115,8 @@ DTYPE, DTYPES = "invalid value for '--dtype':", "is not one of 'keep', 'bf16', '
         (["merge", "x"], "no such command 'merge'", "did you mean reshard --to hf, or reshard --merge for an adapter?"),
         (["plan", "x", "--memory", "3"], "size '3' has no unit", "write 3GB, 3GiB, 3MB or 3MiB"),
         (
-            ["plan", "x", "--memory", "1Gb"],
-            "size '1Gb' has the unknown unit 'Gb'",
+            ["plan", "x", "--memory", "1Eb"],
+            "size '1Eb' has the unknown unit 'Eb'",
             "the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB",
         ),
         (
@@ -125,6 +142,17 @@ def test_usage_errors_are_two_lines_and_exit_code_2(say, args, error, hint):
     code, out, err = say(*args)
     assert (code, out) == (2, "")
     assert err.replace("'SRC'", "'{SRC}'") == f"error: {error}\nhint:  {hint}\n"
+
+
+def test_errors_are_coloured_only_where_that_is_wanted(say, monkeypatch):
+    plain = say("plan", "x", "--frobs").err
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = say("plan", "x", "--frobs").err
+    assert coloured.startswith("\x1b[31merror:\x1b[0m no such option: --frobs\n\x1b[36mhint:\x1b[0m ")
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert say("plan", "x", "--frobs").err == plain
 
 
 def test_a_number_that_is_none_is_a_usage_error(say):

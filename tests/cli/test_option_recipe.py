@@ -150,7 +150,7 @@ def test_it_is_refused_beside_a_plan(copied, source, tmp_path, option):
 def test_what_it_cannot_be_is_refused_in_the_words_of_the_parser(copied, source):
     done = ask(copied, "plan", source, "--files", 0)
     assert done.returncode == 2
-    assert re.match(r"error: invalid value for '--files': Input should be greater than or equal to 1\n", done.stderr)
+    assert re.match(r"error: invalid value for '--files': must be at least 1\n", done.stderr)
 
 
 def test_a_plan_file_from_before_the_option_is_refused_with_what_to_do(copied, say, source, tmp_path):

@@ -321,16 +321,6 @@ def test_moments_of_a_first_and_of_a_later_microbatch_have_names_of_their_own(do
     assert len(names) == len(set(names))
 
 
-def test_a_plan_that_is_not_of_as_many_devices_as_are_named_says_so(say, document):
-    """`--gpus 8` without a mesh answers for one device, which those who have eight would not guess."""
-    options = (LLAMA, "--for", "train", "--gpu", "h100-80g", "--detail", "summary")
-    said = "this plan is for 1 device, and only the comparison of ZeRO's stages is for 8: to plan 8, add --search"
-    assert f"warning: {said}" in say("plan", *options, "--gpus", "8").err
-    assert any(text.startswith(said) for text in document(*options, "--gpus", "8")["warnings"])
-    assert said not in say("plan", *options, "--gpus", "8", "--fsdp", "8").err
-    assert said not in say("plan", *options, "--gpus", "8", "--search").err
-
-
 def test_expandable_segments_leave_less_slack(say):
     """torchtitan's scripts set them, transformers' Trainer does not."""
     ask = ("plan", PUBLIC / "llama-3.1-8b.json", "--for", "train", "--fsdp", 8, "--json")
@@ -339,3 +329,45 @@ def test_expandable_segments_leave_less_slack(say):
         terms = json.loads(say(*ask, *options).out)["needs"][0]["terms"]
         slack[options] = next(t["inputs"]["slack"] for t in terms if t["name"] == "allocator slack")
     assert list(slack.values()) == [1, 5, 1, 5]
+
+
+def test_devices_without_a_mesh_get_the_best_mesh(say, document):
+    """`--gpus 8` answered for one device, which those who have eight would not guess; serving was an error."""
+    for use in ("train", "serve"):
+        options = (LLAMA, "--for", use, "--gpu", "h100-80g")
+        chosen = document(*options, "--gpus", "8")
+        assert chosen["mesh"]["ranks"] == 8
+        assert chosen == document(*options, "--gpus", "8", "--search") == document(*options[:-1], "8xh100-80g")
+        assert chosen["search"]["ranked"][0]["mesh"] == chosen["mesh"]
+        assert document(*options, "--gpus", "8", "--tp", "8")["search"] is None
+    lines = say("plan", LLAMA, "--gpu", "2xh100").out.splitlines()
+    assert " on the fullest of 2 H100-80GB, " in lines[0]
+    assert lines[1].startswith("3 meshes of 2 devices, by device-seconds per token")
+
+
+def test_meshes_whose_upper_bound_fits_are_ranked_first(document):
+    found = document(LLAMA, "--for", "train", "--gpu", "8xh100-80g", "--seq-len", "8k")
+    assert found["verdict"]["certain"]
+    costs = [one["cost"]["device_seconds_per_token"] for one in found["search"]["ranked"]]
+    assert costs != sorted(costs), "a cheaper mesh may not fit at its upper bound, and comes later"
+
+
+@pytest.mark.parametrize(
+    ("alias", "option"),
+    [
+        (("--users", "3"), ("--batch", "3")),
+        (("--max-num-seqs", "64"), ("--max-seqs", "64")),
+        (("--max-model-len", "32k"), ("--seq-len", "32000")),
+        (("--max_model_len=32K",), ("--seq-len", "32768")),
+        (("--gpu-memory-utilization", "0.8"), ("--utilization", "0.8")),
+        (("--tensor-parallel-size", "2"), ("--tp", "2")),
+        (("--kv-cache-dtype", "fp8"), ("--kv-dtype", "fp8")),
+        (("--for", "train", "--gradient-checkpointing"), ("--for", "train", "--recompute", "full")),
+        (("--tp", "2", "--towers", "whole"), ("--tp", "2", "--encoder-tp", "replicate")),
+        (("--tp", "4", "--dcp", "1"), ("--tp", "4", "--decode-cp", "1")),
+        (("--gpu", "80gb"), ("--gpu", "80GB")),
+        (("--memory", "2gib"), ("--memory", "2GiB")),
+    ],
+)
+def test_words_of_engines_and_former_names_mean_the_same(document, alias, option):
+    assert document(LLAMA, *alias) == document(LLAMA, *option)

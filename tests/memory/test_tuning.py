@@ -195,5 +195,5 @@ def test_models_beside_the_trained_one_add_their_weights(mesh):
 
 
 def test_a_model_beside_serves_nothing():
-    with pytest.raises(UsageError, match="--beside applies to training"):
+    with pytest.raises(UsageError, match="--extra-model applies to training"):
         plan(LLAMA, ReshardOptions(), plan_options=PlanOptions(use="serve", beside=(LLAMA,)))

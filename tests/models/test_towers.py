@@ -74,7 +74,7 @@ def test_a_plan_of_serving_counts_what_a_rank_of_vllm_has(name, tmp_path):
             "qwen3_vl",
             {},
             "visual.** is cut",
-            "91.3 KiB on each rank, of 0.2 MiB; --towers whole counts it",
+            "91.3 KiB on each rank, of 0.2 MiB; --encoder-tp replicate counts it",
         ),
         (
             "qwen3_vl",
@@ -84,7 +84,12 @@ def test_a_plan_of_serving_counts_what_a_rank_of_vllm_has(name, tmp_path):
         ),
         ("qwen3_vl", {"use": "train"}, "visual.** is taken to be whole", "on each, as in training"),
         ("qwen3_vl", {"to": "ranks"}, "visual.** is taken to be whole", "on each, as --to ranks writes it"),
-        ("gemma3", {"towers": "whole"}, "vision_tower.** is taken to be whole", "as --towers asks; vLLM cuts it"),
+        (
+            "gemma3",
+            {"towers": "replicate"},
+            "vision_tower.** is taken to be whole",
+            "as --encoder-tp asks; vLLM cuts it",
+        ),
         ("gemma4", {}, "vision_tower.** is taken to be whole", "40.2 KiB on each, as in vLLM"),
         ("mllama", {}, "vision_model.** is taken to be whole", "because how engines cut it is not known"),
     ],

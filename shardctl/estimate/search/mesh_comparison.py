@@ -94,7 +94,7 @@ class SearchResult:
 
     devices: int
     ranked: tuple[MeshCandidate, ...]
-    """The meshes that fit, the cheapest first."""
+    """The meshes that fit: those whose upper bound fits before the others, and among these the cheapest first."""
     rejected: tuple[MeshRejection, ...]
     """First what is not possible, then what does not fit, the closest first."""
     estimated: int = field(compare=False, default=0)
@@ -192,7 +192,9 @@ def search_meshes(
             tight.append(_build_memory_rejection(mesh, stages, needs))
         else:
             ranked.append(MeshCandidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
-    ranked.sort(key=lambda one: (one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)))
+    ranked.sort(
+        key=lambda one: (one.estimate.certain is False, one.cost.score if one.cost else 0.0, one.peak, str(one.mesh))
+    )
     tight.sort(key=lambda one: one.over)
     if budget is not None and closest and not ranked:
         tight = _put_closest_first(tight, estimate, budget)
