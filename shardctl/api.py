@@ -824,6 +824,9 @@ def verify(
     require: Literal["quick", "full", "load", "forward"] | None = None,
     load: str | None = None,
     device_memory: int | str | None = None,
+    device_map: str | None = None,
+    host_memory: int | str | None = None,
+    offload_folder: str | Path | None = None,
     forward: bool = False,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     prompt: str | None = None,
@@ -885,6 +888,10 @@ def verify(
     On devices:
         load: Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.
         device_memory: Maximum device memory that a rank may use.
+        device_map: Where blocks of a checkpoint without ranks go: balanced over the devices, sequential, or as a JSON
+            file of modules and devices says. Default: balanced.
+        host_memory: Maximum host memory for blocks that fit on no device. Default: half of what is free.
+        offload_folder: Directory for blocks that fit neither on devices nor in host memory; it is left empty.
         forward: Run the model of SRC, and compare it with the source's; implies level="forward".
         dtype: Type that the model computes in. Default: "fp32".
         prompt: Text that the source and the shards continue; implies level="forward".
@@ -1469,6 +1476,9 @@ def find_newest(
     require: Literal["quick", "full", "load", "forward"] | None = None,
     load: str | None = None,
     device_memory: int | str | None = None,
+    device_map: str | None = None,
+    host_memory: int | str | None = None,
+    offload_folder: str | Path | None = None,
     forward: bool = False,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     prompt: str | None = None,

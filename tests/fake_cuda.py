@@ -41,6 +41,8 @@ class FakeCuda:
     """The devices that a context was opened on."""
     used: dict[int, int] = field(default_factory=dict)
     peak: dict[int, int] = field(default_factory=dict)
+    homes: dict[int, int] = field(default_factory=dict)
+    """The device of each storage that was made on one, by the storage's address."""
     _own: Any = field(default_factory=threading.local)
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> FakeCuda:
@@ -144,6 +146,8 @@ class FakeCuda:
             if device is None or torch.device(device).type != "cuda":
                 return usual(*args, **kwargs)
             number = self.open(device)
+            if method and usual.__name__ == "to" and self.find_home(args[0]) == number and len(args) + len(kwargs) <= 2:
+                return args[0]
             if device is first:
                 found = usual(args[0], "cpu", *args[2:], **kwargs)
             else:
@@ -165,10 +169,17 @@ class FakeCuda:
             )
         self.used[number] = used + nbytes
         self.peak[number] = max(self.peak.get(number, 0), used + nbytes)
-        weakref.finalize(tensor.untyped_storage(), self._give, number, nbytes)
+        storage = tensor.untyped_storage()
+        self.homes[storage._cdata] = number
+        weakref.finalize(storage, self._give, number, nbytes, storage._cdata)
 
-    def _give(self, number: int, nbytes: int) -> None:
+    def _give(self, number: int, nbytes: int, storage: int) -> None:
         self.used[number] -= nbytes
+        self.homes.pop(storage, None)
+
+    def find_home(self, tensor: torch.Tensor) -> int | None:
+        """The device that a tensor was made on, as a copy there or from nothing; None for what kernels made."""
+        return self.homes.get(tensor.untyped_storage()._cdata)
 
 
 def install_fake_cuda(monkeypatch: Any, *free: int) -> FakeCuda:

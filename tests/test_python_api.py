@@ -181,7 +181,7 @@ def test_keywords_are_the_long_options_of_the_command(verb):
     left |= {"quiet", "verbose", "log", "help", "help_all"} | ({"engine"} if verb == "reshard" else set())
     keywords = inspect.signature(getattr(shardctl, verb)).parameters
     assert {name for name in keywords if not name.startswith(("source_options", "plan_options", "reshard_options"))} - {
-        *NOT_OPTIONS, "destination_options", "verify_options", "inspect_options",
+        *(NOT_OPTIONS - names), "destination_options", "verify_options", "inspect_options",
     } == names - left  # fmt: skip
 
 

@@ -125,6 +125,37 @@ class VerifyOptions:
         ),
     ] = None
     """Bytes."""
+    device_map: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Where blocks of a checkpoint without ranks go: balanced over the devices, sequential, or as a JSON file "
+            "of modules and devices says. Default: balanced.",
+            metavar="MAP",
+            words=lambda: ("balanced", "sequential"),
+        ),
+    ] = None
+    """The file is a device map of transformers: `{"model.embed_tokens": 0, "model.layers.0": "cuda:1", "": "cpu"}`."""
+    host_memory: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Maximum host memory for blocks that fit on no device. Default: half of what is free.",
+            metavar="SIZE",
+            parser=parse_size,
+        ),
+    ] = None
+    """Bytes."""
+    offload_folder: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Directory for blocks that fit neither on devices nor in host memory; it is left empty.",
+            metavar="DIR",
+            access=PathAccess.WRITTEN,
+        ),
+    ] = None
+    """Their file has no name there, so that the system frees it however the program ends."""
     forward: Annotated[
         bool,
         CommandOption(
@@ -191,6 +222,9 @@ class VerifyOptions:
         started = self.engine is not None and not is_running(self.engine)
         for name, used, needed in (
             ("device_memory", loads, "--load DEVICE"),
+            ("device_map", loads, "--load DEVICE"),
+            ("host_memory", loads, "--load DEVICE"),
+            ("offload_folder", loads, "--load DEVICE"),
             ("dtype", runs or started, "--forward or --engine"),
             ("tokens", self.prompt is not None, "--prompt TEXT"),
             ("processes", runs or started, "--forward or --engine"),

@@ -306,6 +306,10 @@ def _build_level_document(level: LevelResult) -> Document:
             }
             for loaded in level.ranks
         ]
+    if level.placement:
+        document["placement"] = [
+            {"block": each.block, "place": each.place, "tensor_bytes": each.nbytes} for each in level.placement
+        ]
     if level.forward is not None and level.forward.status != "skipped":
         document["forward"] = _build_forward_document(level.forward)
     if level.engine is not None:

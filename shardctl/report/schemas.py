@@ -386,6 +386,14 @@ class LoadedRankFields(TypedDict):
     planned_bytes: int | None
 
 
+class PlacementFields(TypedDict):
+    """Where a block of a checkpoint without ranks was placed."""
+
+    block: str
+    place: str
+    tensor_bytes: int
+
+
 class LevelFields(TypedDict):
     """The outcome of one level of checks."""
 
@@ -402,6 +410,7 @@ class LevelFields(TypedDict):
     equal_files: NotRequired[list[str]]
     unrounded: NotRequired[list[UnroundedDistance]]
     ranks: NotRequired[list[LoadedRankFields]]
+    placement: NotRequired[list[PlacementFields]]
     forward: NotRequired[ForwardFields]
     engine: NotRequired[dict[str, Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +12,7 @@ from shardctl.base.amounts import format_duration, format_file_size, format_memo
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
     from rich.text import Text
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardctl.verify.engine_result import EngineResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward_result import ForwardResult
-    from shardctl.verify.level import LevelResult, LoadedRank, VerifyResult
+    from shardctl.verify.level import BlockPlacement, LevelResult, LoadedRank, VerifyResult
 
 RANKS: Final = 16
 """Ranks in full; --json has them all."""
@@ -74,6 +75,11 @@ def _list_details(level: LevelResult) -> Iterator[RenderableType]:
         )
         if len(level.ranks) > RANKS:
             yield render_line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
+    if level.placement:
+        rows = build_placement_rows(level.placement)
+        yield render_table(rows[:SHOWN], right=frozenset({2}), indent=4)
+        if len(rows) > SHOWN:
+            yield render_line(f"    and {len(rows) - SHOWN:,} more blocks; --json lists them all")
     if level.forward is not None:
         yield render_table(build_forward_rows(level.forward), indent=4)
     yield from (render_line(f"    {line}") for line in level.describe_reading())
@@ -94,6 +100,16 @@ def build_loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
         f"peak {format_memory_size(loaded.peak_bytes)}",
         f"plan {format_memory_size(loaded.planned_bytes)}" if loaded.planned_bytes is not None else "",
     )
+
+
+def build_placement_rows(placement: Sequence[BlockPlacement]) -> list[tuple[str, str, str]]:
+    """Build where blocks went; neighbours of one size on one device share a row."""
+    rows = []
+    for (place, nbytes), same in groupby(placement, lambda each: (each.place, each.nbytes)):
+        first, *rest = [each.block for each in same]
+        name = f"{first} to {rest[-1]} ({len(rest) + 1} blocks)" if rest else first
+        rows.append((name, place, format_memory_size(nbytes) + (" each" if rest else "")))
+    return rows
 
 
 def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:

@@ -6,7 +6,9 @@ Triton belong to device 0, which takes some hundred MB of it, or fails where ano
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.base.errors import UnsupportedError, UsageError
@@ -107,3 +109,11 @@ def measure_device_memory(device: str) -> tuple[int, int] | None:
             free, total = torch.cuda.mem_get_info(device)
             return free, total
     return None
+
+
+def measure_host_memory() -> int:
+    """Measure bytes of memory that this machine can still give, as far as it says."""
+    with suppress(OSError):
+        told = Path("/proc/meminfo").read_text()
+        return next(int(line.split()[1]) << 10 for line in told.splitlines() if line.startswith("MemAvailable"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.amounts import format_plural
 from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError
 from shardctl.base.value import state_class
 from shardctl.checkpoint.companion_comparison import compare_model_configs
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardctl.base.workers import ExecutionOptions, ProgressWatcher
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.options import VerifyOptions
+    from shardctl.running.dispatch import CheckpointDispatch, DispatchedBlock
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
     from shardctl.running.load import LoadedTensors
     from shardctl.running.loaded import Array, LoadedBox, LoadedDigests, Parts
@@ -48,15 +50,22 @@ def run_load_level(
     effort: ExecutionOptions,
     *,
     strict: bool,
+    dispatch: CheckpointDispatch | None = None,
 ) -> LevelResult:
     """Load what each rank holds onto its device, and compare it there with `other`, or by the digests.
 
     `digests` are those that the level before measured, of tensors that no record has. Ranks follow one another, each on
     the device of its number modulo that of devices; replicas by dp and cp are loaded once. Where that device lacks
     memory or fails, another is taken that was not excluded by name; without one, the level is `unfinished`.
+
+    With a `dispatch`, the blocks of a whole checkpoint go where it places them, and stay there.
     """
     level, began = LevelResult("load", strict=strict), time.monotonic()
     try:
+        if dispatch is not None:
+            _load_blocks(level, checkpoint, other, digests, dispatch, effort)
+            level.seconds = time.monotonic() - began
+            return level
         devices = DeviceChoice.of(verify_options.device)
         began = time.monotonic()  # importing torch is no part of it
         if devices.places == ["cpu"] and devices.bounded:
@@ -124,6 +133,54 @@ def _load_ranks(
         level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
 
 
+def _load_blocks(
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    digests: Mapping[str, str],
+    dispatch: CheckpointDispatch,
+    effort: ExecutionOptions,
+) -> None:
+    """Load each block where the dispatch places it; where a device fails, place them again without it."""
+    from shardctl.running.device import empty_device_cache, is_cuda_device
+    from shardctl.running.loaded import LoadedDigests
+
+    effort.watcher.begin(2 * sum(block.nbytes for block in dispatch.blocks), phase="load")
+    failed: list[str] = []
+    tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
+    while True:
+        summed, found, loaded, place = LoadedDigests(), list[CheckFinding](), list[LoadedRank](), ""
+        run = _LoadRun(checkpoint, other, dispatch.arrays, dispatch.parts, summed, None, effort)
+        try:
+            placed = dispatch.plan(failed)
+            level.placement = dispatch.placements
+            for place, blocks in placed.items():
+                effort.watcher.work_on(place)
+                label = format_plural(len(blocks), "block") if len(placed) > 1 else ""
+                planned = compute_planned_bytes(checkpoint).get(None) if len(placed) == 1 else None
+                one = LoadedRank(None, label, place, 0, 0.0, 0, planned)
+                loaded.append(run.load_blocks(one, blocks, dispatch, found))
+        except _TROUBLE as error:
+            release_frames(error)
+            dispatch.release()
+            if is_cuda_device(place) and place not in failed and dispatch.may_place_again:
+                empty_device_cache(place)
+                failed.append(place)
+                dispatch.notes.append(f"blocks were placed again without {place}, because {error.message}")
+                continue
+            level.give_up(error)
+        else:
+            dispatch.finish()
+            level.ranks = loaded
+            level.nbytes = sum(each.nbytes for each in loaded)
+            level.tensors = len(checkpoint.manifest.tensors)
+        level.notes += dispatch.notes
+        level.add(iter(found))
+        if other is None and level.trouble is None:
+            level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
+        return
+
+
 @state_class
 class _LoadRun:
     """What loading the ranks of a checkpoint one after another needs to know."""
@@ -154,6 +211,40 @@ class _LoadRun:
                     self.checkpoint, self.other, told.rank, boxes, self.summed, told.device, self.effort
                 )
             del loaded, boxes
+        return told
+
+    def load_blocks(
+        self,
+        told: LoadedRank,
+        blocks: Sequence[DispatchedBlock],
+        dispatch: CheckpointDispatch,
+        found: list[CheckFinding],
+    ) -> LoadedRank:
+        """Load blocks where the dispatch places them, and keep them there; adds to `found` what is wrong.
+
+        What goes to the folder passes through host memory array by array, and is compared as it is read back.
+        """
+        from shardctl.running.device import use_device
+        from shardctl.running.dispatch import DISK, HOST
+        from shardctl.running.load import WantedTensor, load_tensors
+        from shardctl.running.loaded import place_loaded_arrays
+        from shardctl.running.machine_failure import tell_machine_errors
+
+        device = HOST if told.device == DISK else told.device
+        keys = [key for block in blocks for key in block.arrays]
+        for batch in [[key] for key in keys] if told.device == DISK else [keys]:
+            wanted = {key: WantedTensor.part(key[1], [self.every[key]]) for key in batch}
+            loaded = load_tensors(wanted, self.checkpoint.source, device, self.effort)
+            told = _add_loaded(told, loaded)
+            with tell_machine_errors(device), use_device(device):
+                dispatch.keep(told.device, loaded.tensors)
+                tensors = {key: dispatch.read_back(key) for key in batch} if told.device == DISK else loaded.tensors
+                del loaded
+                boxes = list(place_loaded_arrays(self.parts, self.every, tensors))
+                found += _find_differences(self.checkpoint, self.other, None, boxes, self.summed, device, self.effort)
+            del tensors, boxes
+        if told.device == DISK:
+            told = replace(told, peak_bytes=max((dispatch.measure(key) for key in keys), default=0))
         return told
 
 
@@ -289,11 +380,18 @@ def run_forward_level(
     watcher: ProgressWatcher,
     *,
     strict: bool,
+    dispatch: CheckpointDispatch | None = None,
 ) -> LevelResult:
-    """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
+    """Run the model that the shards form beside the one of `other`, or of their own elements put together again.
+
+    With a `dispatch` whose blocks were all loaded, each runs where it was placed.
+    """
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
-        _run_forward(level, checkpoint, other, verify_options, watcher)
+        if dispatch is not None and not dispatch.complete:
+            level.notes.append("the blocks were not all loaded, so the model was read from the files again")
+            dispatch = None
+        _run_forward(level, checkpoint, other, verify_options, watcher, dispatch)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     except MachineError as error:
@@ -309,6 +407,7 @@ def _run_forward(
     other: OpenedCheckpoint | None,
     verify_options: VerifyOptions,
     watcher: ProgressWatcher,
+    dispatch: CheckpointDispatch | None,
 ) -> None:
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
 
@@ -339,6 +438,7 @@ def _run_forward(
         config=checkpoint.config if changed else None,
         config_changes=changed,
         overflow_allowed=record is not None and OVERFLOWED in record.options,
+        dispatch=dispatch,
     )
     result = _compare_on_devices(level, candidate, original, verify_options, watcher)
     level.forward = result
@@ -396,6 +496,10 @@ def _compare_on_devices(
         processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
         watcher=watcher,
     )
+    if candidate.dispatch is not None:
+        main = candidate.dispatch.main_device
+        options = replace(options, device=main, places=(main,), processes=0)
+        return compare_forward_passes(candidate, original, options)
     attempts = [replace(options, device=place, places=(place,)) for place in devices.list_for(0)]
     if runs_in_processes(candidate, options):
         alone = [replace(attempt, processes=0) for attempt in attempts]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from shardctl.running.dispatch import CheckpointDispatch
     from shardctl.storage import Source
     from shardctl.tensors.record import CheckpointRecord
     from shardctl.verify.consumer import ConsumerVerdict
@@ -186,6 +187,16 @@ class _VerifyRun:
             )
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:
+        if "load" not in self.names:
+            return self._run_levels(checkpoint, other, None)
+        from shardctl.running.dispatch import open_dispatch
+
+        with open_dispatch(checkpoint, self.verify_options, forward="forward" in self.names) as dispatch:
+            return self._run_levels(checkpoint, other, dispatch)
+
+    def _run_levels(
+        self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, dispatch: CheckpointDispatch | None
+    ) -> tuple[list[LevelResult], str]:
         levels, digests, known, equal = [], dict[str, str](), dict[str, str](), frozenset[str]()
         stated = list_stated_hashes(other.source if other is not None else None, checkpoint.source)
         with stop_on_signals(self.effort.stop):
@@ -220,13 +231,23 @@ class _VerifyRun:
                 levels.append(level)
             if "load" in self.names:
                 levels.append(
-                    run_load_level(checkpoint, other, digests, self.verify_options, self.effort, strict=self.strict)
+                    run_load_level(
+                        checkpoint,
+                        other,
+                        digests,
+                        self.verify_options,
+                        self.effort,
+                        strict=self.strict,
+                        dispatch=dispatch,
+                    )
                 )
             for each in filter(None, (checkpoint, other) if levels else ()):
                 each.prove()
                 levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified(equal))
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
-            level = run_forward_level(checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict)
+            level = run_forward_level(
+                checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict, dispatch=dispatch
+            )
             levels.append(level)
         if "engine" in self.names:
             levels.append(self._ask_engine(checkpoint, other))

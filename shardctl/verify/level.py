@@ -51,6 +51,17 @@ class LoadedRank:
     """What `plan` says that its weights take, ties counted once; None where the mesh or the model is not known."""
 
 
+@value_class
+class BlockPlacement:
+    """Where a block of a checkpoint that is not cut into ranks was placed."""
+
+    block: str
+    """Such as `model.layers.3`."""
+    place: str
+    """A device, `cpu` for host memory, or `disk` for the folder of `--offload-folder`."""
+    nbytes: int
+
+
 @state_class
 class LevelResult:
     """The outcome of one level of checks."""
@@ -73,6 +84,8 @@ class LevelResult:
     """What was done otherwise than asked, and with what."""
     ranks: list[LoadedRank] = field(default_factory=list)
     """Of `load`."""
+    placement: list[BlockPlacement] = field(default_factory=list)
+    """Of `load`: where each block went, if blocks were placed one by one."""
     forward: ForwardResult | None = None
     """Of `forward`."""
     trouble: ShardctlError | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from gpu_models import LLAMA, MIXTRAL, cut, random_checkpoint
 
+from shardctl.base.workers import NullWatcher
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.running.device_levels import run_forward_level
@@ -67,7 +68,7 @@ def one(model: str, mesh: str, source: Path, place: Path, dtype: str, device: st
     with open_checkpoint(place, source_options) as checkpoint, open_checkpoint(source, source_options) as other:
         began = time.perf_counter()
         level = run_forward_level(
-            checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), strict=False
+            checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), NullWatcher(), strict=False
         )
         seconds = time.perf_counter() - began
     result = level.forward

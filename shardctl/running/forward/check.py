@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import CoverageError, MachineError, Mismatch, SourceError, UnsupportedError, format_first_few
-from shardctl.running.device import has_cuda_device
+from shardctl.running.device import has_cuda_device, measure_host_memory
 from shardctl.running.forward.by_processes import attach_readers, compare_by_processes, detach_readers
 from shardctl.running.forward.comparison import ForwardComparison, ForwardOptions, compare_in_process
 from shardctl.running.forward.lazy_state_dict import LazyStateDict
@@ -95,7 +93,7 @@ def _ask_second_opinion(
     if degree == 1 or candidate.model is None:
         return SecondOpinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
     needed = 4 * sum(prod(tensor.shape) for tensor in candidate.manifest.tensors.values())
-    there = _measure_available_memory()
+    there = measure_host_memory()
     if needed * _SHARE > there:
         reason = f"transformers holds all ranks' weights at once, {needed:,} bytes, and there are {there:,}"
         return SecondOpinion("skipped", reason)
@@ -121,14 +119,6 @@ def _add_opinion(result: ForwardResult, opinion: SecondOpinion) -> ForwardResult
     if opinion.status == "skipped":
         return replace(result, opinion=opinion, notes=(*result.notes, f"no second opinion: {opinion.reason}"))
     return replace(result, opinion=opinion)
-
-
-def _measure_available_memory() -> int:
-    """Measure bytes of memory that this machine can still give, as far as it says."""
-    with suppress(OSError):
-        told = Path("/proc/meminfo").read_text()
-        return next(int(line.split()[1]) << 10 for line in told.splitlines() if line.startswith("MemAvailable"))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _compare_with_native(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.base.errors import format_first_few
 from shardctl.base.value import state_class, value_class
+from shardctl.running.device import is_cuda_device
 from shardctl.running.forward.adapter import set_start_values
-from shardctl.running.forward.lazy_state_dict import StoredTensor, build_lazy_state_dict
+from shardctl.running.forward.lazy_state_dict import StoredTensor, build_entries, build_lazy_state_dict
 from shardctl.running.forward.places import list_places
 from shardctl.running.forward.rank_runner import RankRunner
 from shardctl.running.forward.rank_views import build_rank_views
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.models import Model
+    from shardctl.running.dispatch import CheckpointDispatch
     from shardctl.running.forward.executor import ModelExecutor
     from shardctl.running.forward.lazy_state_dict import LazyTensor
     from shardctl.tensors.bands import ByteReader
@@ -62,6 +64,8 @@ class CandidateCheckpoint:
     """The settings in which its own config is not the original's."""
     overflow_allowed: bool = False
     """Whether its record says that weights became infinite with permission."""
+    dispatch: CheckpointDispatch | None = None
+    """Where its blocks were placed, if they were: each is run there."""
 
 
 @state_class
@@ -111,8 +115,31 @@ class ComparedSides:
                     name = slot.names[0]
                     message = f"nothing in the {lack.title} fills {name}, but the {have.title} fills it"
                     self.findings.append(CheckFinding("error", "forward", message, name))
+        self._spread(executor, shards)
         self._start(executor, source)
         return source, shards
+
+    def _spread(self, executor: ModelExecutor, shards: ModelWeights) -> None:
+        """Have each part of the model run where its weights were placed; those on no device run on the main one."""
+        dispatch = self.candidate.dispatch
+        if dispatch is None:
+            return
+        tensors = self.candidate.manifest.tensors
+        names = {called: name for name, tensor in tensors.items() for called in (name, *tensor.ties)}
+        for unit in executor.skeleton.units:
+            stored = [
+                names.get(lazy.name)
+                for slot in unit.slots
+                for lazy in (
+                    [shards.direct[slot]]
+                    if slot in shards.direct
+                    else shards.groups.get(shards.converted.get(slot, ""), {}).values()
+                )
+            ]
+            places = [dispatch.find_place(tensors[name]) for name in stored if name is not None]
+            device = next((place for place in places if place is not None and is_cuda_device(place)), None)
+            if device is not None and device != executor.precision.device:
+                executor.skeleton.move_unit(unit, device)
 
     def _source(self, executor: ModelExecutor) -> ModelWeights:
         """Return the right checkpoint, as transformers itself reads its names.
@@ -158,7 +185,12 @@ class ComparedSides:
             else:
                 self.notes.append("the model is not known, so shards were joined as their headers say")
         named = model if model is not None and model.family else None
-        entries = shards.entries() if shards else build_lazy_state_dict(self.candidate.manifest, reader, named)
+        if shards is not None:
+            entries: Mapping[str, LazyTensor] = shards.entries()
+        elif self.candidate.dispatch is not None:
+            entries = build_entries(self.candidate.manifest, named, self.candidate.dispatch.build_tensor)
+        else:
+            entries = build_lazy_state_dict(self.candidate.manifest, reader, named)
         return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards)
 
     def gather_ranks(self, executor: ModelExecutor, shards: ModelWeights) -> RankRunner | None:

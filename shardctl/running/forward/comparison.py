@@ -142,7 +142,7 @@ class ForwardComparison:
             engine=_describe_engine(mesh, shards, self.team),
             share=_measure_share(executor, shards),
             dtype=self.options.dtype,
-            device=self.options.device,
+            device=", ".join(dict.fromkeys([self.options.device, *(unit.device for unit in executor.skeleton.units)])),
             architecture=architecture,
             versions=list_versions(),
             blocks=_list_block_errors(executor, sound=not held),

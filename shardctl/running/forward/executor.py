@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shardctl.base.errors import CoverageError, UnsupportedError
 from shardctl.base.value import state_class
 from shardctl.base.workers import NullWatcher
-from shardctl.running.forward.inputs import copy_arguments
+from shardctl.running.device import use_device
+from shardctl.running.forward.inputs import copy_arguments, move_arguments
 from shardctl.running.forward.numerics import record_unstable_kernels, use_plain_float32
 from shardctl.running.forward.rendezvous import FAILURES, PartitionConflictError
 from shardctl.running.forward.stacks import ExpertStack, is_stack
@@ -112,6 +113,9 @@ class ModelExecutor:
                     return output
                 why = "the result was not a number"
             self._resident = True
+            for unit in self.skeleton.units:
+                if not unit.block and unit.device != self.precision.device:
+                    self.skeleton.move_unit(unit, self.precision.device)
             # Its parts computed with weights that were not there.
             self.errors, self.farthest, self.order, self.drift, self.miscut = before
             self._note(f"weights outside of blocks stay in memory, because code may use them: {why}")
@@ -272,7 +276,7 @@ class ModelExecutor:
             output, failure = None, None
             try:
                 leaves, own = self._fill(unit, weights)
-                output = (own or usual)(*args, **kwargs)
+                output = self._call(unit, own or usual, args, kwargs)
             except FAILURES as error:
                 raise_machine_error(error, self.precision.device)
                 failure = error
@@ -294,6 +298,15 @@ class ModelExecutor:
             if failure is not None:
                 raise PartError(unit.name, weights.title, failure) from failure
             return output
+
+    def _call(self, unit: ModelUnit, forward: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
+        """Run a part on its device; what it gives is on the main device, where code between parts expects it."""
+        main = self.precision.device
+        if not self.skeleton.spread:
+            return forward(*args, **kwargs)
+        args, kwargs = move_arguments(args, unit.device), move_arguments(kwargs, unit.device)
+        with use_device(unit.device):
+            return move_arguments(forward(*args, **kwargs), main)
 
     def _unstacked(self, unit: ModelUnit) -> bool:
         """Have stacks of experts whole from now on; whether there was one."""
@@ -332,11 +345,12 @@ class ModelExecutor:
         if slot in weights.converted:
             self._convert(weights.converted[slot], None, weights)
         else:
-            slot.put(weights.read(slot, self.precision.dtype).to(self.precision.device))
+            slot.put(weights.read(slot, self.precision.dtype).to(slot.device))
 
     def _convert(self, group: str, unit: ModelUnit | None, weights: ModelWeights) -> None:
         """Have transformers make what it makes of several stored tensors."""
-        self.conversion.fill(weights.groups[group], self.precision.device, self.precision.dtype)
+        device = next(slot.device for slot, name in weights.converted.items() if name == group)
+        self.conversion.fill(weights.groups[group], device, self.precision.dtype)
         for slot, name in weights.converted.items():
             if name == group and (unit is None or slot in unit.slots):
                 made = getattr(slot.module, slot.attribute)

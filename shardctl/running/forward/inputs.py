@@ -195,3 +195,22 @@ def copy_arguments(value: Torch) -> Torch:
             mine[key] = copy_arguments(each)
         return mine
     return copy.deepcopy(value) if isinstance(value, Cache) else value
+
+
+def move_arguments(value: Torch, device: str) -> Torch:
+    """Return the same arguments on a device.
+
+    Lists and mappings stay the same objects, because layers write into them what later layers read.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is tuple:
+        return tuple(move_arguments(each, device) for each in value)
+    if type(value) is list:
+        value[:] = [move_arguments(each, device) for each in value]
+    elif isinstance(value, MutableMapping) and type(value).__module__ != "torch":
+        for key, each in value.items():
+            value[key] = move_arguments(each, device)
+    return value

@@ -24,6 +24,8 @@ class TensorSlot:
     empty: Torch
     """What stands there when nothing is loaded: the buffer as it was made, or a parameter that takes no memory, is on
     the right device because code asks for that, and makes what computes with it not a number."""
+    device: str
+    """Where what fills it is computed with."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +66,8 @@ class ModelUnit:
     slots: list[TensorSlot]
     block: bool
     """Whether it is one of a list of alike modules."""
+    device: str
+    """Where it runs."""
 
 
 @state_class
@@ -77,6 +81,9 @@ class ModelSkeleton:
     slots: dict[str, list[TensorSlot]] = field(default_factory=dict)
     """By every name of the state dict: the slots that hold that tensor, several if it is tied."""
 
+    spread: bool = False
+    """Whether units run on more than one device."""
+
     @classmethod
     def of(cls, model: Torch, device: str) -> ModelSkeleton:
         """Find the units and slots of a model whose parameters have no memory, and move the rest of it to `device`."""
@@ -87,12 +94,22 @@ class ModelSkeleton:
         for name, module, block in _list_units(model, ""):
             inside = [slot for each in module.modules() for slot in by_module.pop(id(each), ())]
             if inside:
-                skeleton.units.append(ModelUnit(name, module, inside, block))
+                skeleton.units.append(ModelUnit(name, module, inside, block, device))
         skeleton.loose = [slot for slots in by_module.values() for slot in slots]
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)  # noqa: SLF001
         return skeleton
+
+    def move_unit(self, unit: ModelUnit, device: str) -> None:
+        """Have a part of the model run on another device: its buffers, and what stands for its weights, go there."""
+        unit.device, self.spread = device, True
+        for slot in unit.slots:
+            slot.device, slot.empty = device, _build_stand_in(slot.empty, device)
+            slot.clear()
+        for module in unit.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
 
     def _find_slots(self, device: str) -> list[TensorSlot]:
         """Find every slot once, whatever names it has, and those of one tensor together."""
@@ -102,7 +119,7 @@ class ModelSkeleton:
             for attribute, tensor in _list_stored_tensors(module):
                 name, key = f"{path}.{attribute}" if path else attribute, (id(module), attribute)
                 if key not in found:
-                    found[key] = TensorSlot(module, attribute, [], _build_stand_in(tensor, device))
+                    found[key] = TensorSlot(module, attribute, [], _build_stand_in(tensor, device), device)
                     shared.setdefault(id(tensor), []).append(found[key])
                 found[key].names.append(name)
                 self.slots[name] = shared[id(tensor)]

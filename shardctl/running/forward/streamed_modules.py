@@ -48,7 +48,7 @@ class WeightPart:
         """Return rows of the part, ready to compute with."""
         box = Box((start, *(0 for _ in self.lazy.shape[1:])), (stop - start, *self.lazy.shape[1:]))
         read = self.weights.typed(self.slot, self.lazy.read(box), self.precision.dtype)
-        return read.to(self.precision.device)
+        return read.to(self.slot.device)
 
     def bands(self) -> list[tuple[int, int]]:
         """Return the stretches of rows in which it is read."""
