@@ -16,6 +16,11 @@ from hypothesis import settings
 settings.register_profile("shardctl", deadline=None)  # a busy machine is not a failure
 settings.load_profile("shardctl")
 
+for pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    # Threads of a pool wait for each other by spinning: as many of them as cores, in each of as many processes, make a
+    # product of tiny matrices take milliseconds. What is told otherwise from outside stays.
+    os.environ.setdefault(pool, "1")
+
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     # A shell's background job ignores Ctrl-C, and one under nohup the end of its terminal; so would every program that
     # a test starts and interrupts.
