@@ -18,7 +18,7 @@ from shardctl.cli.app import VERBS
 from shardctl.cli.signature import _read_group
 from shardctl.libraries.catalogue import list_choices
 from shardctl.options.declaration import DeclaredOption, HelpPanel, read_option
-from shardctl.options.keywords import name_keyword
+from shardctl.options.keywords import list_alias_keywords, name_keyword
 from shardctl.options.plan_options import find_device
 from shardctl.options.sizes import parse_size, parse_token_count
 
@@ -148,10 +148,13 @@ def describe_option(declared, option, names):
 
 def build_parameters(verb):
     """Build the lines of a signature."""
-    return [
-        f"    {name_keyword(declared.flag)}: {format_type(declared, option)} = {format_default(declared, option)},"
-        for declared, option in list_options(verb)
-    ]
+    lines = []
+    for declared, option in list_options(verb):
+        kind = format_type(declared, option)
+        lines.append(f"    {name_keyword(declared.flag)}: {kind} = {format_default(declared, option)},")
+        for alias, meaning in list_alias_keywords(option):
+            lines.append(f"    {alias}: {'bool = False' if meaning else f'{kind} = {declared.default!r}'},")
+    return lines
 
 
 def build_sections(verb):
@@ -163,11 +166,16 @@ def build_sections(verb):
         if option.panel != last:
             lines += [*([""] if lines else []), f"    {option.panel}:"]
             last = option.panel
-        text = f"{name_keyword(declared.flag)}: {describe_option(declared, option, names)}"
-        lines += textwrap.wrap(
-            text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False,
-            break_long_words=False,
-        )  # fmt: skip
+        name = name_keyword(declared.flag)
+        texts = [f"{name}: {describe_option(declared, option, names)}"]
+        for alias, meaning in list_alias_keywords(option):
+            same = f'{name}="{meaning}"' if meaning else name
+            texts.append(f"{alias}: The same as {same}.")
+        for text in texts:
+            lines += textwrap.wrap(
+                text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False,
+                break_long_words=False,
+            )  # fmt: skip
     return lines
 
 

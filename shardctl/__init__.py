@@ -2,7 +2,7 @@
 
     import shardctl
 
-    print(shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, batch=50))
+    print(shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, users=50))
     shardctl.reshard("llama", "llama-tp2", tp=2, progress=True)
     assert shardctl.verify("llama-tp2", level="full", against="llama").ok
 

@@ -176,6 +176,7 @@ def plan(
     detail: Literal["summary", "stage", "rank", "tensor", "time", "zero"] = "summary",
     out: str | Path | None = None,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,
@@ -186,14 +187,22 @@ def plan(
     stages: str | None = None,
     for_: str | None = None,
     seq_len: int | str | None = None,
+    max_model_len: int | str | None = None,
     batch: int | None = None,
+    users: int | None = None,
     kv_dtype: Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None = None,
+    kv_cache_dtype: Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None = None,
     decode_cp: int | None = None,
+    dcp: int | None = None,
     encoder_len: int | str | None = None,
     batched_tokens: int | str | None = None,
+    max_num_batched_tokens: int | str | None = None,
     max_seqs: int | None = None,
+    max_num_seqs: int | None = None,
     encoder_tp: Literal["shard", "replicate", "cut", "whole"] | None = None,
+    towers: Literal["shard", "replicate", "cut", "whole"] | None = None,
     utilization: float | None = None,
+    gpu_memory_utilization: float | None = None,
     gpu: str | Path | Mapping[str, object] | DeviceSpec | None = None,
     gpus: int | None = None,
     search: bool = False,
@@ -205,10 +214,12 @@ def plan(
     prepare_base: Literal["peft", "trl"] | None = None,
     train_only: str | None = None,
     extra_model: str | Path | Sequence[str | Path] = (),
+    beside: str | Path | Sequence[str | Path] = (),
     precision: Literal["mixed", "bf16", "fp32"] | None = None,
     zero: int | None = None,
     profile: Literal["megatron", "hf", "fsdp2", "deepspeed"] | None = None,
     recompute: Literal["none", "selective", "full"] | None = None,
+    gradient_checkpointing: bool = False,
     recompute_modules: str | None = None,
     recompute_every: int = 1,
     microbatches: int | None = None,
@@ -280,7 +291,7 @@ def plan(
     `shardctl plan` prints. A memory limit that cannot hold the conversion is a warning of the result.
 
     Example:
-        planned = shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, batch=50)
+        planned = shardctl.plan("llama", tp=2, gpu="h100", seq_len=32768, users=50)
         print(planned)
         assert planned.fits
 
@@ -298,6 +309,7 @@ def plan(
 
     Mesh:
         tp: Number of tensor-parallel ranks.
+        tensor_parallel_size: The same as tp.
         pp: Number of pipeline stages.
         dp: Number of data-parallel replicas.
         fsdp: Number of ranks that share the first dim of each tensor.
@@ -314,21 +326,29 @@ def plan(
             Default: train if fsdp or a training option is given, else serve.
         seq_len: Tokens per sequence; 32k is 32,000 and 32K is 32,768, as in vLLM (max_model_len). Default: 8192, or the
             model's limit if that is lower.
+        max_model_len: The same as seq_len.
         batch: Sequences (users) served at once; in training, per forward pass of a data-parallel rank. Default: 1.
+        users: The same as batch.
 
     Serving:
         kv_dtype: Type of the key/value cache (vLLM: kv_cache_dtype). Default: the model's type.
+        kv_cache_dtype: The same as kv_dtype.
         decode_cp: Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default:
             1.
+        dcp: The same as decode_cp.
         encoder_len: Tokens per sequence in the encoder of an encoder-decoder model. Default: seq_len.
         batched_tokens: Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192, with for_="vllm"
             the engine's for the device.
+        max_num_batched_tokens: The same as batched_tokens.
         max_seqs: Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). Default:
             batch, with for_="vllm" the engine's for the device, 256 or 1024.
+        max_num_seqs: The same as max_seqs.
         encoder_tp: Shard or replicate vision and audio encoders across tp (vLLM: mm_encoder_tp_mode weights or data).
             Default: shard, where it is known how.
+        towers: The same as encoder_tp.
         utilization: Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang:
             mem_fraction_static). Default: 0.92 with for_="vllm", else all of it.
+        gpu_memory_utilization: The same as utilization.
 
     Devices:
         gpu: Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto
@@ -348,6 +368,7 @@ def plan(
             and head fp32, and TRL the latter two bf16 again. Default: neither.
         train_only: Train only the tensors with a matching name.
         extra_model: Also count this model's weights: reference, reward or critic; a list gives more than one.
+        beside: The same as extra_model.
         precision: mixed computes in 16 bits and updates fp32 copies, bf16 and fp32 keep everything in one type.
             Default: mixed.
         zero: What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.
@@ -355,6 +376,7 @@ def plan(
         recompute: Which activations to recompute instead of keeping them; selective is attention between its
             projections, and with profile="fsdp2" all but what torchtitan's list of operations saves; full is gradient
             checkpointing. Default: none.
+        gradient_checkpointing: The same as recompute="full".
         recompute_modules: Profile megatron: what recompute="selective" recomputes, separated by commas: core_attn,
             moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts. Default: core_attn.
         recompute_every: Recompute only the last of so many layers, as recompute says. Default: 1.
@@ -478,6 +500,7 @@ def reshard(
     create: bool = False,
     private: bool = False,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,
@@ -549,6 +572,7 @@ def reshard(
     create: bool = False,
     private: bool = False,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,
@@ -620,6 +644,7 @@ def reshard(
     create: bool = False,
     private: bool = False,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,
@@ -706,6 +731,7 @@ def reshard(
 
     Mesh:
         tp: Number of tensor-parallel ranks.
+        tensor_parallel_size: The same as tp.
         pp: Number of pipeline stages.
         dp: Number of data-parallel replicas.
         fsdp: Number of ranks that share the first dim of each tensor.
@@ -1283,6 +1309,7 @@ def reshard_each(
     create: bool = False,
     private: bool = False,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,
@@ -1376,6 +1403,7 @@ def contribute(
     create: bool = False,
     private: bool = False,
     tp: int | None = None,
+    tensor_parallel_size: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     fsdp: int | None = None,

@@ -24,7 +24,7 @@ import shardctl
 import shardctl.api
 from shardctl.base.errors import ShardctlError, SourceError, UsageError
 from shardctl.base.workers import ExecutionOptions
-from shardctl.cli.app import app
+from shardctl.cli.app import FUNCTIONS, app
 from shardctl.cli.program import run
 from shardctl.conversion.plan_file import read_plan_file
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
@@ -177,6 +177,8 @@ def test_keywords_are_the_long_options_of_the_command(verb):
     command = typer.main.get_command(app).commands[verb]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     names = {script.name_keyword(next(name for name in each.opts if name.startswith("--"))) for each in options}
+    aliases = [alias for _, option in FUNCTIONS[verb].aliased for alias in option.aliases]
+    names |= {script.name_keyword(alias.partition("=")[0]) for alias in aliases}
     left = {"json", "report", "junit", "summary", "each", "fail_fast", "worker", "newest_good"}
     left |= {"quiet", "verbose", "log", "help", "help_all"} | ({"engine"} if verb == "reshard" else set())
     keywords = inspect.signature(getattr(shardctl, verb)).parameters
@@ -242,6 +244,22 @@ def test_a_device_that_is_no_device_is_refused():
     with pytest.raises(UsageError, match="memory_gib") as raised:
         shardctl.plan(LLAMA, gpu={"name": "mine"})
     assert "docs/devices.md" in raised.value.hint
+
+
+def test_words_of_engines_mean_the_same():
+    ours = shardctl.plan(LLAMA, tp=2, gpu="h100", seq_len=1024, batch=3, utilization=0.5, kv_dtype="fp8", max_seqs=4)
+    theirs = shardctl.plan(
+        LLAMA, tensor_parallel_size=2, gpu="h100", max_model_len=1024, users=3, gpu_memory_utilization=0.5,
+        kv_cache_dtype="fp8", max_num_seqs=4,
+    )  # fmt: skip
+    assert mask(ours.to_dict()) == mask(theirs.to_dict())
+    assert shardctl.plan(LLAMA, seq_len="32k").forecast.work.context == 32_000
+    assert "recompute full" in str(shardctl.plan(LLAMA, for_="train", gradient_checkpointing=True))
+    for both in ({"batch": 3, "users": 3}, {"recompute": "full", "gradient_checkpointing": True}):
+        with pytest.raises(UsageError, match="are both given"):
+            shardctl.plan(LLAMA, **both)
+    with pytest.raises(UsageError, match="users takes a whole number, not '3'"):
+        shardctl.plan(LLAMA, users="3")
 
 
 def test_what_is_wrong_with_mesh_7_is_said():

@@ -63,6 +63,16 @@ def name_keyword(flag: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
+def list_alias_keywords(option: CommandOption) -> list[tuple[str, str]]:
+    """List the other keywords of an option, each with the value that it means, or '' if it takes one.
+
+    >>> list_alias_keywords(CommandOption(HelpPanel.TRAINING, "", aliases=("--users", "--gradient-checkpointing=full")))
+    [('users', ''), ('gradient_checkpointing', 'full')]
+    """
+    parts = (alias.partition("=") for alias in option.aliases)
+    return [(name_keyword(flag), value) for flag, _, value in parts]
+
+
 def name_parameter(kind: type[object]) -> str:
     """Return the name of the parameter that takes an option object, such as `reshard_options`."""
     return _CAPITAL.sub("_", kind.__name__).lower()
@@ -136,7 +146,17 @@ class OptionKeywords:
         name = name_keyword(declared.flag)
         if self._owners.get(name) is not kind or name not in self._arguments:
             return declared.default
-        return check_option(declared, option, self._arguments[name])
+        value = check_option(declared, option, self._arguments[name])
+        for other, meaning in list_alias_keywords(option):
+            given = self._arguments.get(other)
+            if meaning:
+                given = meaning if check_argument(other, bool, given or False) else None
+            if given is None:
+                continue
+            if value != declared.default:
+                raise UsageError(f"{name} and {other} are both given", hint="they are one option: leave one out")
+            value = check_option(declared._replace(option=replace(option, flag=f"--{other}")), option, given)
+        return value
 
 
 def _check_own_value(declared: DeclaredOption, value: object) -> object:
