@@ -240,6 +240,7 @@ def plan(
     float8: Literal["tensorwise", "rowwise"] | None = None,
     float8_gather: bool = False,
     optimizer_kernel: Literal["fused", "foreach"] | None = None,
+    mtp_layers: int | None = None,
     allocator: Literal["native", "expandable"] | None = None,
     calibrate: str | Path | FittedCalibration | None = None,
     to: str | None = None,
@@ -403,6 +404,8 @@ def plan(
         float8_gather: With float8="tensorwise": FSDP2 gathers weights in float8 (enable_fsdp_float8_all_gather).
         optimizer_kernel: Profiles fsdp2 and hf: kernels of torch's AdamW; foreach ones copy all parameters (torchtitan:
             fused). Default: foreach, with hf fused.
+        mtp_layers: Number of multi-token prediction layers (MTP) that are trained, of a model that is only described.
+            Default: with profile="megatron" those of the config, else 0.
         allocator: Whether torch's allocator has expandable segments (PYTORCH_CUDA_ALLOC_CONF), which lose less to
             fragmentation. Default: expandable with fsdp2, as torchtitan starts it, else native.
         calibrate: Fit the estimate to the measured peaks in a log.

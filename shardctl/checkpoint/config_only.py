@@ -33,6 +33,9 @@ _LARGEST: Final = 10_000_000
 _ORBAX: Final = ("manifest.ocdbt", "/.zarray", "/zarr.json")
 """Files by which Orbax's arrays are known, which have a folder each, or are in a database."""
 
+UNCOUNTED_LAYERS: Final = "are not counted, because not every checkpoint has them"
+"""How the warning of multi-token prediction layers ends, which a plan that counts them leaves out."""
+
 
 def find_config_file(source: Source) -> str | None:
     """Find the file that could be the config of a model without weights: the source, or a file of a bare directory.
@@ -126,9 +129,4 @@ def _note_uncounted(model: Model) -> list[str]:
     if not extra:
         return []
     size = sum(t.size for t in extra)
-    return [
-        (
-            f"{len(extra):,} tensors that predict further tokens, {size:,} elements, are not counted, "
-            "because not every checkpoint has them"
-        )
-    ]
+    return [(f"{len(extra):,} tensors that predict further tokens, {size:,} elements, {UNCOUNTED_LAYERS}")]

@@ -489,6 +489,16 @@ class PlanOptions:
             "Default: foreach, with hf fused.",
         ),
     ] = None
+    mtp_layers: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Number of multi-token prediction layers (MTP) that are trained, of a model that is only described. "
+            "Default: with --profile megatron those of the config, else 0.",
+            metavar="N",
+            least=0,
+        ),
+    ] = None
     allocator: Annotated[
         Literal["native", "expandable"] | None,
         CommandOption(

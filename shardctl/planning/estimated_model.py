@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.base.dtype import FLOATS
+from shardctl.base.dtype import BY_NAME, FLOATS
 from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.base.value import value_class
 from shardctl.checkpoint.quantization.dequantizing import dequantize_checkpoint, describe_decoded
@@ -19,6 +19,8 @@ from shardctl.estimate.model.narrower_types import QuantizedLayout, find_quantiz
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters, describe_model
 from shardctl.models.counting import is_quantized, list_meant_parameters
+from shardctl.models.tables.predicting import PREDICTING_KEYS, get_count, list_predicting_names
+from shardctl.models.tables.text_config import merge_text_config
 from shardctl.planning.tuning import tune_inventory
 from shardctl.tensors.manifest import Tensor
 from shardctl.tensors.placement import PartitionSpec
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.estimate.model.layer_graph import LayerGraph
+    from shardctl.models.tables.model import ModelTensor
     from shardctl.options import ReshardOptions
     from shardctl.planning.tuning import TuningChoice
     from shardctl.tensors.manifest import Manifest
@@ -121,12 +124,16 @@ def build_estimated_model(
     *,
     trained: bool = False,
     tuning: TuningChoice | None = None,
+    mtp_layers: int = 0,
 ) -> EstimatedModel:
     """Build the tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
     `trained` takes codes of quantized weights for the weights that they stand for, which is what can be trained.
     With `tuning` only a part is. Raises UsageError for a part that there is not.
     """
+    if mtp_layers:
+        about = build_estimated_model(checkpoint, reshard_options, trained=trained)
+        return _add_predicting_layers(about, checkpoint, mtp_layers)
     have = filter_tensors(checkpoint, reshard_options)
     if tuning is not None:
         return _build_tuned_model(checkpoint, have, reshard_options, tuning)
@@ -147,6 +154,60 @@ def build_estimated_model(
     active = _choose_activation_dtype(checkpoint, reshard_options, inventory)
     about = EstimatedModel(inventory, elements, made_of, why, active)
     return _add_base(about, checkpoint) if checkpoint.adapter else about
+
+
+def count_mtp_layers(checkpoint: OpenedCheckpoint, requested: int | None, *, megatron: bool) -> int:
+    """Count the multi-token prediction layers that training adds to a model that is only described.
+
+    Raises UsageError for a number where the model's family has no such layers, or files have them or not.
+    """
+    config = checkpoint.config or {}
+    declared = get_count(merge_text_config(config), PREDICTING_KEYS) or 0
+    number = requested if requested is not None else declared * (megatron and checkpoint.hypothetical)
+    if number and not checkpoint.hypothetical:
+        raise UsageError(
+            "--mtp-layers applies to a config alone: of stored weights, the layers that are stored are counted",
+            hint="leave it out, or name the config.json",
+        )
+    if number and not _list_predicting_tensors(config, number):
+        if requested is None:
+            return 0
+        raise UsageError(
+            f"--mtp-layers {number}: which weights its multi-token prediction layers have is not known of this model",
+            hint="leave it out",
+        )
+    return number
+
+
+def _list_predicting_tensors(config: Mapping[str, object], number: int) -> list[ModelTensor]:
+    """List the tensors of so many multi-token prediction layers; empty for a family that has none.
+
+    The Hub stores copies of the embedding and of the head with them, which training shares with the model's.
+    """
+    merged = merge_text_config(config)
+    key = next((key for key in PREDICTING_KEYS if key in merged), PREDICTING_KEYS[0])
+    plain = {name: value for name, value in config.items() if name != "quantization_config"} | {key: number}
+    optional = {t.name: t for t in describe_model(plain, kv_heads="replicate").tensors.values() if t.optional}
+    vocabulary = merged.get("vocab_size")
+    found = [optional[name] for name in list_predicting_names(plain, optional)]
+    return [tensor for tensor in found if vocabulary not in tensor.shape]
+
+
+def _add_predicting_layers(about: EstimatedModel, checkpoint: OpenedCheckpoint, number: int) -> EstimatedModel:
+    """Return the model with multi-token prediction layers: their weights, and what they keep."""
+    tensors = _list_predicting_tensors(checkpoint.config or {}, number)
+    specs = {t.name: t.spec for t in tensors}
+    dtypes = {t.name: BY_NAME[about.dtype] for t in tensors}
+    more = build_inventory(
+        [Tensor(t.name, t.dtype, t.shape, ()) for t in tensors], specs, about.inventory.layers, dtypes=dtypes
+    )
+    anatomy = replace(about.anatomy, predicting=number) if about.anatomy is not None else None
+    return replace(
+        about,
+        inventory=replace(about.inventory, kinds=(*about.inventory.kinds, *more.kinds)),
+        parameters=about.parameters + more.elements,
+        anatomy=anatomy,
+    )
 
 
 def _choose_counted_dtypes(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.amounts import format_plural
 from shardctl.base.errors import MemoryBudgetError, UnsupportedError, UsageError
 from shardctl.base.garbage_collection import pause_garbage_collection
+from shardctl.checkpoint.config_only import UNCOUNTED_LAYERS
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.checkpoint.splitting import split_checkpoint
@@ -23,6 +24,7 @@ from shardctl.planning.estimated_model import (
     build_beside_model,
     build_estimated_model,
     count_decoded_weights,
+    count_mtp_layers,
     has_coded_weights,
 )
 from shardctl.planning.mesh_search import MeshExploration, explore_meshes
@@ -98,6 +100,12 @@ def plan(
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         assumed = [*shared, *towers, *_note_device_count(plan_options, planned)]
         strict = source_options.strict
+        predicting = about.anatomy.predicting if about is not None and about.anatomy is not None else 0
+        if predicting:
+            rest = [text for text in planned.warnings if UNCOUNTED_LAYERS not in text]
+            counted_layers = format_plural(predicting, "multi-token prediction layer")
+            how = f"{counted_layers} counted, each as the last layer and one more loss; --mtp-layers 0 leaves them out"
+            planned = replace(planned, warnings=(*rest, how))
         return replace(planned, explored=explored, strict=strict, warnings=(*planned.warnings, *assumed))
 
 
@@ -205,9 +213,13 @@ def _build_unstored_model(
         or plan_options.quantized_type is not None
         or (trained and has_coded_weights(checkpoint))
     ):
-        return build_estimated_model(checkpoint, reshard_options, trained=trained).if_quantized(
-            plan_options.quantized_type
-        )
+        number = plan_options.mtp_layers
+        if trained or number is not None:
+            number = count_mtp_layers(checkpoint, number, megatron=plan_options.profile == "megatron")
+        about = build_estimated_model(checkpoint, reshard_options, trained=trained, mtp_layers=number or 0)
+        return about.if_quantized(plan_options.quantized_type)
+    if plan_options.mtp_layers:
+        count_mtp_layers(checkpoint, plan_options.mtp_layers, megatron=False)
     return None
 
 

@@ -129,6 +129,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     }
     own = {
         "--allocator",
+        "--mtp-layers",
         "--detail",
         "--out",
         "--search",

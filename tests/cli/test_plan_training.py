@@ -371,3 +371,34 @@ def test_meshes_whose_upper_bound_fits_are_ranked_first(document):
 )
 def test_words_of_engines_and_former_names_mean_the_same(document, alias, option):
     assert document(LLAMA, *alias) == document(LLAMA, *option)
+
+
+def test_mtp_layers_are_counted_where_they_are_trained(say, tmp_path):
+    """Megatron-LM's MultiTokenPredictionLayer: a layer, eh_proj of 2 h by h, three norms; one more head and loss."""
+    config = json.loads((PUBLIC / "deepseek-v3.json").read_text())
+    config |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "quantization_config": None, "n_routed_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def plan(*options):
+        said = say("plan", tmp_path / "config.json", "--for", "train", "--seq-len", 4096, *options, "--json")
+        return json.loads(said.out)
+
+    megatron = ("--profile", "megatron")
+    found = {n: plan(*megatron, "--mtp-layers", n) for n in (0, 1, 2)}
+    hidden = config["hidden_size"]
+    with_one_more = config | {"num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(with_one_more))
+    layer = plan(*megatron, "--mtp-layers", 0)["parameters"] - found[0]["parameters"]
+    added = found[1]["parameters"] - found[0]["parameters"]
+    assert added == layer + 2 * hidden * hidden + 3 * hidden
+    assert found[2]["parameters"] - found[1]["parameters"] == added
+    kept = [
+        sum(t["term_bytes"] for t in found[n]["needs"][0]["terms"] if "multi-token" in t["name"]) for n in (0, 1, 2)
+    ]
+    assert kept[0] == 0 < kept[1] == kept[2] // 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(*megatron)["parameters"] == found[1]["parameters"]  # Megatron-LM trains those of the config
+    assert plan("--profile", "hf")["parameters"] == found[0]["parameters"]  # transformers has no such layers
+    refused = say("plan", PUBLIC / "llama-3.1-8b.json", "--for", "train", "--mtp-layers", 1)
+    assert refused.code == 2
+    assert "--mtp-layers 1" in refused.err

@@ -256,6 +256,8 @@ class LayerGraph:
     """The most tokens that the model was made for, where the config says so."""
     source_positions: int | None = None
     """The same of the encoder, where the config says so and it differs (Whisper)."""
+    predicting: int = 0
+    """Multi-token prediction layers that are trained, on the last stage, each like the last layer and with a loss."""
 
 
 def build_layer_graph(config: Mapping[str, object]) -> LayerGraph:

@@ -161,6 +161,20 @@ class RankActivations:
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}
         self.head = self._head() if self.last and anatomy.generates else ByteAmount()
         self.embedding = self._embedding() if self.first else ByteAmount()
+        self.predicting = self._build_predicting_amount() if self.last and anatomy.predicting else ByteAmount()
+
+    def _build_predicting_amount(self) -> ByteAmount:
+        """Return what multi-token prediction layers keep: as much as the last layer each, and the head once more.
+
+        Their losses are part of the loss: their backward pass comes between the head's and that of the last layer
+        (Megatron-LM, core/transformer/multi_token_prediction.py, `MTPLossAutoScaler`).
+        """
+        kept = sum(self.kind_of[self.numbers[-1]].kept.values(), ByteAmount()) + self.head
+        return kept.times(self.anatomy.predicting)
+
+    def _count_predicting(self, moment: BackwardEvent) -> float:
+        """Count the forward passes whose multi-token prediction layers keep what they did."""
+        return max(0, moment.flights - (moment.layer is not None))
 
     def _list_kinds(self) -> list[_AlikeLayers]:
         if self.style.unmodelled:
@@ -203,6 +217,7 @@ class RankActivations:
         kept = self.embedding.nbytes * moment.flights
         for kind in self.kinds:
             kept += kind.nbytes * self._count_alive(kind, moment)
+        kept += self.predicting.nbytes * self._count_predicting(moment)
         return kept + self.head.nbytes * max(0, self.losses - (not moment.with_head))
 
     def count_bytes(self, moment: BackwardEvent) -> float:
@@ -261,6 +276,7 @@ class RankActivations:
             yield from self._term(name, amount, moment.flights if whole else 1, skewed=name == _NAMES["experts"])
         yield from self._term("dropout mask of the embedding", self.embedding, moment.flights)
         yield from self._term("kept by the head and the loss", self.head, self.losses - (not moment.with_head))
+        yield from self._term("kept by multi-token prediction layers", self.predicting, self._count_predicting(moment))
         if moment.besides.nbytes > 0:
             yield self._made(
                 f"alive in the {moment.name}",
