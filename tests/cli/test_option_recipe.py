@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,14 +87,20 @@ def ask(copied, *args):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def show_help(copied):
+    """Gives what a verb's `--help-all` says, which is asked for once."""
+    return cache(lambda verb: ask(copied, verb, "--help-all").stdout)
+
+
 def test_the_recipe_is_the_one_of_the_page():
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     assert FIELD.strip() in page
 
 
 @pytest.mark.parametrize("verb", ["inspect", "plan", "reshard", "verify", "diff", "digest"])
-def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
-    said = ask(copied, verb, "--help-all").stdout
+def test_it_is_in_the_help_of_every_verb_that_takes_it(show_help, verb):
+    said = show_help(verb)
     panel = said.partition("Source")[2]
     assert "--skip-empty" in panel
     assert "Leave out tensors" in panel
@@ -106,13 +113,13 @@ def test_the_verb_has_it_with_its_type(copied, source):
 
 
 @pytest.mark.parametrize("verb", OWNERS)
-def test_an_option_of_one_verb_takes_one_place_too(copied, source, tmp_path, verb):
+def test_an_option_of_one_verb_takes_one_place_too(copied, show_help, source, tmp_path, verb):
     destination = [tmp_path / "out"] if verb == "reshard" else []
     for given in ([], [f"--odd-{verb}"]):
         done = ask(copied, verb, source, *destination, *given, "--", verb, OWNERS[verb][0])
         assert f"own option {bool(given)}" in done.stdout, done.stderr
     for other in OWNERS:
-        assert (f"--odd-{verb}" in ask(copied, other, "--help-all").stdout) is (other == verb)
+        assert (f"--odd-{verb}" in show_help(other)) is (other == verb)
 
 
 def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):
