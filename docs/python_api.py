@@ -224,6 +224,16 @@ line only.
 - A size is a text with a unit (`memory="2GiB"`) or a number of bytes.
 - Words of Python have one more underscore: `for_`, `from_`, `as_`.
 
+## Progress
+
+`progress=True` shows a bar on stderr. A callable gets a `ProgressUpdate` with `phase`, `done_bytes` of `total_bytes`,
+`files_done` of `files`, `kept_bytes` (written by an earlier run) and `place` (the file in work). What it
+raises ends the run, and the same call of `reshard` resumes.
+
+```python
+shardctl.reshard("llama", "llama-tp2", tp=2, progress=lambda update: print(f"{{update.done_bytes:,}} bytes"))
+```
+
 ## Option objects
 
 Option objects (`ReshardOptions(mesh=Mesh.of(tp=4))` and the like) work for one more release, with a

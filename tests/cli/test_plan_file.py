@@ -107,6 +107,7 @@ def test_a_plan_says_all_that_shapes_the_result(plan):
     assert document["source_options"].keys() == {field.name for field in fields(SourceOptions)} - {
         "described",
         "unbound",
+        "untied",
         "unpadded",
     }
     assert document["reshard_options"]["to"] == "ranks"
