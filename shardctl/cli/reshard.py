@@ -35,6 +35,8 @@ Examples:
   shardctl reshard ./llama-tp4 ./llama-fp8 --to hf --quantize fp8-block
   shardctl reshard ./fsdp-run ./llama --for vllm --config ./config.json
 """
+_OTHER_INPUTS = frozenset({"vocab.json", "vocab.txt", "preprocessor_config.json", "tekken.json"})
+"""Files that say how a model's input is made, besides those with `token` in their names."""
 _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
 """A verb that moves bytes, and two functions that render its result and seconds as a document and as text."""
 
@@ -114,6 +116,7 @@ def reshard(
     from shardctl.cli.progress import watch_progress
 
     began, said = time.monotonic(), set[str]()
+    _note_local_destination(dst)
     with watch_progress("reshard", json=json, said=said) as progress:
         done = verb(
             src,
@@ -133,8 +136,30 @@ def reshard(
             streams.print_record(document(done, seconds))
         else:
             streams.print_view(view(done, seconds))
+            streams.print_warnings(_list_missing_files(done))
             _suggest_verification(dst, src, done, read_as_is=source_options == SourceOptions())
     return 0
+
+
+def _note_local_destination(dst: str) -> None:
+    """Say that a destination that looks like a model of the Hub is a folder here, unless its parent is one already."""
+    from shardctl.storage.addresses import is_hub_name
+
+    if is_hub_name(Path(dst)) and not Path(dst).parent.exists():
+        streams.print_progress(f"note: {dst} is a local folder; hf://{dst} writes to the Hub\n")
+
+
+def _list_missing_files(done: object) -> list[str]:
+    """List what a result in the layout `hf` lacks that programs load it with."""
+    from shardctl.verbs.reshard import ReshardResult
+
+    if not isinstance(done, ReshardResult) or done.record.layout != "hf" or "adapter_config.json" in done.record.files:
+        return []
+    files = set(done.record.files)
+    lacking = [] if "config.json" in files else ["config.json (--config PATH adds it)"]
+    if not any("token" in name or name in _OTHER_INPUTS for name in files):
+        lacking.append("tokenizer")
+    return [f"{done.target} has no {' and no '.join(lacking)}: engines need them"] if lacking else []
 
 
 def _suggest_verification(dst: str, src: str, done: object, *, read_as_is: bool) -> None:

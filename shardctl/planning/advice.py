@@ -64,7 +64,10 @@ def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> Pl
         return apply_calibration(found, seen.calibration)
 
     law = AllowedDegrees(about.inventory, work.sequence if isinstance(work, TrainingWorkload) else None)
-    advice = advise_changes(EstimateRequest(mesh, work), attempt, budget, law=law, per_node=seen.device.per_node)
+    solved = seen.largest_batch, seen.longest_context
+    advice = advise_changes(
+        EstimateRequest(mesh, work), attempt, budget, law=law, per_node=seen.device.per_node, solved=solved
+    )
     return PlanAdvice(advice, _find_fewest_by_type(about, seen, budget) if isinstance(work, ServingWorkload) else ())
 
 

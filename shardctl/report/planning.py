@@ -59,6 +59,8 @@ def _render_details(planned: PlanResult, detail: Detail, columns: int | None) ->
     parts: list[RenderableType] = [render_line(_format_header(planned))]
     if seen.work is not None:
         parts.append(render_line(format_workload(planned) + format_beyond_positions(seen)))
+    if text := format_server_answer(planned):
+        parts.append(render_line(text))
     if seen.work is not None and seen.device is not None and (text := format_room(seen)):
         parts.append(render_line(text))
     if text := format_cache_room(seen):
@@ -149,6 +151,20 @@ def format_room(seen: WorkloadEstimate) -> str:
         made = f" (the model was made for {seen.positions:,})" if more else ""
         found.append(f"{format_plural(work.batch, 'sequence')} of {long}{made}")
     return f"room for {', or '.join(found)}" if found else ""
+
+
+def format_server_answer(planned: PlanResult) -> str:
+    """Format whether an engine starts, and how many requests of this length it holds at once; empty without one."""
+    seen, work = planned.forecast, planned.forecast.work
+    if not isinstance(work, ServingWorkload) or work.budget is None or seen.device is None or seen.estimate.partial:
+        return ""
+    if seen.largest_batch == 0:
+        return f"{work.budget.engine} does not start: one request of {work.context:,} tokens has no room"
+    starts = f"{work.budget.engine} starts: one request of {work.context:,} tokens fits"
+    if seen.largest_batch is None:
+        return f"{starts}, and memory does not limit how many it holds at once"
+    asked = f", fewer than the {work.batch:,} of --users" if seen.largest_batch < work.batch else ""
+    return f"{starts}, and it holds {seen.largest_batch:,} at once{asked}"
 
 
 def format_cache_room(seen: WorkloadEstimate) -> str:

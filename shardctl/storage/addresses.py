@@ -25,6 +25,8 @@ _USER_PART: Final = re.compile(
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@.+)?")
 """What a model of the Hub is called; a path of two parts looks the same, and wins where it exists."""
 
+_FILE_SUFFIXES: Final = frozenset({".json", ".safetensors"})
+"""Suffixes of files of checkpoints, which no model's name has: ``x/config.json`` is a path."""
 _MAX_HUB_NAME: Final = 256
 """Characters of such a name with a revision; the Hub allows 96 for each of its two parts."""
 
@@ -43,7 +45,8 @@ def open_source(text: str | Path) -> Source:
     if isinstance(text, Path) or os.path.lexists(text):
         return _open_local(Path(text))
     match = _SCHEME.match(text)
-    if match is None and _HUB_NAME.fullmatch(text) is None:
+    named_file = Path(text).suffix in _FILE_SUFFIXES
+    if match is None and (named_file or _HUB_NAME.fullmatch(text) is None):
         return LocalSource(Path(text))
     match match[1] if match else "hf":
         case "hf":

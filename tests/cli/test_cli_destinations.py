@@ -62,3 +62,9 @@ def test_a_place_below_a_file_names_the_file(say, source, tmp_path):
     code, _, err = say("reshard", source, "notes/out")
     assert (code, err.splitlines()[0]) == (6, f"error: {tmp_path}/notes exists and is not a directory")
     (tmp_path / "notes").unlink()
+
+
+def test_a_missing_file_is_no_model_of_the_hub(say, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = say("plan", "x/config.json")
+    assert (found.code, found.err.splitlines()[0]) == (4, "error: x/config.json does not exist")

@@ -86,7 +86,7 @@ def test_a_cast_that_overflows_is_refused_and_a_warning_if_it_is_allowed(say, tm
     assert found.err.startswith("error: w: 1 finite value becomes infinite in F16\nhint:  use --dtype bf16")
     found = say("reshard", source, tmp_path / "out", "--dtype", "fp16", "--allow-overflow")
     assert found.code == 0
-    assert found.err.startswith("warning: w: 1 finite values became infinite in F16\nnext: ")
+    assert found.err.startswith("warning: w: 1 finite values became infinite in F16\n")
 
 
 def test_a_dry_run_plans_and_checks_and_writes_nothing(say, source, tmp_path):
@@ -210,3 +210,18 @@ def test_a_given_config_takes_the_place_of_the_sources_own(say, source, tmp_path
     (source / "config.json").write_text("{")
     assert say("reshard", source, tmp_path / "mended", "--to", "hf", "--config", given).code == 0
     assert json.loads((tmp_path / "mended" / "config.json").read_text())["rms_norm_eps"] == 0.5
+
+
+def test_a_destination_that_looks_like_a_model_of_the_hub_is_noted(say, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    note = "note: me/model is a local folder; hf://me/model writes to the Hub\n"
+    assert say("reshard", source, "me/model", "--tp", 2).err.startswith(note)
+    assert "note: " not in say("reshard", source, "me/other", "--tp", 2).err, "me is a folder here"
+
+
+def test_a_result_that_lacks_what_engines_need_is_warned_of(say, source, tmp_path):
+    assert "engines need" not in say("reshard", source, tmp_path / "whole", "--to", "hf").err
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    lacking = "has no config.json (--config PATH adds it) and no tokenizer: engines need them"
+    assert lacking in say("reshard", tmp_path / "bare", tmp_path / "out", "--to", "hf").err

@@ -148,7 +148,7 @@ def test_verify_as_junit(say, damaged, source, tmp_path):
         ("identity", "1"),
     ]
     assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("3", "2", "0")
-    failure = root.find("testsuite[@name='content']/testcase[@name='digest']/failure")
+    failure = root.find("testsuite[@name='content']/testcase[@name='content']/failure")
     assert "has changed" in failure.get("message")
 
 

@@ -214,6 +214,25 @@ def test_what_there_is_room_for_is_said_whatever_limits_it(say, config, options,
     assert ("serve: 1 sequence of 200,000 tokens (the model was made for 131,072)\n" in out) == ("200000" in options)
 
 
+def test_a_server_starts_if_one_request_fits_and_holds_as_many_as_are_solved_for(say):
+    options = ("plan", LLAMA, "--for", "vllm", "--gpu", "h100", "--seq-len", "32k")
+    found = say(*options, "--users", "50")
+    assert found.code == 3
+    document = checked(say(*options, "--users", "50", "--json").out)
+    most = document["purpose"]["largest_batch"]
+    starts = "vllm starts: one request of 32,000 tokens fits, and it holds"
+    assert f"{starts} {most} at once, fewer than the 50 of --users\n" in found.out
+    assert f"--batch {most} " in found.out, "the advice is what was solved, and not a half"
+    assert document["purpose"]["longest_context"] in {
+        int(one["options"].split()[1]) for one in document["advice"] if one["options"].startswith("--seq-len")
+    }
+    assert say(*options, "--users", most).code == 0
+    assert f"{starts} {most} at once\n" in say(*options).out
+    small = say("plan", LLAMA, "--for", "vllm", "--gpu", "16GiB")
+    assert small.code == 3
+    assert "vllm does not start: one request of 8,192 tokens has no room\n" in small.out
+
+
 def test_weights_that_are_too_many_by_themselves_do_not_fit(say, tmp_path):
     """Without a config nobody knows what else is needed, but that they are too much is known."""
     save_file({"w": np.zeros((1024, 1024), np.float32)}, tmp_path / "model.safetensors")

@@ -56,6 +56,18 @@ def test_junit_is_xml_whatever_the_names_hold():
     assert root.find("testsuite[@name='identity']/testcase/skipped").get("message") == "no source"
 
 
+def test_a_level_has_one_case_of_the_same_name_whatever_it_finds():
+    cases = []
+    for findings in ([], [ERROR], [ERROR, CheckFinding("error", "values", "w holds 1 NaN", "w")]):
+        root = ET.fromstring(build_junit_report(verified(*findings)))  # noqa: S314 - our own text
+        cases.append([(case.get("classname"), case.get("name")) for case in root.iter("testcase")])
+    assert cases == [[("shardctl.content", "content"), ("shardctl.identity", "identity")]] * 3
+    assert root.find("testsuite").get("failures") == "1"
+    failure = root.find("testsuite/testcase/failure")
+    assert failure.get("message") == "w has changed (and 1 more)"
+    assert failure.text.count("\n") == 1
+
+
 def test_what_could_not_be_finished_is_no_failure_in_any_report():
     level = LevelResult("load", tensors=3)
     level.give_up(MachineError("cuda:0 has too little free memory", hint="use cpu"))

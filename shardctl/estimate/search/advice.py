@@ -81,17 +81,24 @@ class _ProposedChange:
 
 
 def advise_changes(
-    ask: EstimateRequest, attempt: Attempt, budget: int, *, law: AllowedDegrees | None = None, per_node: int = 8
+    ask: EstimateRequest,
+    attempt: Attempt,
+    budget: int,
+    *,
+    law: AllowedDegrees | None = None,
+    per_node: int = 8,
+    solved: tuple[int | None, int | None] = (None, None),
 ) -> tuple[TriedChange, ...]:
     """Return the changes that make `ask` need less, those that fit `budget` bytes first, each as mild as will do.
 
     `attempt` estimates an ask; one that it refuses with UsageError is not advised. `law` says which larger meshes a
-    model allows; without it none is tried. If no change is enough, the last advice is to make several, if they are.
+    model allows; without it none is tried. `solved` is the most sequences and the most tokens that `ask` could have
+    instead, which are tried before halves. If no change is enough, the last advice is to make several, if they are.
     """
     before = _try_change(_ProposedChange("", "", ask), attempt, budget, 0)
     if before is None or before.fits:
         return ()
-    tries = _ChangeTrials(ask, attempt, budget, before.nbytes, law, per_node)
+    tries = _ChangeTrials(ask, attempt, budget, before.nbytes, law, per_node, solved)
     found = [one for one in tries.every() if one.saved > 0]
     enough = [one for one in found if one.fits]
     short = sorted((one for one in found if not one.fits), key=lambda one: one.nbytes)
@@ -155,6 +162,7 @@ class _ChangeTrials:
     before: int
     law: AllowedDegrees | None
     per_node: int
+    solved: tuple[int | None, int | None]
 
     def every(self) -> Iterator[TriedChange]:
         """Yield each group of changes: the mildest that fits, or else the one that saves most."""
@@ -197,9 +205,11 @@ class _ChangeTrials:
             tokens = work.sequence
             shorter = [(size, replace(ask, work=replace(work, sequence=size))) for size in _list_halves(tokens, _LEAST)]
         else:
-            yield from _list_serving_changes(ask, work)
+            batch, context = self.solved if ask is self.ask else (None, None)
+            yield from _list_serving_changes(ask, work, batch)
             tokens = work.context
-            shorter = [(size, replace(ask, work=replace(work, context=size))) for size in _list_halves(tokens, _LEAST)]
+            sizes = _list_smaller(tokens, _LEAST, context)
+            shorter = [(size, replace(ask, work=replace(work, context=size))) for size in sizes]
         yield self.more_devices(ask)
         yield [
             _ProposedChange(f"take sequences of {size:,} instead of {tokens:,} tokens", f"--seq-len {size}", less)
@@ -273,7 +283,9 @@ def _list_training_changes(ask: EstimateRequest, work: TrainingWorkload) -> Iter
     yield [coded] if work.optimizer == "adamw" else []
 
 
-def _list_serving_changes(ask: EstimateRequest, work: ServingWorkload) -> Iterator[list[_ProposedChange]]:
+def _list_serving_changes(
+    ask: EstimateRequest, work: ServingWorkload, batch: int | None
+) -> Iterator[list[_ProposedChange]]:
     narrow = replace(work, kv_dtype="F8_E4M3")
     cached = _ProposedChange("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
     yield [] if (work.kv_dtype or "").startswith(("F8", "NVFP4")) else [cached]
@@ -290,8 +302,18 @@ def _list_serving_changes(ask: EstimateRequest, work: ServingWorkload) -> Iterat
             f"--batch {size}",
             replace(ask, work=replace(work, batch=size)),
         )
-        for size in _list_halves(work.batch, 1)
+        for size in _list_smaller(work.batch, 1, batch)
     ]
+
+
+def _list_smaller(number: int, least: int, solved: int | None) -> list[int]:
+    """List the number that is known to fit, if one is, then halves.
+
+    >>> _list_smaller(50, 1, 32), _list_smaller(50, 10, None)
+    ([32, 25, 12, 6, 3, 1], [25, 12])
+    """
+    known = [solved] if solved is not None and least <= solved < number else []
+    return [*known, *_list_halves(number, least)]
 
 
 def _list_halves(number: int, least: int) -> list[int]:
