@@ -374,6 +374,9 @@ def find_value(said: dict[str, object], what: str) -> float | str:
         return "fits" if needs["totals"]["device"]["total_bytes"] <= said["device"]["usable_bytes"] else "does not fit"
     if what == "room":
         return said["purpose"]["room"]["cache_bytes"] / GIB
+    if what == "allocated on the last stage":
+        last = said["needs"][said["ranks"][-1]["needs"]]
+        return last["counters"]["allocated"]["total_bytes"] / GIB
     if what in COUNTERS:
         return max(one["counters"][what]["total_bytes"] for one in said["needs"]) / GIB
     return sum(term["term_bytes"] for term in needs["terms"] if term["category"] == what) / GIB

@@ -125,6 +125,7 @@ def build_estimated_model(
     trained: bool = False,
     tuning: TuningChoice | None = None,
     mtp_layers: int = 0,
+    mtp_embedding: bool = False,
 ) -> EstimatedModel:
     """Build the tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
@@ -133,7 +134,7 @@ def build_estimated_model(
     """
     if mtp_layers:
         about = build_estimated_model(checkpoint, reshard_options, trained=trained)
-        return _add_predicting_layers(about, checkpoint, mtp_layers)
+        return _add_predicting_layers(about, checkpoint, mtp_layers, embedding=mtp_embedding)
     have = filter_tensors(checkpoint, reshard_options)
     if tuning is not None:
         return _build_tuned_model(checkpoint, have, reshard_options, tuning)
@@ -179,10 +180,13 @@ def count_mtp_layers(checkpoint: OpenedCheckpoint, requested: int | None, *, meg
     return number
 
 
-def _list_predicting_tensors(config: Mapping[str, object], number: int) -> list[ModelTensor]:
+def _list_predicting_tensors(
+    config: Mapping[str, object], number: int, *, embedding: bool = False
+) -> list[ModelTensor]:
     """List the tensors of so many multi-token prediction layers; empty for a family that has none.
 
-    The Hub stores copies of the embedding and of the head with them, which training shares with the model's.
+    The Hub stores copies of the embedding and of the head with them, which training shares with the model's. If the
+    model's `embedding` is on another stage, the last one has a copy of it (Megatron-LM, core/models/gpt/gpt_model.py).
     """
     merged = merge_text_config(config)
     key = next((key for key in PREDICTING_KEYS if key in merged), PREDICTING_KEYS[0])
@@ -190,12 +194,15 @@ def _list_predicting_tensors(config: Mapping[str, object], number: int) -> list[
     optional = {t.name: t for t in describe_model(plain, kv_heads="replicate").tensors.values() if t.optional}
     vocabulary = merged.get("vocab_size")
     found = [optional[name] for name in list_predicting_names(plain, optional)]
-    return [tensor for tensor in found if vocabulary not in tensor.shape]
+    copies = [t for t in found if vocabulary in t.shape and "embed" in t.name][:embedding]
+    return [*copies, *(t for t in found if vocabulary not in t.shape)]
 
 
-def _add_predicting_layers(about: EstimatedModel, checkpoint: OpenedCheckpoint, number: int) -> EstimatedModel:
+def _add_predicting_layers(
+    about: EstimatedModel, checkpoint: OpenedCheckpoint, number: int, *, embedding: bool
+) -> EstimatedModel:
     """Return the model with multi-token prediction layers: their weights, and what they keep."""
-    tensors = _list_predicting_tensors(checkpoint.config or {}, number)
+    tensors = _list_predicting_tensors(checkpoint.config or {}, number, embedding=embedding)
     specs = {t.name: t.spec for t in tensors}
     dtypes = {t.name: BY_NAME[about.dtype] for t in tensors}
     more = build_inventory(

@@ -216,7 +216,10 @@ def _build_unstored_model(
         number = plan_options.mtp_layers
         if trained or number is not None:
             number = count_mtp_layers(checkpoint, number, megatron=plan_options.profile == "megatron")
-        about = build_estimated_model(checkpoint, reshard_options, trained=trained, mtp_layers=number or 0)
+        stages = reshard_options.mesh.degree("pp") if reshard_options.mesh is not None else 1
+        about = build_estimated_model(
+            checkpoint, reshard_options, trained=trained, mtp_layers=number or 0, mtp_embedding=stages > 1
+        )
         return about.if_quantized(plan_options.quantized_type)
     if plan_options.mtp_layers:
         count_mtp_layers(checkpoint, plan_options.mtp_layers, megatron=False)
