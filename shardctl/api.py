@@ -863,6 +863,8 @@ def verify(
     processes: int | None = None,
     virtual: bool = False,
     second_opinion: bool = False,
+    write_golden: str | Path | None = None,
+    golden: str | Path | None = None,
     engine: str | None = None,
     engine_python: str | Path | None = None,
     engine_timeout: int = 3600,
@@ -928,6 +930,8 @@ def verify(
         processes: Maximum number of processes, one per rank; with engine, how many share a model that is not cut.
         virtual: Run all ranks in one process.
         second_opinion: Compare with transformers' own tensor parallelism, too.
+        write_golden: Write what the model computes to a new file, which golden reads; implies level="forward".
+        golden: Compare what the model computes, and the digest, with this file of write_golden; needs no source.
         engine: Have vllm, transformers or fsdp2 load the directory, and compare what it says with the source; or ask a
             running vLLM at http://HOST:PORT which weights it holds.
         engine_python: Python that has the engine. Default: this one.
@@ -1517,6 +1521,8 @@ def find_newest(
     processes: int | None = None,
     virtual: bool = False,
     second_opinion: bool = False,
+    write_golden: str | Path | None = None,
+    golden: str | Path | None = None,
     engine: str | None = None,
     engine_python: str | Path | None = None,
     engine_timeout: int = 3600,

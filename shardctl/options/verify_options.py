@@ -191,6 +191,25 @@ class VerifyOptions:
         bool, CommandOption(HelpPanel.TRIALS, "Compare with transformers' own tensor parallelism, too.")
     ] = False
 
+    write_golden: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Write what the model computes to a new file, which --golden reads; implies --level forward.",
+            metavar="FILE",
+            access=PathAccess.WRITTEN,
+        ),
+    ] = None
+    golden: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Compare what the model computes, and the digest, with this file of --write-golden; needs no source.",
+            metavar="FILE",
+            access=PathAccess.READ,
+        ),
+    ] = None
+    """It has the inputs, and the type in which the model computes."""
     engine: Annotated[
         str | None,
         CommandOption(
@@ -235,6 +254,11 @@ class VerifyOptions:
             if not used and getattr(self, name) != getattr(usual, name):
                 raise UsageError(f"--{name.replace('_', '-')} has an effect only with {needed}", hint=f"add {needed}")
 
+    @property
+    def writes_or_reads_golden(self) -> bool:
+        """Whether there is a file of golden outputs."""
+        return self.write_golden is not None or self.golden is not None
+
     def highest_level(self) -> LevelName:
         """Find the highest of the levels that are asked for or implied; raises UsageError for an unknown name."""
         asked: list[LevelName] = [self.level, self.require or self.level]
@@ -245,6 +269,6 @@ class VerifyOptions:
             asked.append("full")
         if self.device is not None:
             asked.append("load")
-        if self.forward or self.prompt is not None or self.second_opinion:
+        if self.forward or self.prompt is not None or self.second_opinion or self.writes_or_reads_golden:
             asked.append("forward")
         return max(asked, key=_LEVELS.index)

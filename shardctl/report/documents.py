@@ -344,6 +344,7 @@ def _build_forward_document(result: ForwardResult) -> Document:
         else None,
         "generated": asdict(generated) | {"same": generated.same} if generated is not None else None,
         "read_bytes": result.read_bytes,
+        "golden": asdict(result.golden) | {"error": _as_finite(result.golden.error)} if result.golden else None,
     }
 
 

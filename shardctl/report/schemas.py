@@ -241,6 +241,16 @@ class GeneratedFields(TypedDict):
     same: bool
 
 
+class GoldenFields(TypedDict):
+    """How far the output is from a golden one."""
+
+    error: float | None
+    bound: float
+    positions: int
+    same_tokens: int
+    largest_difference: float
+
+
 class ForwardFields(TypedDict):
     """What a forward pass found; a distance that is infinite is null."""
 
@@ -261,6 +271,7 @@ class ForwardFields(TypedDict):
     opinion: OpinionFields | None
     generated: GeneratedFields | None
     read_bytes: int
+    golden: GoldenFields | None
 
 
 class ReshardDocument(DocumentHead):

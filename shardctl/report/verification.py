@@ -132,6 +132,10 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         rows.append((result.output, f"{_format_distance(result.output_error)}{allowed}{flips}"))
     if result.unrounded_error is not None:
         rows.append(("before the cast", f"{_format_distance(result.unrounded_error)} from the unrounded source's"))
+    if result.golden is not None:
+        same = f"; {result.golden.same_tokens:,} of {result.golden.positions:,} positions choose the same token"
+        allowed = _format_bound(result.golden.bound) + (same if result.golden.positions else "")
+        rows.append(("golden output", f"{_format_distance(result.golden.error)}{allowed}"))
     if result.opinion is not None and result.opinion.status != "skipped":
         said = f"transformers' tensor parallelism {result.opinion.status}, {_format_distance(result.opinion.error)}"
         rows.append(("second opinion", said))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardctl.running.loaded import Array, LoadedBox, LoadedDigests, Parts
     from shardctl.tensors.manifest import Chunk
     from shardctl.verify.forward_result import ForwardResult
+    from shardctl.verify.golden import GoldenOutput
 
 
 _BATCH: Final = 256 << 20
@@ -381,17 +382,19 @@ def run_forward_level(
     *,
     strict: bool,
     dispatch: CheckpointDispatch | None = None,
+    golden: GoldenOutput | None = None,
 ) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again.
 
-    With a `dispatch` whose blocks were all loaded, each runs where it was placed.
+    With a `dispatch` whose blocks were all loaded, each runs where it was placed. A `golden` output is compared with
+    that of the shards.
     """
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
         if dispatch is not None and not dispatch.complete:
             level.notes.append("the blocks were not all loaded, so the model was read from the files again")
             dispatch = None
-        _run_forward(level, checkpoint, other, verify_options, watcher, dispatch)
+        _run_forward(level, checkpoint, other, verify_options, watcher, dispatch, golden)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     except MachineError as error:
@@ -408,6 +411,7 @@ def _run_forward(
     verify_options: VerifyOptions,
     watcher: ProgressWatcher,
     dispatch: CheckpointDispatch | None,
+    golden: GoldenOutput | None,
 ) -> None:
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
 
@@ -440,10 +444,10 @@ def _run_forward(
         overflow_allowed=record is not None and OVERFLOWED in record.options,
         dispatch=dispatch,
     )
-    result = _compare_on_devices(level, candidate, original, verify_options, watcher)
+    result = _compare_on_devices(level, candidate, original, verify_options, watcher, golden)
     level.forward = result
     if result.status != "skipped":
-        level.notes += _note_limits(checkpoint, other, ranks)
+        level.notes += _note_limits(checkpoint, other, ranks, golden)
     level.notes += result.notes
     level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
     level.add(iter(result.findings))
@@ -475,6 +479,7 @@ def _compare_on_devices(
     original: OriginalCheckpoint,
     verify_options: VerifyOptions,
     watcher: ProgressWatcher,
+    golden: GoldenOutput | None,
 ) -> ForwardResult:
     """Compare where that was asked for; where a device lacks memory or fails, on another that may be used.
 
@@ -487,13 +492,15 @@ def _compare_on_devices(
     nbytes = sum(tensor.nbytes for tensor in candidate.manifest.tensors.values())
     processes = 0 if verify_options.virtual else verify_options.processes
     options = ForwardOptions(
-        dtype=verify_options.dtype,
+        dtype=golden.dtype if golden is not None else verify_options.dtype,
         device=devices.places[0],
         places=tuple(devices.places),
         prompt=verify_options.prompt or "",
         tokens=verify_options.tokens,
         second_opinion=verify_options.second_opinion,
         processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
+        golden=golden,
+        sketched=verify_options.write_golden is not None,
         watcher=watcher,
     )
     if candidate.dispatch is not None:
@@ -524,7 +531,9 @@ def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) 
     return tuple(change.key for change in compared.changes if not change.harmless) if compared is not None else ()
 
 
-def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:
+def _note_limits(
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int], golden: GoldenOutput | None
+) -> Iterator[str]:
     """Yield what the pass does not show."""
     if len(ranks) > 1 and checkpoint.mesh is None:
         yield (
@@ -532,6 +541,8 @@ def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, r
             "their parts were joined, and no rank computed by itself"
         )
     alone = len(ranks) < 2 or checkpoint.mesh is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
+    if golden is not None:
+        return
     if other is None and alone:
         yield (
             "the model was compared with itself, which shows only that it runs; --against SRC compares with the source"

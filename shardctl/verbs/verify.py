@@ -44,6 +44,7 @@ from shardctl.tensors.record import GIVEN, RECORD, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.golden import CHECK, GoldenOutput, read_golden, require_new_file, write_golden
 from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
 
@@ -92,17 +93,48 @@ def verify(
         names.append("engine")
     if against is None and verify_options.merge:
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
+    if verify_options.write_golden is not None:
+        require_new_file(verify_options.write_golden)
     run = _VerifyRun(
         path,
         names,
         verify_options,
         replace(source_options or SourceOptions(), kv_heads="replicate"),
         effort or ExecutionOptions(),
+        golden=_read_golden(verify_options),
     )
     levels, digest = run.of()
-    required = LEVELS[require or verify_options.highest_level()]
-    return VerifyResult(
+    required = LEVELS["forward" if verify_options.writes_or_reads_golden else require or verify_options.highest_level()]
+    result = VerifyResult(
         str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked), run.consumer
+    )
+    if verify_options.write_golden is None:
+        return result
+    if not result.ok:
+        return replace(result, unchecked=(*result.unchecked, "no golden output was written, because not all is well"))
+    write_golden(verify_options.write_golden, _build_golden(result))
+    return result
+
+
+def _read_golden(verify_options: VerifyOptions) -> GoldenOutput | None:
+    """Read the golden output, if there is one; raises SourceError for a malformed file."""
+    if verify_options.golden is None:
+        return None
+    golden = read_golden(verify_options.golden)
+    if verify_options.dtype not in {VerifyOptions().dtype, golden.dtype}:
+        hint = "leave --dtype out: the file says in which type the model computes"
+        raise UsageError(
+            f"--dtype is {verify_options.dtype}, and {verify_options.golden} has {golden.dtype}", hint=hint
+        )
+    return golden
+
+
+def _build_golden(result: VerifyResult) -> GoldenOutput:
+    """Build the golden output of a model that ran."""
+    found = next(level.forward for level in result.levels if level.forward is not None)
+    assert found.sketch is not None  # noqa: S101 - the level has passed
+    return GoldenOutput(
+        found.architecture, found.dtype, found.inputs, found.sketch, found.portable_bound, result.digest, found.versions
     )
 
 
@@ -120,6 +152,8 @@ class _VerifyRun:
     """What the levels that were asked for leave open."""
     consumer: ConsumerVerdict | None = None
     """Whether the consumer that `--for` names should load it."""
+    golden: GoldenOutput | None = None
+    """What the model is to compute."""
     unquantized: OpenedCheckpoint | None = None
     """What is compared with, as it was before it was quantized as the checkpoint is."""
 
@@ -246,7 +280,13 @@ class _VerifyRun:
                 levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified(equal))
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
             level = run_forward_level(
-                checkpoint, other, self.verify_options, self.effort.watcher, strict=self.strict, dispatch=dispatch
+                checkpoint,
+                other,
+                self.verify_options,
+                self.effort.watcher,
+                strict=self.strict,
+                dispatch=dispatch,
+                golden=self.golden,
             )
             levels.append(level)
         if "engine" in self.names:
@@ -254,7 +294,14 @@ class _VerifyRun:
         weights = checkpoint.manifest.tensors.values()
         if "content" not in self.names:
             return levels, ""
-        return levels, compute_checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
+        digest = compute_checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
+        self._judge_digest(levels[-1], digest)
+        return levels, digest
+
+    def _judge_digest(self, level: LevelResult, digest: str) -> None:
+        if self.golden is not None and digest != self.golden.digest:
+            message = f"the digest is {digest}, and that of the golden output {self.golden.digest}"
+            level.add(iter([CheckFinding("error", CHECK, message)]))
 
     def _ask_engine(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> LevelResult:
         engine = self.verify_options.engine

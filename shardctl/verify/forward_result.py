@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.verify.finding import CheckFinding
+    from shardctl.verify.golden import GoldenComparison, GoldenInput, OutputSketch
     from shardctl.verify.tolerance import DistanceTolerance
 
 
@@ -122,6 +123,14 @@ class ForwardResult:
     """A second opinion, if one was asked for."""
     read_bytes: int = 0
     """Bytes read from both checkpoints."""
+    golden: GoldenComparison | None = None
+    """How far the output is from a golden one, if one was given."""
+    sketch: OutputSketch | None = None
+    """What a golden file keeps of the output, if one is to be written."""
+    inputs: Mapping[str, GoldenInput] = field(default_factory=dict)
+    """The arguments of the pass, if a golden file is to be written."""
+    portable_bound: float = inf
+    """The relative L2 distance that other kernels and another order of sums may cause on another machine."""
 
     @property
     def worst(self) -> BlockError | None:

@@ -17,7 +17,7 @@ from shardctl.running.forward.adapter import WeightConversion, build_bare_model
 from shardctl.running.forward.compared_checkpoints import CandidateCheckpoint, ComparedSides, OriginalCheckpoint
 from shardctl.running.forward.executor import ModelExecutor, PartError
 from shardctl.running.forward.generate import continue_prompt
-from shardctl.running.forward.inputs import build_inputs, list_towers
+from shardctl.running.forward.inputs import build_inputs, decode_inputs, encode_inputs, list_towers
 from shardctl.running.forward.skeleton import ModelSkeleton
 from shardctl.running.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.running.forward.streamed_modules import ComputePrecision
@@ -26,6 +26,7 @@ from shardctl.running.forward.verdict import count_flips, find_lost_outputs, jud
 from shardctl.tensors.mesh import Mesh
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward_result import BlockError, ComputedShare, ForwardResult, GeneratedTexts, JoinedWeights
+from shardctl.verify.golden import CHECK, compare_with_golden, sketch_output
 from shardctl.verify.tolerance import MeasuredRounding, choose_tolerance, has_nan, measure_distance
 from shardctl.verify.transformers_classes import get_model_class, list_versions
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from shardctl.running.forward.rank_runner import RankRunner
     from shardctl.running.forward.skeleton import TensorSlot
     from shardctl.running.forward.weights import ModelWeights
+    from shardctl.verify.golden import GoldenComparison, GoldenOutput, Values
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -65,6 +67,10 @@ class ForwardOptions:
     """Ranks have a process of their own if there are at most so many; else all are run in this one."""
     limit: int = _LIMIT
     """Bytes of one weight that are held at once."""
+    golden: GoldenOutput | None = None
+    """What the shards are to compute, from its inputs."""
+    sketched: bool = False
+    """Whether a sketch of the output is returned, for a golden file."""
     watcher: ProgressWatcher = field(default_factory=NullWatcher, compare=False)
     """Is told which part of the model runs."""
 
@@ -109,7 +115,10 @@ class ForwardComparison:
             )
         source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
-        inputs = build_inputs(model, self.options.device)
+        golden = self.options.golden
+        inputs = (
+            decode_inputs(golden.inputs, self.options.device) if golden else build_inputs(model, self.options.device)
+        )
         self._prepare(executor, source, shards)
         self.options.watcher.begin(0, phase="forward")
         with record_chosen_experts(model) as seen:
@@ -137,6 +146,11 @@ class ForwardComparison:
         flips, positions = count_flips(expected, found) if name == "logits" else (0, 0)
         mesh = self.sides.candidate.mesh or Mesh.of()
         held = self._collect_findings(shards)
+        compared = None
+        if golden is not None and found is not None:
+            compared = compare_with_golden(golden, name, _as_array(found))
+            lost += self._judge_golden(golden, compared)
+        sketched = self.options.sketched and found is not None
         result = ForwardResult(
             status="passed",
             engine=_describe_engine(mesh, shards, self.team),
@@ -159,10 +173,31 @@ class ForwardComparison:
             ),
             generated=generated,
             read_bytes=self.sides.read_bytes,
+            golden=compared,
+            sketch=sketch_output(name, _as_array(found)) if sketched else None,
+            inputs=encode_inputs(inputs) if sketched else {},
+            portable_bound=choose_tolerance(self.options.dtype, summed=True, rounding=rounding).logits,
         )
         self._unreached(executor)
         extra = [*executor.findings, *self._judge_drift(executor), *self.sides.findings, *held, *lost]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
+
+    def _judge_golden(self, golden: GoldenOutput, compared: GoldenComparison) -> list[CheckFinding]:
+        """Return an error if the output of the shards is farther from the golden one than its file allows."""
+        versions = list_versions()
+        other = [f"{name} {old} there, {versions.get(name)} here" for name, old in golden.versions.items()
+                 if versions.get(name) != old]  # fmt: skip
+        if other:
+            self.sides.notes.append(f"the golden output was written with other versions: {', '.join(other)}")
+        if compared.error <= compared.bound:
+            return []
+        message = (
+            f"{golden.sketch.output} are {compared.error:.2e} from the golden output, at most {compared.bound:g}"
+            if compared.error < inf
+            else f"the output is not finite, or not {golden.sketch.output} of shape {list(golden.sketch.shape)} as the "
+            "golden output is"
+        )
+        return [CheckFinding("error", CHECK, message)]
 
     def _run_unrounded(self, kind: Torch, inputs: Mapping[str, Torch]) -> Torch:
         """Return the output of the source with its weights as they are stored, not as they are after a cast."""
@@ -331,6 +366,11 @@ def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
         method = quantised.get("quant_method", "some way") if isinstance(quantised, dict) else "some way"
         raise UnsupportedError(f"the weights are quantized ({method}) and cannot be run here")
     return original.config
+
+
+def _as_array(output: Torch) -> Values:
+    values: Values = output.detach().double().cpu().numpy()
+    return values
 
 
 def _find_architecture(config: Mapping[str, Any], model: Model | None) -> str:

@@ -7,10 +7,13 @@ import inspect
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from shardctl.base.errors import UnsupportedError
+from shardctl.verify.golden import GoldenInput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Torch = Any
 SEED: Final = 20_240_229
@@ -214,3 +217,24 @@ def move_arguments(value: Torch, device: str) -> Torch:
         for key, each in value.items():
             value[key] = move_arguments(each, device)
     return value
+
+
+def encode_inputs(inputs: Mapping[str, Torch]) -> dict[str, GoldenInput]:
+    """Encode the arguments of a forward pass for a golden file."""
+    found = {}
+    for name, tensor in inputs.items():
+        array = (tensor.float() if tensor.is_floating_point() else tensor).cpu().contiguous().numpy()
+        data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        found[name] = GoldenInput.of(array.dtype.name, array.shape, data)
+    return found
+
+
+def decode_inputs(inputs: Mapping[str, GoldenInput], device: str) -> dict[str, Torch]:
+    """Decode the arguments of a forward pass from a golden file."""
+    import torch
+
+    found = {}
+    for name, one in inputs.items():
+        array = np.frombuffer(one.decode(), np.dtype(one.dtype).newbyteorder("<")).reshape(one.shape)
+        found[name] = torch.from_numpy(array.astype(one.dtype)).to(device)
+    return found
