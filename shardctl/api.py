@@ -255,6 +255,11 @@ def plan(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -427,6 +432,12 @@ def plan(
         keep_fp32: Keep tensors with a matching name in fp32.
         only: Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.
         merge: Merge this adapter of PEFT (LoRA, DoRA) into the weights; a list gives more than one.
+        average_with: Average the source with this checkpoint, in any layout; a list gives more than one.
+        average_weights: Weights of the average, the source's first, such as 0.5,0.25,0.25. Default: equal.
+        ema: Exponential moving average over the checkpoints of the run SRC, by step: decay * average + (1 - decay) *
+            next.
+        add_difference: Add scale times the difference B - C of two checkpoints (a task vector) to the source.
+        scale: Factor of add_difference. Default: 1.
         dequantize: Decode only this quantized module to dtype, a name or re:REGEX; a list gives more than one. The
             others stay quantized.
         allow_partial_adapter: Merge an adapter that lacks some of the modules that its config lists.
@@ -525,6 +536,11 @@ def reshard(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -597,6 +613,11 @@ def reshard(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -669,6 +690,11 @@ def reshard(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -764,6 +790,12 @@ def reshard(
         keep_fp32: Keep tensors with a matching name in fp32.
         only: Split a part off: text, vision or adapter, with a config of its own; mtp, experts or a pattern of names.
         merge: Merge this adapter of PEFT (LoRA, DoRA) into the weights; a list gives more than one.
+        average_with: Average the source with this checkpoint, in any layout; a list gives more than one.
+        average_weights: Weights of the average, the source's first, such as 0.5,0.25,0.25. Default: equal.
+        ema: Exponential moving average over the checkpoints of the run SRC, by step: decay * average + (1 - decay) *
+            next.
+        add_difference: Add scale times the difference B - C of two checkpoints (a task vector) to the source.
+        scale: Factor of add_difference. Default: 1.
         dequantize: Decode only this quantized module to dtype, a name or re:REGEX; a list gives more than one. The
             others stay quantized.
         allow_partial_adapter: Merge an adapter that lacks some of the modules that its config lists.
@@ -851,6 +883,11 @@ def verify(
     stages: str | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     load: str | None = None,
     device_memory: int | str | None = None,
     device_map: str | None = None,
@@ -915,6 +952,14 @@ def verify(
         stages: Layers per pipeline stage of mesh. Default: balanced.
         require_finite: Treat NaN and infinity as errors; implies level="full".
         require: The highest level that must be run for `ok`. Default: all that are named.
+
+    Output:
+        average_with: Average the source with this checkpoint, in any layout; a list gives more than one.
+        average_weights: Weights of the average, the source's first, such as 0.5,0.25,0.25. Default: equal.
+        ema: Exponential moving average over the checkpoints of the run SRC, by step: decay * average + (1 - decay) *
+            next.
+        add_difference: Add scale times the difference B - C of two checkpoints (a task vector) to the source.
+        scale: Factor of add_difference. Default: 1.
 
     On devices:
         load: Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.
@@ -1338,6 +1383,11 @@ def reshard_each(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -1432,6 +1482,11 @@ def contribute(
     keep_fp32: str | None = None,
     only: str | None = None,
     merge: str | Path | Sequence[str | Path] = (),
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     dequantize: str | Sequence[str] = (),
     allow_partial_adapter: bool = False,
     quantize: str | None = None,
@@ -1509,6 +1564,11 @@ def find_newest(
     stages: str | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
+    average_with: str | Sequence[str] = (),
+    average_weights: str | None = None,
+    ema: str | None = None,
+    add_difference: str | Sequence[str] | None = None,
+    scale: str | None = None,
     load: str | None = None,
     device_memory: int | str | None = None,
     device_map: str | None = None,

@@ -84,7 +84,7 @@ def complete_checkpoint(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) ->
         untabled=cache(partial(models.build_untabled_model, config, manifest)) if model is None else None,
         derived=None,
         remade_config=True,
-        completed=f"{_call_place(base.source)}: {said}",
+        completed=f"{describe_location(base.source)}: {said}",
     )
     _require_tensors(done)
     return done
@@ -115,7 +115,7 @@ def add_auxiliary_files(checkpoint: OpenedCheckpoint, base: Source) -> OpenedChe
         checkpoint,
         source=JoinedSource(checkpoint.source, base),
         manifest=manifest,
-        completed=f"{_call_place(base)}: {text}",
+        completed=f"{describe_location(base)}: {text}",
     )
 
 
@@ -239,7 +239,7 @@ def _relocate_file(file: CheckpointFile) -> CheckpointFile:
     return replace(file, path=f"{BASE}{file.path}")
 
 
-def _call_place(base: Source) -> str:
+def describe_location(base: Source) -> str:
     """Return what a record calls a checkpoint: its address, or the name of its directory."""
     location = base.location
     return location if "://" in location else location.rstrip("/").rpartition("/")[2]

@@ -79,7 +79,7 @@ class ComputedSource:
 
     def files(self) -> Mapping[str, FileStat]:
         """Return the files that exist."""
-        others = {path: other.files()[own] for path, (other, own) in self._others.items()}
+        others = {path: other.files()[own] for path, (other, own) in self._others.items() if own in other.files()}
         return {**self._source.files(), **others} if others else self._source.files()
 
     def notes(self) -> tuple[str, ...]:

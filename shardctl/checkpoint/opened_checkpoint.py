@@ -73,6 +73,8 @@ class OpenedCheckpoint:
     """Which part of a model this is, as `--only` calls it, if it was split off."""
     completed: str = ""
     """From which checkpoint it was completed, and with what, if it was."""
+    averaged: str = ""
+    """Of which checkpoints it is the sum, and with which weights, if it is one."""
     adapter: bool = False
     """Whether it is an adapter (such as LoRA) by itself, and no model."""
     base_config: Mapping[str, Any] | None = None

@@ -169,7 +169,11 @@ def _suggest_verification(dst: str, src: str, done: object, *, read_as_is: bool)
 
     if not isinstance(done, ReshardResult | FinishResult):
         return  # a part of a result, which is whole only after `shardctl finish`
-    comparable = isinstance(done, ReshardResult) and not any("merged" in each for each in done.changes) and read_as_is
+    comparable = (
+        isinstance(done, ReshardResult)
+        and not any("merged" in each or "sum" in each for each in done.changes)
+        and read_as_is
+    )
     against = f" --against {shlex.quote(src)}" if comparable else ""
     streams.print_progress(f"next: shardctl verify {shlex.quote(dst)} --level full{against}\n")
 

@@ -69,6 +69,7 @@ from shardctl.tensors.manifest import ConstantFill
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.tensors.record import (
+    AVERAGED,
     BASE_ONLY,
     DERIVED,
     FUSED_ORDER_UNKNOWN,
@@ -100,7 +101,7 @@ _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOption
 _INHERITED: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
     *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES),
-    *(SUBTREE, UNTIED),
+    *(AVERAGED, SUBTREE, UNTIED),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -313,6 +314,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         | _record_options(reshard_options)
         | ({DEQUANTIZED: "true"} if checkpoint.encoded else {})
         | ({"dropped_rows": str(checkpoint.dropped_rows)} if checkpoint.dropped_rows else {})
+        | ({AVERAGED: checkpoint.averaged} if checkpoint.averaged else {})
         | ({UNTIED: "true"} if checkpoint.untied else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)

@@ -24,7 +24,9 @@ from shardctl.conversion.consumer_target import (
 )
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.conversion.engine.budget import require_bookkeeping
+from shardctl.conversion.tensor_choice import get_cast_type
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options.sum_options import requests_sum
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import translate_os_errors
@@ -34,7 +36,7 @@ from shardctl.storage.path_overlap import is_same_or_inside
 from shardctl.verify.agreement import list_untied_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.conversion.plan_file import PlanFile
@@ -66,7 +68,6 @@ def open_conversion(
         require_bookkeeping(0, entries, wanted.host_memory)
 
     whole = wanted.include is None and wanted.exclude is None and wanted.only is None
-    selection = NameSelection.parse(wanted.include, wanted.exclude)
     options = source_options or (plan.source_options if plan else None)
     options = replace(options or SourceOptions(), unpadded=True)
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
@@ -77,12 +78,8 @@ def open_conversion(
             said += warn_of_merge(adapter, path)
             _require_inputs_elsewhere(destination, wanted, options)  # the adapter is one of them now
     with ExitStack() as stack:
-        open_source = partial(open_checkpoint, path, count=count if whole else None, selection=selection)
-        checkpoint = stack.enter_context(open_source(options))
-        if wanted.consumer is not None and (heads := _list_untied_heads(checkpoint, wanted)):
-            stack.close()
-            checkpoint = stack.enter_context(open_source(replace(options, untied=True)))
-            said += heads
+        checkpoint, heads = open_input(stack, path, wanted, options, count if whole else None)
+        said += heads
         for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
             _check_apart(given, destination)
         work = (
@@ -107,6 +104,34 @@ def open_conversion(
         yield work
 
 
+def open_input(
+    stack: ExitStack,
+    path: str | Path,
+    reshard_options: ReshardOptions,
+    source_options: SourceOptions,
+    count: Callable[[int], None] | None,
+) -> tuple[OpenedCheckpoint, tuple[str, ...]]:
+    """Open a source, or the sum of it and others, until `stack` ends; with what is to be said of its head."""
+    combination = None
+    if requests_sum(reshard_options):
+        from shardctl.checkpoint.averaging import combine_checkpoints, parse_combination
+
+        combination = parse_combination(path, reshard_options)
+    selection = NameSelection.parse(reshard_options.include, reshard_options.exclude)
+    opening = partial(open_checkpoint, combination.first if combination else path, count=count, selection=selection)
+    checkpoint = stack.enter_context(opening(source_options))
+    heads = _list_untied_heads(checkpoint, reshard_options) if reshard_options.consumer is not None else ()
+    if heads:
+        stack.close()
+        source_options = replace(source_options, untied=True)
+        checkpoint = stack.enter_context(opening(source_options))
+    if combination is None:
+        return checkpoint, heads
+    cast = get_cast_type(reshard_options) if reshard_options.dtype != "keep" else None
+    threads, keep = reshard_options.threads or choose_thread_count(), reshard_options.keep_fp32
+    return combine_checkpoints(checkpoint, combination, source_options, threads, cast, keep), heads
+
+
 def _list_untied_heads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> tuple[str, ...]:
     """List the heads that differ from the embedding that they are tied to, within the limit on host memory."""
     threads = reshard_options.threads or choose_thread_count()
@@ -121,8 +146,10 @@ def _require_inputs_elsewhere(
     """Raise DestinationError if `destination` holds an adapter, a base or a config that is read: it may be replaced."""
     if is_hub_address(destination) or is_bucket(destination):
         return
-    read = {
+    read: dict[str, tuple[str | Path | None, ...]] = {
         "--merge": reshard_options.merge,
+        "--average-with": reshard_options.average_with,
+        "--add-difference": reshard_options.add_difference or (),
         "--config": (source_options.config,),
         "--rules": (source_options.rules,),
         "--complete-from": (source_options.complete_from,),

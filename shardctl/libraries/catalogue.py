@@ -71,7 +71,7 @@ SCHEMA_FILES: Final = {
     "trtllm": "trtllm.arrays",
     "deepseek": "deepseek.arrays",
     "vllm": "vllm.arrays",
-    "gpt_neox": "deepspeed.gpt_neox_arrays",
+    "gpt_neox": "deepspeed.gpt_neox_ranks",
 }
 """Every naming scheme but that of transformers, which `models` has: the module whose `SCHEMA` describes its arrays."""
 

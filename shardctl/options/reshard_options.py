@@ -14,6 +14,7 @@ from shardctl.options.known_words import (
 )
 from shardctl.options.mesh_flags import MeshFlags
 from shardctl.options.sizes import parse_size
+from shardctl.options.sum_options import ADD_DIFFERENCE, AVERAGE_WEIGHTS, AVERAGE_WITH, EMA, SCALE
 from shardctl.tensors.mesh import Mesh
 
 Threads = Annotated[
@@ -172,6 +173,13 @@ class ReshardOptions:
         ),
     ] = ()
     """Adapters that are merged one after the other, as PEFT's `merge_and_unload` does."""
+    average_with: Annotated[tuple[str, ...], AVERAGE_WITH] = ()
+    """Paths or addresses of further checkpoints of the same model."""
+    average_weights: Annotated[str | None, AVERAGE_WEIGHTS] = None
+    """Decimals or fractions that add up to 1; they are taken exactly."""
+    ema: Annotated[str | None, EMA] = None
+    add_difference: Annotated[tuple[str, str] | None, ADD_DIFFERENCE] = None
+    scale: Annotated[str | None, SCALE] = None
     dequantize: Annotated[
         tuple[str, ...],
         CommandOption(

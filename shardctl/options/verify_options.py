@@ -8,6 +8,7 @@ from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import list_consumer_names, list_load_devices, parse_consumer
 from shardctl.options.sizes import parse_size
+from shardctl.options.sum_options import ADD_DIFFERENCE, AVERAGE_WEIGHTS, AVERAGE_WITH, EMA, SCALE
 from shardctl.tensors.mesh import Mesh
 
 LevelName = Literal["quick", "full", "load", "forward"]
@@ -68,6 +69,13 @@ class VerifyOptions:
         ),
     ] = ()
     """Adapters of PEFT, in the order in which `reshard --merge` had them."""
+    average_with: Annotated[tuple[str, ...], AVERAGE_WITH] = ()
+    """Paths or addresses of further checkpoints of the same model."""
+    average_weights: Annotated[str | None, AVERAGE_WEIGHTS] = None
+    """Decimals or fractions that add up to 1; they are taken exactly."""
+    ema: Annotated[str | None, EMA] = None
+    add_difference: Annotated[tuple[str, str] | None, ADD_DIFFERENCE] = None
+    scale: Annotated[str | None, SCALE] = None
     consumer: Annotated[
         str | None,
         CommandOption(

@@ -416,8 +416,9 @@ def _run_forward(
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
 
     right = other or checkpoint
-    named = right.stored if _has_loadable_names(right) else right.manifest
-    if named is not right.stored:
+    loadable = _has_loadable_names(right)
+    named = right.stored if loadable and not right.adapted else right.manifest
+    if not loadable:
         whose = "the source" if other is not None else "the checkpoint"
         level.notes += (f"{whose} has names of its own, which shardctl and not transformers translated",)
     original = OriginalCheckpoint(

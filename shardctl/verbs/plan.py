@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_
 from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
 from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.options.sum_options import requests_sum
 from shardctl.planning.estimated_model import (
     EstimatedModel,
     ExtraModel,
@@ -67,7 +69,11 @@ def plan(
     )
     selection = NameSelection.parse(reshard_options.include, reshard_options.exclude)
     options = replace(source_options, described=True, unpadded=True)
-    with open_checkpoint(path, options, selection=selection) as whole:
+    with ExitStack() as stack:
+        if requests_sum(reshard_options):
+            whole = _open_sum(stack, path, reshard_options, plan_options, options)
+        else:
+            whole = stack.enter_context(open_checkpoint(path, options, selection=selection))
         checkpoint = split_checkpoint(whole, reshard_options.only)
         _refuse_division(checkpoint, reshard_options, plan_options)
         trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
@@ -107,6 +113,21 @@ def plan(
             how = f"{counted_layers} counted, each as the last layer and one more loss; --mtp-layers 0 leaves them out"
             planned = replace(planned, warnings=(*rest, how))
         return replace(planned, explored=explored, strict=strict, warnings=(*planned.warnings, *assumed))
+
+
+def _open_sum(
+    stack: ExitStack,
+    path: str | Path,
+    reshard_options: ReshardOptions,
+    plan_options: PlanOptions,
+    source_options: SourceOptions,
+) -> OpenedCheckpoint:
+    """Open the sum of checkpoints that is to be converted."""
+    from shardctl.conversion.preparing import open_input
+
+    if plan_options.out is not None:
+        raise UsageError("a plan file holds no sum of checkpoints", hint="leave --out out; reshard plans it itself")
+    return open_input(stack, path, replace(reshard_options, consumer=None), source_options, None)[0]
 
 
 def _build_beside_models(

@@ -304,6 +304,8 @@ def _list_changes(work: PlannedConversion) -> Iterator[str]:
         yield "dequantized"
     if options.merge:
         yield f"{format_plural(len(options.merge), 'adapter')} merged"
+    if work.checkpoint.averaged:
+        yield f"the sum {work.checkpoint.averaged}"
     if options.experts != "keep":
         yield f"experts {options.experts}"
     for name in ("only", "include", "exclude"):

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import FLOATS
 from shardctl.base.errors import MissingTensorsError, UsageError
 from shardctl.base.value import state_class
 from shardctl.base.workers import ExecutionOptions
@@ -32,6 +33,7 @@ from shardctl.conversion.optimizer_states import build_specs
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.reader import find_given_file
 from shardctl.options import SourceOptions, VerifyOptions
+from shardctl.options.sum_options import requests_sum
 from shardctl.options.verify_options import is_running
 from shardctl.running.device import parse_device_number
 from shardctl.running.device_levels import run_forward_level, run_load_level
@@ -40,7 +42,7 @@ from shardctl.storage.local import LocalSource
 from shardctl.tensors.digest import compute_checkpoint_digest
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
-from shardctl.tensors.record import GIVEN, RECORD, SUBTREE, UNTIED
+from shardctl.tensors.record import AVERAGED, GIVEN, RECORD, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
@@ -95,6 +97,8 @@ def verify(
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
     if verify_options.write_golden is not None:
         require_new_file(verify_options.write_golden)
+    if against is None and requests_sum(verify_options):
+        raise UsageError("sums are compared with a source, and none is given", hint="add --against SRC")
     run = _VerifyRun(
         path,
         names,
@@ -189,7 +193,7 @@ class _VerifyRun:
                     self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
                 other = None
                 if self.verify_options.against is not None:
-                    other = stack.enter_context(_open_source(self.verify_options.against, options, checkpoint))
+                    other = stack.enter_context(self._open_compared(options, checkpoint))
                     self.require_base(checkpoint, other)
                     other = pad_as(checkpoint, other)
                     other = dequantize_as(checkpoint, other, self.effort.threads)
@@ -210,6 +214,24 @@ class _VerifyRun:
             first.seconds = time.monotonic() - began
             return self._cut_short(first, str(error)), ""
 
+    @contextmanager
+    def _open_compared(self, options: SourceOptions, checkpoint: OpenedCheckpoint) -> Iterator[OpenedCheckpoint]:
+        """Open what the checkpoint is compared with, or the sum that it is of that and others."""
+        against = self.verify_options.against or ""
+        combination = None
+        if requests_sum(self.verify_options):
+            from shardctl.checkpoint.averaging import combine_checkpoints, parse_combination
+
+            combination = parse_combination(against, self.verify_options)
+        with _open_source(combination.first if combination else against, options, checkpoint) as other:
+            if combination is None:
+                yield other
+                return
+            made = checkpoint.record.options if checkpoint.record is not None else {}
+            cast = FLOATS.get(made.get("dtype", ""))
+            threads, keep = self.effort.threads, made.get("keep_fp32")
+            yield combine_checkpoints(other, combination, replace(options, unpadded=True), threads, cast, keep)
+
     def require_base(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> None:
         """Raise UsageError if the checkpoint was completed, and what it is compared with was not."""
         said = checkpoint.record.options.get(COMPLETED) if checkpoint.record is not None else None
@@ -218,6 +240,13 @@ class _VerifyRun:
             raise UsageError(
                 f"{checkpoint.source.name} was completed from {said}",
                 hint="to compare it with its source, add --complete-from and that checkpoint",
+            )
+        summed = checkpoint.record.options.get(AVERAGED) if checkpoint.record is not None else None
+        again = other.record.options.get(AVERAGED) if other.record is not None else None
+        if summed is not None and not other.averaged and summed != again:
+            raise UsageError(
+                f"{checkpoint.source.name} is the sum {summed}",
+                hint="to compare it with that, add --average-with, --ema or --add-difference as reshard had them",
             )
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:

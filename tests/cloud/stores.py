@@ -1,5 +1,6 @@
 """The three kinds of stores that shardctl writes to, each behind a proxy, with one way to look into all of them."""
 
+import contextlib
 import itertools
 import json
 from contextlib import suppress
@@ -76,8 +77,11 @@ class StorePlace:
     def held(self, prefix=""):
         """Every object below a prefix, by key without it."""
         store = self._opened()
-        keys = [meta["path"] for batch in obstore.list(store, prefix=prefix or None) for meta in batch]
-        return {key.removeprefix(prefix): bytes(obstore.get(store, key).bytes()) for key in keys}
+        found = {}
+        for key in sorted(self.keys(prefix)):
+            with contextlib.suppress(FileNotFoundError):  # the last request of a killed run may still delete it
+                found[key.removeprefix(prefix)] = bytes(obstore.get(store, key).bytes())
+        return found
 
     def keys(self, prefix=""):
         return {meta["path"] for batch in obstore.list(self._opened(), prefix=prefix or None) for meta in batch}
