@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 settings.register_profile("shardctl", deadline=None)  # a busy machine is not a failure
@@ -85,6 +87,24 @@ def skip_without_extra(report: Any, call: Any, path: Path) -> None:
         missing = find_missing_extra(call.excinfo.value)
         if missing is not None:
             report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: {missing} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without looking for garbage, and never look through what is there then: modules and tests stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Iterator[None]:
+    """Look for examples in the docstrings of the package alone (`--doctest-modules`); tests have none."""
+    collectors = yield
+    return [each for each in collectors if not isinstance(each, DoctestModule)]
 
 
 @pytest.hookimpl(wrapper=True)
