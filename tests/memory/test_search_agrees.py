@@ -53,7 +53,13 @@ def test_every_mesh_is_as_its_own_plan(path, plan_options):
 def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
     plan_options = PlanOptions(
-        use="train", device=get_device("l40s"), devices=4, search=True, seq_len=1024, schedule="gpipe"
+        use="train",
+        device=get_device("l40s"),
+        devices=4,
+        search=True,
+        seq_len=1024,
+        schedule="gpipe",
+        allocator="native",
     )
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=plan_options)
     best = searched.explored.found.ranked[0]
@@ -93,7 +99,9 @@ def test_stages_are_those_of_a_mesh():
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
-    plan_options = PlanOptions(use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192)
+    plan_options = PlanOptions(
+        use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192, allocator="native"
+    )
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=plan_options)
     assert not searched.fits
     assert searched.explored.found.ranked == ()
