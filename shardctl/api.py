@@ -270,6 +270,8 @@ def plan(
     extra_tensors: Literal["keep", "drop", "error"] = "keep",
     allow_expansion: bool = False,
     optimizer_states: Literal["keep", "drop"] | None = None,
+    disk_rate: int | str | None = None,
+    probe: bool = False,
     memory: int | str = "1GiB",
     threads: int | None = None,
     config: str | Path | None = None,
@@ -453,6 +455,8 @@ def plan(
             extra/extra_tensors.safetensors, drop them, or stop. Default: "keep".
         allow_expansion: Allow a result of more than four times the bytes of the source.
         optimizer_states: Whether to convert optimizer states as well. Default: keep for dcp and universal, else drop.
+        disk_rate: Rate at which a conversion reads and writes, for the time that it takes. Default: 1GB/s.
+        probe: Measure that rate by reading at most 256 MB of the source; plan reads headers only else.
 
     Effort:
         memory: Maximum host memory to use. Default: 1GiB.

@@ -10,7 +10,7 @@ from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import ESTIMATED_SERVERS, USES, list_gpu_names, list_optimizer_names, list_uses
 from shardctl.options.places import parse_output_file
-from shardctl.options.sizes import parse_size, parse_token_count
+from shardctl.options.sizes import parse_rate, parse_size, parse_token_count
 
 if TYPE_CHECKING:
     from shardctl.estimate.training.calibrate import FittedCalibration
@@ -519,6 +519,24 @@ class PlanOptions:
         ),
     ] = None
     """A log of measured peaks, which the estimate of training is fitted to, or what it was fitted to already."""
+    disk_rate: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Rate at which a conversion reads and writes, for the time that it takes. Default: 1GB/s.",
+            metavar="RATE",
+            parser=parse_rate,
+            accepts=str,
+        ),
+    ] = None
+    """Bytes per second, of bytes read and written together."""
+    probe: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Measure that rate by reading at most 256 MB of the source; plan reads headers only else.",
+        ),
+    ] = False
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32", "fp8", "int8", "int4"],
         CommandOption(

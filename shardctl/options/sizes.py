@@ -46,6 +46,15 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_rate(text: str) -> int:
+    """Read a rate and return bytes per second; the unit of time may be left out.
+
+    >>> parse_rate("2GB/s"), parse_rate("500MB")
+    (2000000000, 500000000)
+    """
+    return parse_size(text.strip().removesuffix("/s"))
+
+
 _TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
 _MAX_TOKENS: Final = 10**15
 """Above any count that a model or a run has; more would only overflow."""

@@ -52,6 +52,8 @@ PlanAnswer = Literal[
 ]
 """How the first line of a plan begins; docs/exit-codes.md says when, and which exit code each has."""
 
+DEFAULT_DISK_RATE: Final = 10**9
+"""Bytes per second: what one cloud disk or one SATA array sustains; NVMe has 2 to 7 times as much, networks a tenth."""
 _HEADERS: Final = 1 << 20
 """Bytes of headers that a rank's files may have without a word."""
 
@@ -98,8 +100,16 @@ class ConversionCost:
     block_bytes: int
     free_bytes: int | None
     """Free space where the result would go; None if the file system does not know."""
+    rate_bytes: int
+    """Bytes per second, of bytes read and written together, that `seconds` supposes."""
+    rate_source: Literal["default", "given", "measured"]
     possible: bool = True
     """Whether the limit on host memory can hold it; if not, the numbers are those of the least that can."""
+
+    @property
+    def seconds(self) -> float:
+        """How long moving the bytes takes at that rate; what is computed meanwhile is taken to be no slower."""
+        return (self.read_bytes + self.write_bytes) / self.rate_bytes
 
 
 @value_class
@@ -237,6 +247,7 @@ def describe_conversion(
     """
     about = about or build_estimated_model(work.checkpoint, work.reshard_options)
     stages = work.stages or (about.inventory.layers,)
+    rate = plan_options.disk_rate if plan_options is not None else None
     conversion = ConversionCost(
         read_bytes=work.read_bytes,
         write_bytes=work.write_bytes,
@@ -245,6 +256,8 @@ def describe_conversion(
         threads=work.budget.threads,
         block_bytes=work.budget.block,
         free_bytes=measure_free_space(find_existing_parent(near)),
+        rate_bytes=rate or DEFAULT_DISK_RATE,
+        rate_source="given" if rate else "default",
         possible=not work.impossible,
     )
     found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)

@@ -86,7 +86,7 @@ def build_plan_fields(result: PlanResult) -> Document:
             }
             for one in result.counsel.types
         ],
-        "conversion": asdict(result.conversion) if result.conversion else None,
+        "conversion": asdict(result.conversion) | {"seconds": result.conversion.seconds} if result.conversion else None,
         "adapter": asdict(result.adapter) if result.adapter else None,
         **({"extra_tensors": build_extra_document(result.extra)} if result.extra else {}),
         "warnings": list(result.warnings),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
-from shardctl.base.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.base.amounts import format_count, format_duration, format_file_size, format_memory_size, format_plural
 from shardctl.estimate.model.allowed_degrees import format_degrees
 from shardctl.estimate.term import COUNTERS, MemorySum
 from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import RankEstimate
     from shardctl.planning.forecast import WorkloadEstimate
-    from shardctl.planning.plan_result import PlanResult, RankPlan, StagePlan
+    from shardctl.planning.plan_result import ConversionCost, PlanResult, RankPlan, StagePlan
 
 Detail = Literal["summary", "stage", "rank", "tensor", "time", "zero"]
 
@@ -327,8 +327,15 @@ def _format_conversion(planned: PlanResult) -> str:
     return (
         f"conversion: read {format_file_size(cost.read_bytes)}, write {format_file_size(cost.write_bytes)} "
         f"in {format_plural(cost.files, 'file')}, peak host memory {format_memory_size(cost.peak_memory_bytes)}"
+        f", {format_duration(cost.seconds)} at {_format_disk_rate(cost)}"
         + (f", free space {format_file_size(cost.free_bytes)}" if cost.free_bytes is not None else "")
     )
+
+
+def _format_disk_rate(cost: ConversionCost) -> str:
+    """Format the rate of a conversion, and where it is from."""
+    origins = {"default": "the default of --disk-rate", "given": "--disk-rate", "measured": "measured by --probe"}
+    return f"{format_file_size(cost.rate_bytes)}/s ({origins[cost.rate_source]})"
 
 
 def format_workload(planned: PlanResult) -> str:

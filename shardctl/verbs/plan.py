@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +34,15 @@ from shardctl.planning.mesh_search import MeshExploration, explore_meshes
 from shardctl.planning.plan_result import PlanResult, describe_conversion, describe_unstored_model
 from shardctl.planning.tower_cuts import cut_towers
 from shardctl.planning.workload import choose_tuning, decide_use
+from shardctl.storage import read_bytes
 from shardctl.tensors.mesh import Mesh
 
 if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
 
+_MAX_PROBED_BYTES: Final = 256_000_000
+"""Bytes that `--probe` reads at most: enough for a steady rate of a disk, and little of what is read later."""
+_PROBE_BYTES: Final = 8 << 20
 _NOTHING: Final = "--out needs stored tensors and a type that reshard writes"
 
 
@@ -54,15 +59,7 @@ def plan(
 
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
-    reshard_options, plan_options = reshard_options or ReshardOptions(), _count_devices(plan_options or PlanOptions())
-    if plan_options.device is not None and (plan_options.devices or 1) > 1 and reshard_options.mesh is None:
-        plan_options = replace(plan_options, search=True)  # devices without a mesh: the best one is chosen
-    if plan_options.cast_type is not None:
-        reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
-    if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:
-        raise UsageError(
-            "--stages applies to one mesh, but --search compares many", hint="name the mesh, or leave --stages out"
-        )
+    reshard_options, plan_options = _settle_options(reshard_options or ReshardOptions(), plan_options or PlanOptions())
     asked = source_options.kv_heads if source_options is not None else None
     source_options = _choose_kv_heads(
         prepare_source_options(source_options, reshard_options), reshard_options, plan_options
@@ -103,6 +100,8 @@ def plan(
             planned = _plan_stored_model(
                 str(path), checkpoint, reshard_options, plan_options, source_options, near, about
             )
+        if plan_options.probe:
+            planned = _measure_rate(checkpoint, planned)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
         assumed = [*shared, *towers, *_note_device_count(plan_options, planned)]
         strict = source_options.strict
@@ -175,6 +174,35 @@ def _choose_kv_heads(
     """
     serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
     return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
+
+
+def _settle_options(reshard_options: ReshardOptions, plan_options: PlanOptions) -> tuple[ReshardOptions, PlanOptions]:
+    """Return the options with what follows from each other; raises UsageError for those that contradict each other."""
+    plan_options = _count_devices(plan_options)
+    if plan_options.device is not None and (plan_options.devices or 1) > 1 and reshard_options.mesh is None:
+        plan_options = replace(plan_options, search=True)  # devices without a mesh: the best one is chosen
+    if plan_options.cast_type is not None:
+        reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
+    if plan_options.probe and plan_options.disk_rate is not None:
+        raise UsageError("--probe and --disk-rate are both given", hint="one measures what the other says")
+    if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:
+        raise UsageError(
+            "--stages applies to one mesh, but --search compares many", hint="name the mesh, or leave --stages out"
+        )
+    return reshard_options, plan_options
+
+
+def _measure_rate(checkpoint: OpenedCheckpoint, planned: PlanResult) -> PlanResult:
+    """Return a plan whose conversion is timed at the rate at which the first files of the source can be read now."""
+    if planned.conversion is None:
+        raise UsageError("--probe reads stored tensors, and there are none to convert", hint="leave --probe out")
+    done, began = 0, time.monotonic()
+    for path, file in checkpoint.stored.files.items():
+        for offset in range(0, min(file.size, _MAX_PROBED_BYTES - done), _PROBE_BYTES):
+            size = min(_PROBE_BYTES, file.size - offset, _MAX_PROBED_BYTES - done)
+            done += len(read_bytes(checkpoint.source, path, offset, size))
+    rate = max(1, round(done / max(time.monotonic() - began, 1e-6)))
+    return replace(planned, conversion=replace(planned.conversion, rate_bytes=rate, rate_source="measured"))
 
 
 def _count_devices(plan_options: PlanOptions) -> PlanOptions:

@@ -143,6 +143,8 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--batched-tokens",
         "--max-seqs",
         "--encoder-tp",
+        "--disk-rate",
+        "--probe",
         "--decode-cp",
         "--utilization",
     }

@@ -165,6 +165,33 @@ def test_plan_shows_less_on_request(say, source):
     assert {"term", "tensors", "weights"} <= set(tensors)
 
 
+def test_plan_says_how_long_the_conversion_takes_at_which_rate(say, source, monkeypatch):
+    def conversion(*options):
+        found = say("plan", source, "--tp", 2, *options, "--json")
+        assert found.code == 0
+        return json.loads(found.out)["conversion"]
+
+    usual, given = conversion(), conversion("--disk-rate", "2GB/s")
+    assert (usual["rate_bytes"], usual["rate_source"]) == (10**9, "default")
+    assert usual["seconds"] == pytest.approx((usual["read_bytes"] + usual["write_bytes"]) / 10**9)
+    assert (given["rate_bytes"], given["rate_source"]) == (2 * 10**9, "given")
+    assert given["seconds"] == pytest.approx(usual["seconds"] / 2)
+    assert " at 1.0 GB/s (the default of --disk-rate)" in say("plan", source, "--tp", 2).out
+    read = []
+
+    def read_bytes(_checkpoint, _path, _offset, size):
+        read.append(size)
+        return b"x" * size
+
+    monkeypatch.setattr("shardctl.verbs.plan.read_bytes", read_bytes)
+    conversion()
+    assert read == [], "headers only, unless that is asked for"
+    monkeypatch.setattr("shardctl.verbs.plan._MAX_PROBED_BYTES", 50_000)
+    assert conversion("--probe")["rate_source"] == "measured"
+    assert sum(read) == 50_000
+    assert say("plan", source, "--probe", "--disk-rate", "1GB").code == 2
+
+
 def test_plan_groups_equal_ranks(say, tmp_path):
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 256, "intermediate_size": 256}
     wide = llama(tmp_path / "wide", **heads)
