@@ -54,7 +54,7 @@ def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
     plan_options = PlanOptions(
         use="train",
-        device=get_device("l40s"),
+        device=replace(get_device("l40s"), usable_bytes=48 << 30),
         devices=4,
         search=True,
         seq_len=1024,
