@@ -15,6 +15,7 @@ def test_inspect_tells_writer_step_and_optimizer(say):
     assert say("inspect", place, *CONFIG) == (
         0,
         (
+            "Llama, 5.46 K parameters, fp32, dcp in 4 files, with optimizer states, complete\n"
             f"{place}\n"
             "  format     dcp, 4 files, 470.6 kB\n"
             "  model      LlamaForCausalLM (llama)\n"
