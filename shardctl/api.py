@@ -904,6 +904,9 @@ def verify(
     processes: int | None = None,
     virtual: bool = False,
     second_opinion: bool = False,
+    seq_len: int | None = None,
+    decode: int | None = None,
+    text: str | Path | None = None,
     write_golden: str | Path | None = None,
     golden: str | Path | None = None,
     engine: str | None = None,
@@ -979,6 +982,9 @@ def verify(
         processes: Maximum number of processes, one per rank; with engine, how many share a model that is not cut.
         virtual: Run all ranks in one process.
         second_opinion: Compare with transformers' own tensor parallelism, too.
+        seq_len: Tokens in each sequence that the model is run with, and in each window of text. Default: 32, and 256.
+        decode: Also decode the last N tokens of each sequence one by one with a KV cache; implies level="forward".
+        text: Measure the perplexity of this text with the tokenizer of the checkpoint; implies level="forward".
         write_golden: Write what the model computes to a new file, which golden reads; implies level="forward".
         golden: Compare what the model computes, and the digest, with this file of write_golden; needs no source.
         engine: Have vllm, transformers or fsdp2 load the directory, and compare what it says with the source; or ask a
@@ -1585,6 +1591,9 @@ def find_newest(
     processes: int | None = None,
     virtual: bool = False,
     second_opinion: bool = False,
+    seq_len: int | None = None,
+    decode: int | None = None,
+    text: str | Path | None = None,
     write_golden: str | Path | None = None,
     golden: str | Path | None = None,
     engine: str | None = None,

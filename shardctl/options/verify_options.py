@@ -199,6 +199,34 @@ class VerifyOptions:
         bool, CommandOption(HelpPanel.TRIALS, "Compare with transformers' own tensor parallelism, too.")
     ] = False
 
+    seq_len: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Tokens in each sequence that the model is run with, and in each window of --text. Default: 32, and 256.",
+            metavar="N",
+            least=2,
+        ),
+    ] = None
+    """Longer ones reach the end of sliding windows, and positions that rotary embeddings scale."""
+    decode: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Also decode the last N tokens of each sequence one by one with a KV cache; implies --level forward.",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
+    text: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.TRIALS,
+            "Measure the perplexity of this text with the tokenizer of the checkpoint; implies --level forward.",
+            metavar="FILE",
+            access=PathAccess.READ,
+        ),
+    ] = None
     write_golden: Annotated[
         Path | None,
         CommandOption(
@@ -256,6 +284,7 @@ class VerifyOptions:
             ("tokens", self.prompt is not None, "--prompt TEXT"),
             ("processes", runs or started, "--forward or --engine"),
             ("virtual", runs, "--forward"),
+            ("seq_len", runs, "--forward"),
             ("engine_python", started, "--engine"),
             ("engine_timeout", self.engine is not None, "--engine"),
         ):
@@ -277,6 +306,7 @@ class VerifyOptions:
             asked.append("full")
         if self.device is not None:
             asked.append("load")
-        if self.forward or self.prompt is not None or self.second_opinion or self.writes_or_reads_golden:
+        runs = self.forward or self.second_opinion or self.decode or self.writes_or_reads_golden
+        if runs or self.prompt is not None or self.text is not None:
             asked.append("forward")
         return max(asked, key=_LEVELS.index)

@@ -330,7 +330,10 @@ def _build_forward_document(result: ForwardResult) -> Document:
         "architecture": result.architecture,
         "versions": dict(result.versions),
         "worst": {"name": worst.name, "error": _as_finite(worst.error)} if worst is not None else None,
-        "blocks": [asdict(block) | {"error": _as_finite(block.error)} for block in result.blocks],
+        "blocks": [
+            asdict(block) | {"error": _as_finite(block.error), "largest": _as_finite(block.largest)}
+            for block in result.blocks
+        ],
         "output": result.output,
         "output_error": _as_finite(result.output_error),
         "unrounded_error": _as_finite(result.unrounded_error) if result.unrounded_error is not None else None,
@@ -344,6 +347,17 @@ def _build_forward_document(result: ForwardResult) -> Document:
         else None,
         "generated": asdict(generated) | {"same": generated.same} if generated is not None else None,
         "read_bytes": result.read_bytes,
+        "change": result.change,
+        "distances": asdict(result.distances) if result.distances is not None else None,
+        "unrounded_distances": asdict(result.unrounded_distances) if result.unrounded_distances is not None else None,
+        "perplexity": asdict(result.perplexity)
+        | {"source": _as_finite(result.perplexity.source), "shards": _as_finite(result.perplexity.shards)}
+        if result.perplexity is not None
+        else None,
+        "decoding": asdict(result.decoding)
+        | {"error": _as_finite(result.decoding.error), "cache_error": _as_finite(result.decoding.cache_error)}
+        if result.decoding is not None
+        else None,
         "golden": asdict(result.golden) | {"error": _as_finite(result.golden.error)} if result.golden else None,
     }
 

@@ -21,8 +21,9 @@ from shardctl.verify.cast_losses import UnroundedDistance
 from shardctl.verify.config_comparison import ConfigChange
 from shardctl.verify.download_hashes import DownloadHashes
 from shardctl.verify.finding import CheckFinding
-from shardctl.verify.forward_result import JoinedWeights, PromptContinuation
+from shardctl.verify.forward_result import JoinedWeights, OutputDistances, PromptContinuation
 from shardctl.verify.library_headers import LibraryHeaders
+from shardctl.verify.tolerance import ChangeKind
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
@@ -222,6 +223,8 @@ class BlockFields(TypedDict):
     error: float | None
     rank: str
     miscut: bool
+    cosine: float
+    largest: float | None
 
 
 class OpinionFields(TypedDict):
@@ -251,6 +254,24 @@ class GoldenFields(TypedDict):
     largest_difference: float
 
 
+class PerplexityFields(TypedDict):
+    """Perplexity of a text."""
+
+    tokens: int
+    window: int
+    source: float | None
+    shards: float | None
+
+
+class DecodingFields(TypedDict):
+    """Decoding with a KV cache."""
+
+    prefill: int
+    decoded: int
+    error: float | None
+    cache_error: float | None
+
+
 class ForwardFields(TypedDict):
     """What a forward pass found; a distance that is infinite is null."""
 
@@ -271,6 +292,11 @@ class ForwardFields(TypedDict):
     opinion: OpinionFields | None
     generated: GeneratedFields | None
     read_bytes: int
+    change: ChangeKind
+    distances: OutputDistances | None
+    unrounded_distances: OutputDistances | None
+    perplexity: PerplexityFields | None
+    decoding: DecodingFields | None
     golden: GoldenFields | None
 
 

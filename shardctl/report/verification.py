@@ -132,6 +132,7 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         rows.append((result.output, f"{_format_distance(result.output_error)}{allowed}{flips}"))
     if result.unrounded_error is not None:
         rows.append(("before the cast", f"{_format_distance(result.unrounded_error)} from the unrounded source's"))
+    rows += [(title, text) for title, text in _list_distance_rows(result)]
     if result.golden is not None:
         same = f"; {result.golden.same_tokens:,} of {result.golden.positions:,} positions choose the same token"
         allowed = _format_bound(result.golden.bound) + (same if result.golden.positions else "")
@@ -145,6 +146,31 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         same = "the same" if result.generated.same else repr(result.generated.shards.text)
         rows.append(("shards", same))
     return rows
+
+
+def _list_distance_rows(result: ForwardResult) -> Iterator[tuple[str, str]]:
+    """List the distances in the measures that papers give, and what decoding and a text gave."""
+    for title, found in (("distances", result.distances), ("from the unrounded", result.unrounded_distances)):
+        if found is None or (title == "distances" and result.output_error == 0):
+            continue
+        words = [f"cosine at least {found.cosine:.7f}", f"largest difference {found.largest:.1e}"]
+        if found.kl is not None:
+            words = [
+                f"KL {found.kl:.1e} nats (largest {found.largest_kl:.1e})",
+                f"top-1 {found.top1:.1%}",
+                f"top-5 {found.top5:.1%}",
+                *words,
+                f"of a log-probability {found.log_probability:.1e}",
+            ]
+        yield title, ", ".join(words)
+    if result.decoding is not None:
+        bound = _format_bound(result.tolerance.logits) if result.tolerance is not None else ""
+        steps = f"{result.decoding.decoded} tokens after a prefill of {result.decoding.prefill}"
+        cached = f"the source's own, without a cache, {_format_distance(result.decoding.cache_error)}"
+        yield "KV cache", f"{steps}: {_format_distance(result.decoding.error)}{bound}; {cached}"
+    if result.perplexity is not None:
+        text = f"{result.perplexity.shards:.4f}, the source's {result.perplexity.source:.4f}"
+        yield "perplexity", f"{text}; {result.perplexity.tokens:,} tokens in windows of {result.perplexity.window}"
 
 
 def build_engine_rows(result: EngineResult) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.amounts import format_plural
-from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError
+from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError, UsageError
 from shardctl.base.value import state_class
 from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.estimate.model.inventory import build_inventory
@@ -24,6 +24,7 @@ from shardctl.verify.level import LevelResult, LoadedRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from shardctl.base.workers import ExecutionOptions, ProgressWatcher
     from shardctl.checkpoint.opening import OpenedCheckpoint
@@ -500,6 +501,9 @@ def _compare_on_devices(
         tokens=verify_options.tokens,
         second_opinion=verify_options.second_opinion,
         processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
+        seq_len=verify_options.seq_len,
+        decode=verify_options.decode or 0,
+        text=_read_text(verify_options.text) if verify_options.text is not None else "",
         golden=golden,
         sketched=verify_options.write_golden is not None,
         watcher=watcher,
@@ -524,6 +528,13 @@ def _compare_on_devices(
         finally:
             level.notes += [note for note in devices.notes if note not in level.notes]
     raise AssertionError  # there is always a device
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {path} cannot be read: {error}", hint="give a file of UTF-8 text") from error
 
 
 def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ def verify(
         names.append("engine")
     if against is None and verify_options.merge:
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
+    if verify_options.text is not None and not verify_options.text.is_file():
+        raise UsageError(f"--text {verify_options.text} is not a file", hint="give a file of UTF-8 text")
     if verify_options.write_golden is not None:
         require_new_file(verify_options.write_golden)
     if against is None and requests_sum(verify_options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardctl.base.errors import format_first_few
 from shardctl.base.value import value_class
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.golden import GoldenComparison, GoldenInput, OutputSketch
-    from shardctl.verify.tolerance import DistanceTolerance
+    from shardctl.verify.tolerance import ChangeKind, DistanceTolerance
 
 
 @value_class
@@ -40,6 +40,66 @@ class ComputedShare:
     joined: tuple[JoinedWeights, ...] = ()
 
 
+class BlockDistance(NamedTuple):
+    """How far what a part computes is from the source's."""
+
+    error: float
+    """Relative L2 distance."""
+    cosine: float
+    """Smallest cosine similarity of the vectors along the last dim; -1 if they cannot be compared."""
+    largest: float
+    """Largest absolute difference of an element."""
+
+
+@value_class
+class OutputDistances:
+    """How far the free-running outputs are from the source's, in the measures that papers and other tools give.
+
+    Of outputs that are no logits, only the cosine similarity and the largest difference are measured.
+    """
+
+    positions: int
+    cosine: float
+    """Smallest cosine similarity of a position."""
+    mean_cosine: float
+    largest: float
+    """Largest absolute difference of a logit."""
+    kl: float | None = None
+    """KL divergence of the shards' tokens from the source's, in nats, mean over positions."""
+    largest_kl: float | None = None
+    log_probability: float | None = None
+    """Largest absolute difference of a log-probability."""
+    top1: float | None = None
+    """Share of positions whose likeliest token is the same."""
+    top5: float | None = None
+    """Share of the source's five likeliest tokens that are among the shards' five, mean over positions."""
+
+
+@value_class
+class TextPerplexity:
+    """Perplexity of a text, in windows that do not overlap."""
+
+    tokens: int
+    """Tokens that were predicted."""
+    window: int
+    """Tokens of a window."""
+    source: float
+    """Of the source, cast as the shards are."""
+    shards: float
+
+
+@value_class
+class CachedDecoding:
+    """The end of each sequence decoded token by token with a KV cache, after a prefill of the beginning."""
+
+    prefill: int
+    decoded: int
+    error: float
+    """Relative L2 distance of the shards' outputs from the source's, both with a cache."""
+    cache_error: float
+    """The same of the source with a cache from the source without one, for information."""
+
+
 @value_class
 class BlockError:
     """One part of the model, fed the source's inputs."""
@@ -52,6 +112,10 @@ class BlockError:
     """The rank that is meant, such as ``rank 1 (tp1)``, where ranks compute with parts."""
     miscut: bool = False
     """Whether its weights are right once joined, though ranks compute something else with their parts."""
+    cosine: float = 1.0
+    """Smallest cosine similarity of the vectors along the last dim."""
+    largest: float = 0.0
+    """Largest absolute difference of an element."""
 
 
 @value_class
@@ -129,6 +193,16 @@ class ForwardResult:
     """What a golden file keeps of the output, if one is to be written."""
     inputs: Mapping[str, GoldenInput] = field(default_factory=dict)
     """The arguments of the pass, if a golden file is to be written."""
+    distances: OutputDistances | None = None
+    """Of the shards from the source, cast as they are."""
+    unrounded_distances: OutputDistances | None = None
+    """Of the shards from the source as it is stored; None without a cast."""
+    change: ChangeKind = "equal"
+    """What changed the values between the source and the shards, by which bounds are chosen."""
+    perplexity: TextPerplexity | None = None
+    """Of `--text`."""
+    decoding: CachedDecoding | None = None
+    """Of `--decode`."""
     portable_bound: float = inf
     """The relative L2 distance that other kernels and another order of sums may cause on another machine."""
 

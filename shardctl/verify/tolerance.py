@@ -15,7 +15,7 @@ rounding.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.base.value import value_class
 
@@ -29,6 +29,16 @@ MARGIN: Final = 4.0
 """How many times the rounding that was measured is allowed in narrow types."""
 _CEILINGS: Final = {"bf16": MARGIN * FLOORS["bf16"], "fp16": MARGIN * FLOORS["fp16"]}
 """What is allowed to a block at most."""
+
+
+ChangeKind = Literal["equal", "rounding", "cast", "quantization"]
+"""What may change outputs: nothing, another order of sums, a cast of weights, or their quantization."""
+KL_LIMITS: Final[dict[ChangeKind, float]] = {"cast": 1.5e-2, "quantization": 2e-1}
+"""Mean KL divergence from the source before the change, in nats, beyond which a warning says so; in equal and rounded
+outputs the relative L2 distance is the judge. MaxText compares checkpoints with 1.5e-2; llama.cpp measures 1e-2 to 1e-1
+for four bits a weight."""
+LOG_PERPLEXITY_LIMIT: Final = 1e-3
+"""Difference of the logarithms of two perplexities that rounding may cause in fp32, as of two log-probabilities."""
 
 
 @value_class
@@ -84,7 +94,7 @@ def measure_distance(reference: object, candidate: object) -> float:
 
     Infinite if forms differ, or if either has a NaN.
     """
-    ours, theirs = list(_list_float_tensors(candidate)), list(_list_float_tensors(reference))
+    ours, theirs = list(list_float_tensors(candidate)), list(list_float_tensors(reference))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return inf
     return max((_measure_tensor_distance(a, b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
@@ -92,7 +102,7 @@ def measure_distance(reference: object, candidate: object) -> float:
 
 def has_nan(output: object) -> bool:
     """Return whether some float of an output is not a number."""
-    return any(bool(tensor.isnan().any()) for tensor in _list_float_tensors(output))
+    return any(bool(tensor.isnan().any()) for tensor in list_float_tensors(output))
 
 
 def _measure_tensor_distance(reference: Torch, candidate: Torch) -> float:
@@ -108,7 +118,8 @@ def _measure_tensor_distance(reference: Torch, candidate: Torch) -> float:
     return inf if found != found else found  # noqa: PLR0124 - NaN
 
 
-def _list_float_tensors(output: object) -> Iterator[Torch]:
+def list_float_tensors(output: object) -> Iterator[Torch]:
+    """List the tensors of floats in an output."""
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -116,7 +127,7 @@ def _list_float_tensors(output: object) -> Iterator[Torch]:
             yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from _list_float_tensors(value)
+            yield from list_float_tensors(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _list_float_tensors(value)
+            yield from list_float_tensors(value)

@@ -16,13 +16,27 @@ from shardctl.running.device import use_device
 from shardctl.running.forward.adapter import WeightConversion, build_bare_model
 from shardctl.running.forward.compared_checkpoints import CandidateCheckpoint, ComparedSides, OriginalCheckpoint
 from shardctl.running.forward.executor import ModelExecutor, PartError
-from shardctl.running.forward.generate import continue_prompt
-from shardctl.running.forward.inputs import build_inputs, decode_inputs, encode_inputs, list_towers
+from shardctl.running.forward.generate import continue_prompt, decode_with_cache, measure_perplexity
+from shardctl.running.forward.inputs import (
+    build_inputs,
+    count_positions,
+    decode_inputs,
+    encode_inputs,
+    list_position_limits,
+    list_towers,
+)
 from shardctl.running.forward.skeleton import ModelSkeleton
 from shardctl.running.forward.stacks import count_idle_experts, record_chosen_experts
 from shardctl.running.forward.streamed_modules import ComputePrecision
 from shardctl.running.forward.team import ProcessTeam, RankTeam
-from shardctl.running.forward.verdict import count_flips, find_lost_outputs, judge_result, select_output
+from shardctl.running.forward.verdict import (
+    count_flips,
+    find_large_divergence,
+    find_lost_outputs,
+    judge_result,
+    measure_outputs,
+    select_output,
+)
 from shardctl.tensors.mesh import Mesh
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward_result import BlockError, ComputedShare, ForwardResult, GeneratedTexts, JoinedWeights
@@ -38,7 +52,9 @@ if TYPE_CHECKING:
     from shardctl.running.forward.rank_runner import RankRunner
     from shardctl.running.forward.skeleton import TensorSlot
     from shardctl.running.forward.weights import ModelWeights
+    from shardctl.verify.forward_result import CachedDecoding, TextPerplexity
     from shardctl.verify.golden import GoldenComparison, GoldenOutput, Values
+    from shardctl.verify.tolerance import ChangeKind
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -46,6 +62,9 @@ _LIMIT: Final = 128 << 20
 
 _UNREACHED: Final = "not computed with: these inputs do not reach it"
 _LOOSE: Final = "joined: it is no part of a block, and code of the whole model uses it"
+
+_WINDOW: Final = 256
+"""Tokens of a window of a text: their logits of 256,000 tokens in fp32 are 250 MiB."""
 
 
 @value_class
@@ -67,6 +86,12 @@ class ForwardOptions:
     """Ranks have a process of their own if there are at most so many; else all are run in this one."""
     limit: int = _LIMIT
     """Bytes of one weight that are held at once."""
+    seq_len: int | None = None
+    """Tokens of each sequence; None for 32, and for windows of 256 of a text."""
+    decode: int = 0
+    """How many tokens of each sequence are decoded with a KV cache."""
+    text: str = ""
+    """A text whose perplexity is measured."""
     golden: GoldenOutput | None = None
     """What the shards are to compute, from its inputs."""
     sketched: bool = False
@@ -117,7 +142,9 @@ class ForwardComparison:
         model = executor.skeleton.model
         golden = self.options.golden
         inputs = (
-            decode_inputs(golden.inputs, self.options.device) if golden else build_inputs(model, self.options.device)
+            decode_inputs(golden.inputs, self.options.device)
+            if golden
+            else build_inputs(model, self.options.device, self.options.seq_len)
         )
         self._prepare(executor, source, shards)
         self.options.watcher.begin(0, phase="forward")
@@ -133,7 +160,8 @@ class ForwardComparison:
                 hint="" if self.options.dtype == "fp32" else "leave --dtype out",
             )
         self._look(executor, source, shards)
-        found = self._free(executor, inputs, shards) if self.sides.candidate.config is None else self._own(inputs)
+        own = (executor, shards) if self.sides.candidate.config is None else self._build_own()
+        found = self._free(own[0], inputs, own[1]) if own is not None else None
         apart = measure_distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
         rounding = self._rounding(kind, executor, inputs, shards, expected) if self.options.dtype != "fp32" else None
@@ -150,6 +178,11 @@ class ForwardComparison:
         if golden is not None and found is not None:
             compared = compare_with_golden(golden, name, _as_array(found))
             lost += self._judge_golden(golden, compared)
+        change: ChangeKind = "rounding" if executor.ranks is not None else "equal"
+        if exact is not expected:
+            change = "cast"
+            lost += find_large_divergence(change, measure_outputs(name, exact, found))
+        self._note_unreached_positions(model, inputs)
         sketched = self.options.sketched and found is not None
         result = ForwardResult(
             status="passed",
@@ -172,6 +205,11 @@ class ForwardComparison:
                 stable=not executor.unstable,
             ),
             generated=generated,
+            distances=measure_outputs(name, expected, found),
+            unrounded_distances=measure_outputs(name, exact, found) if exact is not expected else None,
+            change=change,
+            perplexity=self._measure_perplexity((executor, source), own) if self.options.text else None,
+            decoding=self._decode((executor, source), own, inputs, expected) if self.options.decode else None,
             read_bytes=self.sides.read_bytes,
             golden=compared,
             sketch=sketch_output(name, _as_array(found)) if sketched else None,
@@ -232,8 +270,8 @@ class ForwardComparison:
             self.sides.findings.append(CheckFinding("error", "forward", str(error)))
         return None
 
-    def _own(self, inputs: Mapping[str, Torch]) -> Torch | None:
-        """Return the output of the shards by themselves, in the model that their own config describes."""
+    def _build_own(self) -> tuple[ModelExecutor, ModelWeights] | None:
+        """Build the model that the shards' own config describes, with their weights; None if that cannot be built."""
         candidate = self.sides.candidate
         assert candidate.config is not None  # noqa: S101 - asked before
         self.sides.notes.append(
@@ -250,7 +288,51 @@ class ForwardComparison:
             message = f"the shards' own config.json describes a model that cannot be built with them: {error}"
             self.sides.findings.append(CheckFinding("error", "forward", message))
             return None
-        return self._free(executor, inputs, shards)
+        return executor, shards
+
+    def _measure_perplexity(
+        self, right: tuple[ModelExecutor, ModelWeights], own: tuple[ModelExecutor, ModelWeights] | None
+    ) -> TextPerplexity | None:
+        """Return the perplexity of the text by both, or note why there is none."""
+        if own is None:
+            return None
+        try:
+            window = min(self.options.seq_len or _WINDOW, count_positions(right[0].skeleton.model))
+            return measure_perplexity((right, own), self.sides.original.folder, self.options.text, window)
+        except (UnsupportedError, CoverageError, PartError) as error:
+            reason = error.message if isinstance(error, ShardctlError) else str(error)
+            message = f"the perplexity of the text was not measured: {reason}"
+            self.sides.findings.append(CheckFinding("error", "forward", message))
+            return None
+
+    def _decode(
+        self,
+        right: tuple[ModelExecutor, ModelWeights],
+        own: tuple[ModelExecutor, ModelWeights] | None,
+        inputs: Mapping[str, Torch],
+        expected: Torch,
+    ) -> CachedDecoding | None:
+        """Return how far decoding with a KV cache is from the source's, or say why it was not done."""
+        if own is None:
+            return None
+        try:
+            return decode_with_cache((right, own), inputs, expected, self.options.decode)
+        except (UnsupportedError, CoverageError, PartError) as error:
+            reason = error.message if isinstance(error, ShardctlError) else str(error)
+            message = f"nothing was decoded with a KV cache: {reason}"
+            self.sides.findings.append(CheckFinding("error", "forward", message))
+            return None
+
+    def _note_unreached_positions(self, model: Torch, inputs: Mapping[str, Torch]) -> None:
+        """Note sliding windows and long rotary tables that sequences of this length do not reach."""
+        ids = inputs.get("input_ids")
+        if ids is None:
+            return
+        for what, reached in list_position_limits(model):
+            if ids.shape[-1] <= reached:
+                self.sides.notes.append(
+                    f"sequences of {ids.shape[-1]} tokens do not reach {what} {reached:,}; --seq-len N runs longer ones"
+                )
 
     def _rounding(
         self, kind: Torch, narrow: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights, expected: Torch
@@ -386,9 +468,11 @@ def _list_block_errors(executor: ModelExecutor, *, sound: bool) -> tuple[BlockEr
     return tuple(
         BlockError(
             name,
-            error,
+            error.error,
             views[executor.farthest[name]].label if executor.farthest[name] >= 0 else "",
             sound and name in executor.miscut,
+            error.cosine,
+            error.largest,
         )
         for name, error in executor.errors.items()
     )

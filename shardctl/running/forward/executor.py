@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import CoverageError, UnsupportedError
 from shardctl.base.value import state_class
@@ -19,8 +19,10 @@ from shardctl.running.forward.rendezvous import FAILURES, PartitionConflictError
 from shardctl.running.forward.stacks import ExpertStack, is_stack
 from shardctl.running.forward.streamed_modules import ComputePrecision, StreamedLinear, find_leaf
 from shardctl.running.forward.team import RankTeam
+from shardctl.running.forward.verdict import measure_block
 from shardctl.running.machine_failure import raise_machine_error
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward_result import BlockDistance
 from shardctl.verify.tolerance import has_nan, measure_distance
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from shardctl.running.forward.weights import ModelWeights
 
 Torch = Any
+
+
+_INCOMPARABLE: Final = BlockDistance(inf, -1.0, inf)
 
 
 class PartError(Exception):
@@ -64,7 +69,7 @@ class ModelExecutor:
     """Whether the table of cuts is known to be right, so that a part that ranks cannot run says nothing of it."""
     suspect: float = inf
     """The distance beyond which a part is run with joined weights too, to tell wrong weights from a wrong cut."""
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, BlockDistance] = field(default_factory=dict)
     """Of each part that ran with both weights on the same inputs, by name; of several ranks, the farthest."""
     farthest: dict[str, int] = field(default_factory=dict)
     """The rank that is meant, by the name of the part."""
@@ -182,7 +187,7 @@ class ModelExecutor:
             output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
             if beside is not None:
                 rank, found = self._compare(unit, usual, output, beside, mine)
-                if found >= self.errors.get(unit.name, 0.0):
+                if found >= self.errors.get(unit.name, found):
                     self.errors[unit.name], self.farthest[unit.name] = found, rank
             return output
 
@@ -190,7 +195,7 @@ class ModelExecutor:
 
     def _compare(
         self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch
-    ) -> tuple[int, float]:
+    ) -> tuple[int, BlockDistance]:
         """Run a part as the shards do: return the farthest rank, if ranks ran it, and how far it is from `output`."""
         if self.ranks is None or unit.name in self.ranks.joined:
             return -1, self._measure_joined(unit, usual, output, beside, given)
@@ -202,14 +207,17 @@ class ModelExecutor:
                 self.ranks.joined[unit.name] = f"ranks cannot run it by themselves: {_format_first_line(failure)}"
                 return -1, self._measure_joined(unit, usual, output, beside, before)
             self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", failure))))
-            return -1, inf
+            return -1, _INCOMPARABLE
         states = _select_states(output)
         if self.alike is not None:
             self._compare_order(self.alike, unit, states, outputs, copy_arguments(before))
-        apart = [(measure_distance(states, _select_states(each)), number) for number, each in outputs.items()]
-        found, rank = max(each for some in self.team.collect(apart) for each in some)
-        if self.suspect < found and self._measure_joined(unit, usual, output, beside, before) <= self.suspect:
-            self.miscut.add(unit.name)
+        apart = [((*measure_block(states, _select_states(each)),), number) for number, each in outputs.items()]
+        farthest, rank = max(each for some in self.team.collect(apart) for each in some)
+        found = BlockDistance(*farthest)
+        if self.suspect < found.error:
+            joined = self._measure_joined(unit, usual, output, beside, before)
+            if joined.error <= self.suspect:
+                self.miscut.add(unit.name)
         return rank, found
 
     def _compare_order(
@@ -234,15 +242,15 @@ class ModelExecutor:
 
     def _measure_joined(
         self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch
-    ) -> float:
+    ) -> BlockDistance:
         """Return how far a part is from `output` if weights are put together before it computes."""
         try:
-            return measure_distance(output, self._run(unit, usual, beside, *given))
+            return measure_block(output, self._run(unit, usual, beside, *given))
         except CoverageError as error:
             self.findings.append(CheckFinding("error", "forward", error.message))
         except PartError as error:
             self.findings.append(CheckFinding("error", "forward", str(error)))
-        return inf
+        return _INCOMPARABLE
 
     def values(self, slots: Iterable[TensorSlot], weights: ModelWeights) -> dict[TensorSlot, Torch]:
         """Return what `weights` put into slots, which keep what they have."""

@@ -1,20 +1,31 @@
-"""Continues a prompt with the weights of the source and of the shards, so that a person sees both speak."""
+"""Has the source and the shards continue a prompt, decode with a KV cache, and predict the tokens of a text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+import math
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import UnsupportedError
-from shardctl.verify.forward_result import GeneratedTexts, PromptContinuation
+from shardctl.base.value import state_class
+from shardctl.verify.forward_result import CachedDecoding, GeneratedTexts, PromptContinuation, TextPerplexity
+from shardctl.verify.tolerance import measure_distance
 from shardctl.verify.transformers_classes import silence_transformers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from shardctl.running.forward.executor import ModelExecutor
     from shardctl.running.forward.weights import ModelWeights
 
 Torch = Any
+_ROWS: Final = 64
+"""Positions whose log-probabilities are computed at once."""
+_CACHE_NAMES: Final = ("cache", "past_key_values")
+"""What classes of transformers call their KV cache: since 5.24, and before."""
+_MAX_LOSS: Final = 700.0
+"""Nats a token whose exponential is still a number."""
 
 
 def continue_prompt(
@@ -33,6 +44,94 @@ def continue_prompt(
         raise UnsupportedError("the tokenizer finds no tokens in the prompt")
     source, shards = (_generate_tokens(executor, weights, tokenizer, ids, tokens) for weights in both)
     return GeneratedTexts(prompt, source, shards)
+
+
+def measure_perplexity(
+    both: tuple[tuple[ModelExecutor, ModelWeights], ...], folder: Path | None, text: str, window: int
+) -> TextPerplexity:
+    """Measure the perplexity of a text by each of the two, in windows; each window reads all weights once.
+
+    Raises UnsupportedError if the model predicts no next tokens, there is no tokenizer, or the text is too short.
+    """
+    import torch
+
+    model = both[0][0].skeleton.model
+    if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{type(model).__name__} does not predict the next token of a text")
+    ids = _load_tokenizer(folder)(text, return_tensors="pt").input_ids
+    pieces = [piece for piece in ids.split(window, -1) if piece.shape[-1] > 1]
+    if not pieces:
+        raise UnsupportedError("the text has fewer than two tokens")
+    losses = []
+    for executor, weights in both:
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in pieces:
+            given = piece.to(executor.precision.device)
+            logits = executor.run({"input_ids": given}, weights).logits
+            for rows, following in zip(logits[0, :-1].split(_ROWS), given[0, 1:].split(_ROWS), strict=True):
+                scores = rows.double().log_softmax(-1).gather(-1, following.unsqueeze(-1))
+                total -= scores.sum().cpu()
+        losses.append(float(total))
+    count = sum(piece.shape[-1] - 1 for piece in pieces)
+    source, shards = (math.exp(min(loss / count, _MAX_LOSS)) if loss == loss else math.inf for loss in losses)  # noqa: PLR0124
+    return TextPerplexity(count, window, source, shards)
+
+
+@state_class
+class CachedDecoder:
+    """A model that takes the end of each sequence token by token, with a KV cache of what came before."""
+
+    model: Torch
+    cache_name: str
+    """What the model calls its cache, as an argument and in its output."""
+    decoded: int
+    """Tokens that are taken one by one."""
+
+    def __call__(self, **inputs: Torch) -> dict[str, Torch]:
+        """Return the logits of the tokens that were taken one by one."""
+        return self.forward(**inputs)
+
+    def forward(self, input_ids: Torch, return_dict: bool = True) -> dict[str, Torch]:  # noqa: FBT001, FBT002 - as models have it
+        """Run the beginning of the sequences at once, and then each further token."""
+        import torch
+
+        first = input_ids.shape[-1] - self.decoded
+        found, cache = [], None
+        for start, stop in [(0, first), *((at, at + 1) for at in range(first, input_ids.shape[-1]))]:
+            given = {"input_ids": input_ids[:, start:stop], self.cache_name: cache}
+            output = self.model(**given, use_cache=True, return_dict=return_dict)
+            cache = output[self.cache_name]
+            found.append(output.logits[:, -1:])
+        return {"logits": torch.cat(found[1:], 1)}
+
+
+def decode_with_cache(
+    both: tuple[tuple[ModelExecutor, ModelWeights], ...], inputs: Mapping[str, Torch], expected: Torch, decoded: int
+) -> CachedDecoding:
+    """Decode the end of sequences with a KV cache, by the source and by the shards.
+
+    Raises UnsupportedError for a model without such a cache, or sequences that are too short.
+    """
+    model = both[0][0].skeleton.model
+    known = inspect.signature(model.forward).parameters
+    name = next((each for each in _CACHE_NAMES if each in known), None)
+    if name is None or not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{type(model).__name__} does not decode with a KV cache")
+    if set(inputs) != {"input_ids"}:
+        raise UnsupportedError(f"{type(model).__name__} takes more than tokens")
+    ids = inputs["input_ids"]
+    if ids.shape[-1] <= decoded:
+        raise UnsupportedError(f"sequences of {ids.shape[-1]} tokens are too short to decode {decoded} of them")
+    outputs = [
+        executor.run({"input_ids": ids}, weights, model=CachedDecoder(executor.skeleton.model, name, decoded))["logits"]
+        for executor, weights in both
+    ]
+    return CachedDecoding(
+        ids.shape[-1] - decoded,
+        decoded,
+        measure_distance(outputs[0], outputs[1]),
+        measure_distance(expected[:, -decoded:], outputs[0]),
+    )
 
 
 def _load_tokenizer(folder: Path | None) -> Torch:

@@ -23,8 +23,8 @@ _SPARE: Final = 4
 """Positions that are not used: some models begin to count after the padding token."""
 
 
-def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
-    """Build arguments of the model's forward.
+def build_inputs(model: Torch, device: str, seq_len: int | None = None) -> dict[str, Torch]:
+    """Build arguments of the model's forward, with sequences of `seq_len` tokens, by default 32.
 
     Raises UnsupportedError if it wants something else than tokens or pixels.
     """
@@ -37,7 +37,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     text = _find_text_config(config)
     both = {"input_ids", "pixel_values"} <= names and hasattr(config, "vision_config")
     if main == "input_ids" or "input_ids" in names:
-        given["input_ids"] = _draw_token_ids(text, config, generator)
+        given["input_ids"] = _draw_token_ids(text, config, generator, seq_len)
     if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _has_image_token(config)):
         given["pixel_values"] = _draw_pixels(config, generator)
     if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
@@ -50,7 +50,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
         size = (BATCH, LENGTH, int(text.hidden_size))
         given["cross_attention_states"] = torch.randn(size, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        given["decoder_input_ids"] = _draw_token_ids(text, config, generator)
+        given["decoder_input_ids"] = _draw_token_ids(text, config, generator, seq_len)
     if not given:
         raise UnsupportedError(f"{type(model).__name__} needs {main}, which shardctl cannot generate")
     return {name: tensor.to(device) for name, tensor in given.items()}
@@ -136,8 +136,11 @@ def _has_image_token(config: Torch) -> bool:
     return any(hasattr(config, name) for name in ("image_token_index", "image_token_id"))
 
 
-def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
-    """Draw token ids that mean nothing special."""
+def _draw_token_ids(text: Torch, config: Torch, generator: Torch, seq_len: int | None) -> Torch:
+    """Draw token ids that mean nothing special.
+
+    Raises UnsupportedError if the model has not as many positions as are wanted.
+    """
     import torch
 
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -149,9 +152,36 @@ def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
         )
     )
     usual = torch.tensor([token for token in range(vocabulary) if token not in special] or range(vocabulary))
-    found = [getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)]
-    length = max(min([LENGTH, *(most - _SPARE for most in found)]), 2)
+    found = _count_config_positions(text)
+    if seq_len is not None and seq_len > found:
+        raise UnsupportedError(f"sequences of {seq_len:,} tokens are too long: the model has {found:,} positions")
+    length = seq_len or max(min(LENGTH, found), 2)
     return usual[torch.randint(len(usual), (BATCH, length), generator=generator)]
+
+
+def count_positions(model: Torch) -> int:
+    """Count the positions that a model has for a sequence; very many if its config does not say."""
+    return _count_config_positions(_find_text_config(model.config))
+
+
+def _count_config_positions(text: Torch) -> int:
+    found = [getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)]
+    return min((limit - _SPARE for limit in found), default=1 << 40)
+
+
+def list_position_limits(model: Torch) -> Iterator[tuple[str, int]]:
+    """List positions beyond which a model computes otherwise: its sliding window, and the length it was trained for."""
+    text = _find_text_config(model.config)
+    window = getattr(text, "sliding_window", None)
+    if isinstance(window, int) and not isinstance(window, bool) and getattr(text, "use_sliding_window", True):
+        yield "the end of the sliding window of", window
+    scaling = getattr(text, "rope_parameters", None)
+    if isinstance(scaling, MutableMapping):
+        kinds = [scaling, *(each for each in scaling.values() if isinstance(each, MutableMapping))]
+        found = [each.get("original_max_position_embeddings") for each in kinds]
+        lengths = [each for each in found if isinstance(each, int)]
+        if lengths:
+            yield "positions that rotary embeddings scale, beyond", max(lengths)
 
 
 def _is_special_token(name: str) -> bool:

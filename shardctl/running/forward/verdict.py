@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, isfinite, log
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.base.errors import UnsupportedError
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward_result import BlockDistance, OutputDistances
+from shardctl.verify.tolerance import KL_LIMITS, LOG_PERPLEXITY_LIMIT, list_float_tensors, measure_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.verify.forward_result import ForwardResult
+    from shardctl.verify.tolerance import ChangeKind
 
 Torch = Any
+_POSITIONS: Final = 64
+"""Positions whose log-probabilities are computed at once: 64 of 256,000 tokens in fp64 are 125 MiB."""
+_TOP: Final = 5
 _MASKED: Final = -1e38
 """Logits below are those of tokens that a bias forbids with the lowest number of fp32 or bf16."""
 
@@ -39,6 +46,70 @@ def count_flips(expected: Torch, found: Torch | None) -> tuple[int, int]:
     ours, theirs = found.argmax(-1), expected.argmax(-1)
     lost = found.isnan().any(-1) | expected.isnan().any(-1)
     return int(((ours != theirs) | lost).sum()), ours.numel()
+
+
+def measure_block(reference: Torch, candidate: Torch) -> BlockDistance:
+    """Measure how far what a part computes is from the source's: the first of several outputs."""
+    error = measure_distance(reference, candidate)
+    ours, theirs = (next(list_float_tensors(each), None) for each in (candidate, reference))
+    if ours is None or theirs is None:
+        return BlockDistance(error, 1.0, 0.0)
+    if error == inf or ours.shape != theirs.shape or not ours.ndim:
+        return BlockDistance(error, -1.0 if error else 1.0, inf if error else 0.0)
+    cosines, largest = _measure_vectors(theirs, ours)
+    return BlockDistance(error, float(cosines.min()) if cosines.numel() else 1.0, largest)
+
+
+def measure_outputs(name: str, reference: Torch, candidate: Torch | None) -> OutputDistances | None:
+    """Measure how far outputs are apart; None where forms differ, or one is not finite."""
+    if candidate is None or candidate.shape != reference.shape or not candidate.numel():
+        return None
+    if not bool(candidate.isfinite().all()) or not bool(reference.isfinite().all()):
+        return None
+    cosines, largest = _measure_vectors(reference, candidate)
+    found = OutputDistances(cosines.numel(), float(cosines.min()), float(cosines.mean()), largest)
+    if name != "logits":
+        return found
+    rows = zip(*(each.reshape(-1, each.shape[-1]).split(_POSITIONS) for each in (reference, candidate)), strict=True)
+    kl, same, common, apart = [], 0, 0, 0.0
+    best = min(_TOP, reference.shape[-1])
+    for theirs, ours in rows:
+        right, other = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
+        kl += ((right.exp() * (right - other)).sum(-1)).clamp(min=0).tolist()
+        apart = max(apart, float((right - other).abs().max()))
+        same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
+        tops = theirs.topk(best, -1).indices, ours.topk(best, -1).indices
+        common += int((tops[0].unsqueeze(-1) == tops[1].unsqueeze(-2)).sum())
+    return replace(
+        found,
+        kl=sum(kl) / len(kl),
+        largest_kl=max(kl),
+        log_probability=apart,
+        top1=same / len(kl),
+        top5=common / (best * len(kl)),
+    )
+
+
+def _measure_vectors(reference: Torch, candidate: Torch) -> tuple[Torch, float]:
+    """Measure the cosine similarity of each vector along the last dim, and the largest difference of an element."""
+    import torch
+
+    theirs, ours = (each.reshape(-1, each.shape[-1] if each.ndim else 1).double() for each in (reference, candidate))
+    products, norms = (theirs * ours).sum(-1), theirs.norm(dim=-1) * ours.norm(dim=-1)
+    empty = (theirs.norm(dim=-1) == 0) & (ours.norm(dim=-1) == 0)
+    cosines = torch.where(empty, 1.0, products / norms.where(norms > 0, 1.0)).clamp(-1, 1)
+    return cosines, float((ours - theirs).abs().max()) if ours.numel() else 0.0
+
+
+def find_large_divergence(change: ChangeKind, distances: OutputDistances | None) -> Iterator[CheckFinding]:
+    """Yield a warning if outputs are farther from those before the change than such a change explains."""
+    limit = KL_LIMITS.get(change)
+    if limit is not None and distances is not None and distances.kl is not None and distances.kl > limit:
+        message = (
+            f"the {change} changes the likely tokens more than a {change} does as a rule: the KL divergence from the "
+            f"source before it is {distances.kl:.2e} nats, at most {limit:g}"
+        )
+        yield CheckFinding("warning", "forward", message)
 
 
 def find_lost_outputs(name: str, exact: Torch, found: Torch | None, *, allowed: bool) -> Iterator[CheckFinding]:
@@ -86,6 +157,18 @@ def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: lis
             f"{result.output} of the shards are {result.output_error:.2e} from the source's, at most {bounds.logits:g}"
         )
         findings.append(CheckFinding("error", "forward", message))
+    if result.decoding is not None and result.decoding.error > bounds.logits:
+        message = (
+            f"{result.output} of the shards with a KV cache are {result.decoding.error:.2e} from the source's, "
+            f"at most {bounds.logits:g}"
+        )
+        findings.append(CheckFinding("error", "forward", message))
+    if result.perplexity is not None and result.dtype == "fp32":
+        source, shards = result.perplexity.source, result.perplexity.shards
+        limit = 0.0 if bounds.exact else LOG_PERPLEXITY_LIMIT
+        if not isfinite(shards) or abs(log(shards / source)) > limit:
+            message = f"the perplexity of the text is {shards:.6g} with the shards, and {source:.6g} with the source"
+            findings.append(CheckFinding("error", "forward", message))
     failed = any(finding.severity == "error" for finding in findings)
     return replace(
         result, status="failed" if failed else "passed", findings=tuple(findings), notes=tuple(dict.fromkeys(notes))
