@@ -223,6 +223,8 @@ def plan(
     recompute_modules: str | None = None,
     recompute_every: int = 1,
     microbatches: int | None = None,
+    global_batch: int | None = None,
+    global_batch_size: int | None = None,
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
     vp: int | None = None,
     offload: Literal["none", "cpu", "nvme"] | None = None,
@@ -390,6 +392,9 @@ def plan(
         recompute_every: Recompute only the last of so many layers, as recompute says. Default: 1.
         microbatches: Forward passes per optimizer step of each data-parallel rank, also of each mesh of search.
             Default: the number of stages; with search, as many as give all meshes equal steps.
+        global_batch: Sequences per optimizer step, over all devices; also of each mesh of search. Default: microbatches
+            times the data-parallel ranks.
+        global_batch_size: The same as global_batch.
         schedule: Pipeline schedule. Default: 1f1b.
         vp: Model chunks per stage, for the interleaved schedule. Default: 1.
         offload: Where to offload optimizer states. Default: none.

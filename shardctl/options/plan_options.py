@@ -382,6 +382,17 @@ class PlanOptions:
             least=1,
         ),
     ] = None
+    global_batch: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Sequences per optimizer step, over all devices; also of each mesh of --search. Default: --microbatches "
+            "times the data-parallel ranks.",
+            metavar="N",
+            least=1,
+            aliases=("--global-batch-size",),
+        ),
+    ] = None
     schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved"] | None,
         CommandOption(HelpPanel.TRAINING, "Pipeline schedule. Default: 1f1b."),

@@ -74,7 +74,7 @@ class MeshExploration:
         if self.sequences is None:
             return plan_options
         many = count_microbatches(mesh, self.sequences, plan_options.batch or 1)
-        return replace(plan_options, microbatches=many, calibration=self.calibration)
+        return replace(plan_options, microbatches=many, global_batch=None, calibration=self.calibration)
 
 
 @value_class
@@ -89,6 +89,8 @@ class MeshExplorer:
     """What was estimated: by mesh and stage."""
     calibration: FittedCalibration | None = None
     """What measured peaks make of estimates."""
+    global_batch: int | None = None
+    """Sequences of one optimizer step on any number of devices, if somebody says so."""
 
     def with_settings(self, about: EstimatedModel, work: ServingWorkload | TrainingWorkload) -> MeshExplorer:
         """Return the explorer of the model as it would be, and of other work."""
@@ -112,7 +114,7 @@ class MeshExplorer:
         """Return what a mesh does: in training, meshes of as many ranks take as many sequences a step."""
         if not isinstance(self.work, TrainingWorkload):
             return self.work
-        sequences = count_step_sequences(self.work, mesh.world)
+        sequences = self.global_batch or count_step_sequences(self.work, mesh.world)
         return self.work if sequences is None else set_equal_tokens(self.work, mesh, sequences)
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
@@ -227,7 +229,13 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
     work = plan_workload(plan_options, about, mesh or Mesh.of())
     if about.anatomy is None:  # compared by weights
         work = None
-    explorer = MeshExplorer(about, work, plan_options.device or get_device(_USUAL), HeaviestRanks(about.inventory))
+    explorer = MeshExplorer(
+        about,
+        work,
+        plan_options.device or get_device(_USUAL),
+        HeaviestRanks(about.inventory),
+        global_batch=plan_options.global_batch,
+    )
     if isinstance(work, TrainingWorkload) and plan_options.calibration is not None:
         explorer = replace(
             explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), plan_options.calibration)
@@ -249,7 +257,9 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         )
 
     found = search(explorer, quick)
-    step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
+    step = plan_options.global_batch
+    if step is None and isinstance(work, TrainingWorkload):
+        step = count_step_sequences(work, devices)
     made = MeshExploration(found, fewest, step, explorer.calibration)
     if budget is None or found.ranked or work is None:
         return made

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 from shardctl.base.amounts import format_plural
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.inventory import FLOATING
+from shardctl.estimate.search.mesh_comparison import count_microbatches
 from shardctl.estimate.serving.engine_budget import choose_batch_limits, get_engine_rules
 from shardctl.estimate.workload import (
     EngineBudget,
@@ -64,7 +65,7 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     tokens = options.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
     if use == "serve":
         return _build_serving(options, about, mesh, tokens)
-    return _build_training(options, about, tokens)
+    return _build_training(options, about, mesh, tokens)
 
 
 def choose_tuning(options: PlanOptions) -> TuningChoice | None:
@@ -173,7 +174,7 @@ def _build_budget(options: PlanOptions) -> EngineBudget | None:
     )
 
 
-def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:
+def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tokens: int) -> TrainingWorkload:
     """Build the work of training; what was not asked for is as `TrainingWorkload` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
     precision: Precision = options.precision or "mixed"
@@ -199,7 +200,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         raise UsageError("--recompute-every needs --recompute", hint="give --recompute full")
     return replace(
         usual,
-        microbatches=options.microbatches,
+        microbatches=_choose_microbatches(options, mesh),
         profile=_choose_value(options.profile, usual.profile),
         optimizer=_choose_value(options.optimizer, usual.optimizer),
         zero=_choose_value(options.zero, usual.zero),
@@ -225,6 +226,21 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
         optimizer_kernel=options.optimizer_kernel,
         allocator=options.allocator,
     )
+
+
+def _choose_microbatches(options: PlanOptions, mesh: Mesh) -> int | None:
+    """Choose the microbatches of each data-parallel rank: those given, or those that make up `--global-batch`.
+
+    A search divides its steps among the ranks of each mesh that it compares, so it gets none here.
+    """
+    if options.global_batch is None:
+        return options.microbatches
+    if options.microbatches is not None:
+        raise UsageError(
+            "--global-batch and --microbatches both say how long a step is",
+            hint="leave --microbatches out: it follows from the batch and the mesh",
+        )
+    return None if options.search else count_microbatches(mesh, options.global_batch, options.batch or 1)
 
 
 def _choose_moment_dtypes(options: PlanOptions) -> tuple[str, str] | None:

@@ -164,6 +164,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--profile",
         "--recompute",
         "--microbatches",
+        "--global-batch",
         "--schedule",
         "--vp",
         "--offload",

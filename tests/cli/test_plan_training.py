@@ -282,6 +282,30 @@ def test_microbatches_are_the_passes_of_a_rank_in_a_plan_a_search_and_a_log(docu
         assert [one["microbatches"] for one in found] == passes
 
 
+def test_a_global_batch_is_the_step_of_every_mesh_on_any_number_of_devices(document, say):
+    """Sequences of one optimizer step, which the data-parallel ranks of each mesh share evenly."""
+
+    def ask(*options):
+        return document(PUBLIC / "llama-3.1-8b.json", "--for", "train", "--gpu", "b200", *options)
+
+    planned = ask("--pp", "2", "--dp", "4", "--batch", "2", "--global-batch-size", "64")
+    assert planned["purpose"]["workload"]["microbatches"] == 64 // 4 // 2
+    assert planned["cost"]["tokens"] == 64 * 8192
+    for devices in (8, 16):
+        found = ask("--search", "--gpus", devices, "--global-batch", 40)
+        assert found["search"]["sequences"] == 40
+        assert {one["cost"]["tokens"] for one in found["search"]["ranked"]} == {40 * 8192}
+        assert found["cost"]["tokens"] == 40 * 8192, "the plan of the best mesh takes the same step"
+    assert any("40 sequences cannot be divided" in one["reason"] for one in found["search"]["rejected"])
+    for options, reason in (
+        (("--global-batch", 8, "--microbatches", 2), "--global-batch and --microbatches both say how long a step is"),
+        (("--mesh", "fsdp=8", "--global-batch", 12), "12 sequences cannot be divided into microbatches of 1 for each"),
+    ):
+        told = say("plan", LLAMA, "--for", "train", *options)
+        assert told.code == 2
+        assert reason in told.err
+
+
 def test_what_is_known_of_fewer_devices_is_said(document, say):
     """Where not every number was tried, planning with the most that was refused fits no mesh."""
     options = (PUBLIC / "llama-3.1-405b.json", "--for", "train", "--recompute", "full", "--search", "--gpu", "h100-80g")
