@@ -131,7 +131,8 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         allowed = _format_bound(bounds.logits) if bounds is not None else ""
         rows.append((result.output, f"{_format_distance(result.output_error)}{allowed}{flips}"))
     if result.unrounded_error is not None:
-        rows.append(("before the cast", f"{_format_distance(result.unrounded_error)} from the unrounded source's"))
+        title = "before quantization" if result.change == "quantization" else "before the cast"
+        rows.append((title, f"{_format_distance(result.unrounded_error)} from the unrounded source's"))
     rows += [(title, text) for title, text in _list_distance_rows(result)]
     if result.golden is not None:
         same = f"; {result.golden.same_tokens:,} of {result.golden.positions:,} positions choose the same token"
@@ -150,7 +151,7 @@ def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
 
 def _list_distance_rows(result: ForwardResult) -> Iterator[tuple[str, str]]:
     """List the distances in the measures that papers give, and what decoding and a text gave."""
-    for title, found in (("distances", result.distances), ("from the unrounded", result.unrounded_distances)):
+    for title, found in (("distances", result.distances), ("from the original", result.unrounded_distances)):
         if found is None or (title == "distances" and result.output_error == 0):
             continue
         words = [f"cosine at least {found.cosine:.7f}", f"largest difference {found.largest:.1e}"]

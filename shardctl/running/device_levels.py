@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.amounts import format_plural
+from shardctl.base.dtype import FLOATS
 from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError, UsageError
 from shardctl.base.value import state_class
 from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.estimate.model.inventory import build_inventory
 from shardctl.estimate.model.rank_shards import list_rank_shards
+from shardctl.models import find_quantization_config
 from shardctl.running.device_choice import DeviceChoice
 from shardctl.running.machine_failure import release_frames
 from shardctl.running.state_dict import list_expert_names
+from shardctl.tensors.cast import has_cast
 from shardctl.tensors.digest import compute_tensor_digest
 from shardctl.tensors.mesh import build_holding_key
 from shardctl.tensors.record import DERIVED, OVERFLOWED, RECORD
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
     from shardctl.running.load import LoadedTensors
     from shardctl.running.loaded import Array, LoadedBox, LoadedDigests, Parts
-    from shardctl.tensors.manifest import Chunk
+    from shardctl.tensors.manifest import Chunk, Tensor
     from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.golden import GoldenOutput
 
@@ -131,8 +134,8 @@ def _load_ranks(
             empty_device_cache(device)
             break
     level.tensors = len(checkpoint.manifest.tensors)
-    if other is None and level.trouble is None:
-        level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
+    if level.trouble is None:
+        level.add(_find_digest_changes(checkpoint, other, summed, {**digests, **tensors}))
 
 
 def _load_blocks(
@@ -178,8 +181,8 @@ def _load_blocks(
             level.tensors = len(checkpoint.manifest.tensors)
         level.notes += dispatch.notes
         level.add(iter(found))
-        if other is None and level.trouble is None:
-            level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
+        if level.trouble is None:
+            level.add(_find_digest_changes(checkpoint, other, summed, {**digests, **tensors}))
         return
 
 
@@ -325,12 +328,14 @@ def _find_differences(
     from shardctl.running.loaded import compare_loaded
 
     who = _name_holder(checkpoint, rank)
+    compared = [part for part in parts if other is not None and _is_comparable(part.tensor, other)]
+    rest = parts if other is None else [part for part in parts if not _is_comparable(part.tensor, other)]
+    for one in summed.add(rest, effort):
+        message = f"{one.tensor} {one.first} on {who}, from {one.file}, differs from another rank's copy"
+        yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
     if other is None:
-        for one in summed.add(parts, effort):
-            message = f"{one.tensor} {one.first} on {who}, from {one.file}, differs from another rank's copy"
-            yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
         return
-    for one in compare_loaded(parts, other.manifest, other.source, device, effort):
+    for one in compare_loaded(compared, other.manifest, other.source, device, effort):
         message = (
             f"{one.tensor} on {who}, from {one.file}, differs from the source in {one.count:,} elements, "
             f"first at {one.first}"
@@ -338,10 +343,19 @@ def _find_differences(
         yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
 
 
+def _is_comparable(tensor: Tensor, other: OpenedCheckpoint) -> bool:
+    """Return whether the source has a tensor in a type that can be cast to this one's; codes of its own it has not."""
+    theirs = other.manifest.tensors.get(tensor.name)
+    return theirs is not None and has_cast(theirs.dtype, tensor.dtype)
+
+
 def _find_digest_changes(
-    checkpoint: OpenedCheckpoint, summed: LoadedDigests, digests: Mapping[str, str]
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, summed: LoadedDigests, digests: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
+    """Find tensors that have other sums than their digest, of those that were not compared with the source."""
     for name, tensor in checkpoint.manifest.tensors.items():
+        if other is not None and _is_comparable(tensor, other):
+            continue
         found = compute_tensor_digest(summed.of(tensor), tensor.dtype, tensor.shape)
         if digests.get(name, found) != found:
             message = f"{name} as loaded has digest {found}, not {digests[name]}; it is in {', '.join(tensor.files)}"
@@ -384,18 +398,25 @@ def run_forward_level(
     strict: bool,
     dispatch: CheckpointDispatch | None = None,
     golden: GoldenOutput | None = None,
+    unquantized: OpenedCheckpoint | None = None,
+    threads: int = 1,
 ) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again.
 
     With a `dispatch` whose blocks were all loaded, each runs where it was placed. A `golden` output is compared with
-    that of the shards.
+    that of the shards. Quantized weights are decoded by `threads` when a block needs them, and `unquantized` is what
+    `other` was before it was quantized.
     """
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
         if dispatch is not None and not dispatch.complete:
             level.notes.append("the blocks were not all loaded, so the model was read from the files again")
             dispatch = None
-        _run_forward(level, checkpoint, other, verify_options, watcher, dispatch, golden)
+        before: OpenedCheckpoint | None = None
+        if _is_quantized(checkpoint):
+            checkpoint, other, before = _decode_weights(level, checkpoint, other, unquantized, threads)
+            dispatch = None
+        _run_forward(level, checkpoint, other, before, verify_options, watcher, dispatch, golden)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     except MachineError as error:
@@ -405,32 +426,63 @@ def run_forward_level(
     return level
 
 
+def _is_quantized(checkpoint: OpenedCheckpoint) -> bool:
+    return checkpoint.stored_quantization is not None or find_quantization_config(checkpoint.config or {}) is not None
+
+
+def _decode_weights(
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    unquantized: OpenedCheckpoint | None,
+    threads: int,
+) -> tuple[OpenedCheckpoint, OpenedCheckpoint | None, OpenedCheckpoint | None]:
+    """Decode the weights of a quantized checkpoint, and those of its source, when they are read.
+
+    Returns the two, and the source before it was quantized. A source that is not quantized, and from whose weights
+    alone the codes do not follow, is that, too: then the checkpoint is compared with itself. Raises UnsupportedError
+    for weights that nobody here can decode.
+    """
+    from shardctl.checkpoint.quantization.dequantizing import dequantize_checkpoint
+
+    def decode(quantized: OpenedCheckpoint) -> OpenedCheckpoint:
+        try:
+            return dequantize_checkpoint(quantized, FLOATS["fp32"], threads)
+        except UsageError as error:
+            raise UnsupportedError(f"the weights are quantized and cannot be run: {error.message}") from error
+
+    decoded = decode(checkpoint)
+    level.notes.append(
+        "quantized weights were decoded to fp32, block by block, and the model computed with their values"
+    )
+    if rank_files.list_ranks(checkpoint.stored):
+        level.notes.append("the parts of ranks were joined before they were decoded, so no rank computed by itself")
+    if other is not None and not _is_quantized(other):
+        return decoded, None, other
+    before = unquantized if unquantized is not None and not _is_quantized(unquantized) else None
+    return decoded, decode(other) if other is not None else None, before
+
+
 def _run_forward(
     level: LevelResult,
     checkpoint: OpenedCheckpoint,
     other: OpenedCheckpoint | None,
+    before: OpenedCheckpoint | None,
     verify_options: VerifyOptions,
     watcher: ProgressWatcher,
     dispatch: CheckpointDispatch | None,
     golden: GoldenOutput | None,
 ) -> None:
-    from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
+    from shardctl.running.forward import CandidateCheckpoint
 
     right = other or checkpoint
-    loadable = _has_loadable_names(right)
-    named = right.stored if loadable and not right.adapted else right.manifest
-    if not loadable:
+    if not _has_loadable_names(right) and not right.encoded:
         whose = "the source" if other is not None else "the checkpoint"
         level.notes += (f"{whose} has names of its own, which shardctl and not transformers translated",)
-    original = OriginalCheckpoint(
-        stored=named,
-        manifest=right.manifest,
-        reader=right.source,
-        config=right.config or checkpoint.config,
-        model=right.model or checkpoint.model,
-        folder=right.source.folder or checkpoint.source.folder,  # side files travel along
+    original = replace(
+        _build_original(right, checkpoint), before=_build_original(before, checkpoint) if before is not None else None
     )
-    record, ranks = checkpoint.record, rank_files.list_ranks(checkpoint.stored)
+    record, ranks = checkpoint.record, [] if checkpoint.encoded else rank_files.list_ranks(checkpoint.stored)
     model = checkpoint.model
     if record is not None and record.mesh is not None and record.options.get("rules") == DERIVED:
         model = checkpoint.find_placement(record.mesh)
@@ -457,6 +509,21 @@ def _run_forward(
         level.skip(result.reason)
     elif result.status == "failed":
         level.status = "failed"
+
+
+def _build_original(right: OpenedCheckpoint, checkpoint: OpenedCheckpoint) -> OriginalCheckpoint:
+    """Build what the forward pass knows of a checkpoint that is right; what it lacks is that of `checkpoint`."""
+    from shardctl.running.forward import OriginalCheckpoint
+
+    loadable = _has_loadable_names(right) and not right.adapted and not right.encoded
+    return OriginalCheckpoint(
+        stored=right.stored if loadable else right.manifest,
+        manifest=right.manifest,
+        reader=right.source,
+        config=right.config or checkpoint.config,
+        model=right.model or checkpoint.model,
+        folder=right.source.folder or checkpoint.source.folder,  # side files travel along
+    )
 
 
 def _has_loadable_names(checkpoint: OpenedCheckpoint) -> bool:

@@ -97,7 +97,7 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
     if have == want:
         np.copyto(out, src)
         return CastReport(0)
-    if have.name not in _FLOATS or want.name not in _TARGETS:
+    if not has_cast(have, want):
         raise UsageError(
             f"{have} cannot be cast to {want}",
             hint=f"the casts are from {', '.join(_FLOATS)} to {', '.join(_TARGETS)}",
@@ -117,6 +117,11 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
             overflowed += lost.size
             minima += int(np.isin(lost.astype(np.float64), _LOWEST).sum()) if lost.size else 0
     return CastReport(overflowed, minima)
+
+
+def has_cast(have: DType, want: DType) -> bool:
+    """Return whether elements of one type can be cast to another."""
+    return have == want or (have.name in _FLOATS and want.name in _TARGETS)
 
 
 def build_overflow_error(tensor: str, count: int, dtype: DType) -> SourceError:

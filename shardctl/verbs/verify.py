@@ -318,6 +318,8 @@ class _VerifyRun:
                 strict=self.strict,
                 dispatch=dispatch,
                 golden=self.golden,
+                unquantized=self.unquantized,
+                threads=self.effort.threads,
             )
             levels.append(level)
         if "engine" in self.names:

@@ -45,6 +45,8 @@ class OriginalCheckpoint:
     model: Model | None = None
     folder: Path | None = None
     """Where its tokenizer is."""
+    before: OriginalCheckpoint | None = None
+    """The checkpoint as it was before it was quantized, if it was."""
 
 
 @value_class

@@ -152,7 +152,8 @@ class ForwardComparison:
             reference = executor.run(inputs, source, beside=shards)
         self._say(*count_idle_experts(model, seen))
         name, expected = select_output(reference)
-        exact = self._run_unrounded(kind, inputs) if source.rounded is not None else expected
+        before = self.sides.original.before
+        exact = self._run_unrounded(kind, inputs) if source.rounded is not None or before is not None else expected
         if has_nan(exact):
             raise UnsupportedError(
                 f"in {self.options.dtype}, the source itself computes {name} that are not a number, so nothing can be "
@@ -180,7 +181,7 @@ class ForwardComparison:
             lost += self._judge_golden(golden, compared)
         change: ChangeKind = "rounding" if executor.ranks is not None else "equal"
         if exact is not expected:
-            change = "cast"
+            change = "quantization" if before is not None else "cast"
             lost += find_large_divergence(change, measure_outputs(name, exact, found))
         self._note_unreached_positions(model, inputs)
         sketched = self.options.sketched and found is not None
@@ -238,9 +239,11 @@ class ForwardComparison:
         return [CheckFinding("error", CHECK, message)]
 
     def _run_unrounded(self, kind: Torch, inputs: Mapping[str, Torch]) -> Torch:
-        """Return the output of the source with its weights as they are stored, not as they are after a cast."""
+        """Return the output of the source with its weights as they were before a cast or a quantization."""
         executor = self.executor(kind, self.options.dtype)
-        source, _ = ComparedSides(self.sides.original, self.sides.candidate, self.team).fill(executor)
+        source, _ = ComparedSides(
+            self.sides.original.before or self.sides.original, self.sides.candidate, self.team
+        ).fill(executor)
         source.rounded, executor.source = None, source
         return select_output(executor.run(inputs, source))[1]
 
