@@ -52,7 +52,9 @@ def test_the_options_of_layouts_are_options_that_are_known_to_be_theirs():
 def test_an_option_of_a_layout_has_the_choices_that_the_layout_knows():
     """Declared apart, because the program starts without loading the libraries."""
     options = {each.name: each for each in declared_options(ReshardOptions)}
-    assert get_args(get_args(options["trtllm_embedding"].annotation)[0]) == tuple(trtllm_writing._CUTS)
+    assert get_args(get_args(options["trtllm_embedding"].annotation)[0]) == tuple(
+        trtllm_writing._EMBEDDING_PARTITION_DIMS
+    )
     newest, middle, oldest = vllm_arrays.PROFILES
     said = f"writes: vLLM {newest}, {middle} or {oldest}, or {vllm_arrays.SGLANG}. Default: {newest}."
     assert said in options["vllm_profile"].option.help

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DECIMAL: Final = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-_COUNT: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
-_GIB: Final = 1 << 30
-_MIB: Final = 1 << 20
-_HOUR: Final = 3600
-_LARGE: Final = 100
+_DECIMAL_BYTE_UNITS: Final = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+_COUNT_UNITS: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
+_BYTES_PER_GIB: Final = 1 << 30
+_BYTES_PER_MIB: Final = 1 << 20
+_SECONDS_PER_HOUR: Final = 3600
+_HUNDRED_PERCENT: Final = 100
 
 
 def format_file_size(nbytes: float) -> str:
@@ -21,7 +21,7 @@ def format_file_size(nbytes: float) -> str:
     >>> format_file_size(90_868_376), format_file_size(512), format_file_size(141_100_000_000)
     ('90.9 MB', '512 bytes', '141.1 GB')
     """
-    for unit, scale in _DECIMAL:
+    for unit, scale in _DECIMAL_BYTE_UNITS:
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes:.0f} bytes"
@@ -34,10 +34,10 @@ def format_memory_size(nbytes: int) -> str:
     ...  format_memory_size(141 << 30))
     ('0.11 GiB', '5.0 MiB', '0.7 KiB', '141.0 GiB')
     """
-    if nbytes >= _GIB // 10:
-        return f"{nbytes / _GIB:.{1 if nbytes >= _GIB * 10 else 2}f} GiB"
-    if nbytes >= _MIB // 10:
-        return f"{nbytes / _MIB:.1f} MiB"
+    if nbytes >= _BYTES_PER_GIB // 10:
+        return f"{nbytes / _BYTES_PER_GIB:.{1 if nbytes >= _BYTES_PER_GIB * 10 else 2}f} GiB"
+    if nbytes >= _BYTES_PER_MIB // 10:
+        return f"{nbytes / _BYTES_PER_MIB:.1f} MiB"
     return f"{nbytes / 1024:.1f} KiB"
 
 
@@ -47,7 +47,7 @@ def format_count(number: int) -> str:
     >>> format_count(22_713_216), format_count(70_553_706_496), format_count(999)
     ('22.71 M', '70.55 B', '999')
     """
-    for unit, scale in _COUNT:
+    for unit, scale in _COUNT_UNITS:
         if number >= scale:
             return f"{number / scale:.2f} {unit}"
     return str(number)
@@ -82,7 +82,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:  # noqa: PLR2004 - a minute
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if seconds >= _HOUR else f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if seconds >= _SECONDS_PER_HOUR else f"{minutes}:{rest:02d}"
 
 
 def format_stages(stages: Sequence[int]) -> str:
@@ -105,4 +105,4 @@ def format_percent(part: int, whole: int) -> str:
     >>> format_percent(999, 1000), format_percent(1000, 1000), format_percent(0, 0)
     ('99 %', '100 %', '100 %')
     """
-    return f"{_LARGE * part // whole if whole else _LARGE} %"
+    return f"{_HUNDRED_PERCENT * part // whole if whole else _HUNDRED_PERCENT} %"

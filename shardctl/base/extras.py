@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-_PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
-_MARKER: Final = re.compile(r"""\s*;\s*extra\s*==\s*['"]([\w-]+)['"]$""")
+_PYPROJECT_PATH: Final = Path(__file__).parents[2] / "pyproject.toml"
+_EXTRA_MARKER_PATTERN: Final = re.compile(r"""\s*;\s*extra\s*==\s*['"]([\w-]+)['"]$""")
 
 
 def format_install_command(extra: str) -> str:
@@ -31,7 +31,7 @@ def _read_installed(extra: str) -> list[str]:
         needed = requires("shardctl") or []
     except PackageNotFoundError:
         return []
-    found = ((line, _MARKER.search(line)) for line in needed)
+    found = ((line, _EXTRA_MARKER_PATTERN.search(line)) for line in needed)
     return [line[: marker.start()] for line, marker in found if marker and marker[1] == extra]
 
 
@@ -40,7 +40,7 @@ def _read_project(extra: str) -> list[str]:
     import tomllib  # only a message needs it
 
     try:
-        project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(_PYPROJECT_PATH.read_text(encoding="utf-8"))["project"]
     except (OSError, tomllib.TOMLDecodeError, KeyError):
         return []
     if project.get("name") != "shardctl":

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from types import ModuleType
 
-_PACKAGE: Final = "shardctl."
-_MOVED: Final = {
+_PACKAGE_PREFIX: Final = "shardctl."
+_MOVED_MODULES_BY_FOLDERS: Final = {
     ("", "base"): ("amounts dtype errors extras garbage_collection huge_pages settings value version workers"),
     ("", "tensors"): (
         "affine bands box cast copyplan digest manifest mesh pieces placement record shares small_tensors "
@@ -53,7 +53,7 @@ _MOVED: Final = {
     ("verify.forward", "verify"): ("tolerance"),
 }
 """By the former and the present folder, the modules and packages that kept their names."""
-_RENAMED: Final = {
+_RENAMED_MODULES: Final = {
     "base.notebook": "base.result_view",
     "checkpoint.dequantising": "checkpoint.quantization.dequantizing",
     "checkpoint.quantised_modules": "checkpoint.quantization.quantized_modules",
@@ -91,7 +91,7 @@ _RENAMED: Final = {
     "verify.machine_trouble": "running.machine_failure",
     "verify.side_files": "verify.auxiliary_files",
 }
-_FOLDED: Final = {
+_MERGED_MODULES: Final = {
     "checkpoint.other_weights": "checkpoint.content_level",
     "conversion.engine.publication": "conversion.engine.staging",
     "conversion.source_sample": "conversion.worker_part",
@@ -133,21 +133,23 @@ _FOLDED: Final = {
     "verify.expert_owners": "verify.alignment",
 }
 """Modules that are part of their only importer now."""
-_MOVED_NAMES: Final = _RENAMED | {
+_MOVED_NAMES: Final = _RENAMED_MODULES | {
     f"{former}.{name}".removeprefix("."): f"{present}.{name}"
-    for (former, present), names in _MOVED.items()
+    for (former, present), names in _MOVED_MODULES_BY_FOLDERS.items()
     for name in names.split()
 }
-_PRESENT: Final = _FOLDED | {former: _FOLDED.get(present, present) for former, present in _MOVED_NAMES.items()}
+_CURRENT_MODULE_NAMES: Final = _MERGED_MODULES | {
+    former: _MERGED_MODULES.get(present, present) for former, present in _MOVED_NAMES.items()
+}
 
 
 def find_present_name(name: str) -> str | None:
     """Find the name that a module has now, by the one that it had before; None if it had no other."""
-    words = name.removeprefix(_PACKAGE).split(".")
+    words = name.removeprefix(_PACKAGE_PREFIX).split(".")
     for count in range(len(words), 0, -1):
-        found = _PRESENT.get(".".join(words[:count]))
+        found = _CURRENT_MODULE_NAMES.get(".".join(words[:count]))
         if found is not None:
-            return _PACKAGE + ".".join((found, *words[count:]))
+            return _PACKAGE_PREFIX + ".".join((found, *words[count:]))
     return None
 
 
@@ -156,7 +158,7 @@ class FormerModuleFinder:
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         """Return what imports the module under its present name; None for every other module."""
-        if not fullname.startswith(_PACKAGE) or find_present_name(fullname) is None:
+        if not fullname.startswith(_PACKAGE_PREFIX) or find_present_name(fullname) is None:
             return None
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]
 

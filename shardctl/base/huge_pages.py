@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_HUGE: Final = 2 << 20
+_HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes, on x86 and on ARM with small pages of 4 KiB; where huge pages are larger, none is used."""
 
 
@@ -28,11 +28,11 @@ def allocate_pages(nbytes: int) -> NDArray[np.uint8]:
     5
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
-    pages = mmap.mmap(-1, nbytes + _HUGE, flags)  # what is not touched takes no memory
+    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags)  # what is not touched takes no memory
     memory = np.frombuffer(pages, np.uint8)
-    begin = -memory.__array_interface__["data"][0] % _HUGE
+    begin = -memory.__array_interface__["data"][0] % _HUGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // _HUGE * _HUGE)
+        pages.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
     return memory[begin : begin + nbytes]

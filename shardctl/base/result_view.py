@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_VIEWS = "shardctl.report.result_views"
+_RESULT_VIEWS_MODULE = "shardctl.report.result_views"
 """What makes the views; it is in a layer above that of the results, and is loaded when a view is asked for."""
 _MAX_SHOWN = 200
 """Characters of a verdict in a `repr`."""
@@ -27,7 +27,7 @@ class ResultView:
 
     def __str__(self) -> str:
         """Return what the command prints, without colours."""
-        text: str = import_module(_VIEWS).render_result_text(self)
+        text: str = import_module(_RESULT_VIEWS_MODULE).render_result_text(self)
         return text
 
     def __repr__(self) -> str:
@@ -37,10 +37,10 @@ class ResultView:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that the command prints with `--json`."""
-        document: dict[str, Any] = import_module(_VIEWS).build_result_document(self)
+        document: dict[str, Any] = import_module(_RESULT_VIEWS_MODULE).build_result_document(self)
         return document
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        shown: str = import_module(_VIEWS).render_notebook_view(self)
+        shown: str = import_module(_RESULT_VIEWS_MODULE).render_notebook_view(self)
         return shown

@@ -7,11 +7,11 @@ from typing import Any, Final, TypeGuard
 Setting = None | bool | int | float | str | tuple["Setting", ...]
 """A value that every optimizer can be told, and JSON and every pickle can hold."""
 
-_DEPTH: Final = 4
+_MAX_NESTING_DEPTH: Final = 4
 """Lists in one another that a setting may be."""
-_LONGEST: Final = 1 << 20
+_MAX_SETTING_VALUES: Final = 1 << 20
 """Values in them: the longest setting is the names of all parameters of a group."""
-_FAR: Final = 1 << 63
+_INTEGER_LIMIT: Final = 1 << 63
 """No number that anything counts is as large."""
 
 
@@ -25,7 +25,11 @@ def as_setting(node: object) -> tuple[Setting] | None:
     >>> as_setting([0.9, 0.95]), as_setting(None), as_setting({"lr": 0.1})
     (((0.9, 0.95),), (None,), None)
     """
-    return (_freeze_setting(node),) if _count_values(node, _DEPTH, _LONGEST) <= _LONGEST else None
+    return (
+        (_freeze_setting(node),)
+        if _count_values(node, _MAX_NESTING_DEPTH, _MAX_SETTING_VALUES) <= _MAX_SETTING_VALUES
+        else None
+    )
 
 
 def _count_values(node: object, depth: int, most: int) -> int:
@@ -42,7 +46,7 @@ def _count_values(node: object, depth: int, most: int) -> int:
 
 def _is_plain(node: object) -> bool:
     if isinstance(node, int):
-        return -_FAR <= node < _FAR
+        return -_INTEGER_LIMIT <= node < _INTEGER_LIMIT
     return node is None or isinstance(node, float) or is_text(node)
 
 
@@ -57,7 +61,7 @@ def as_steps(setting: Setting) -> int | None:
     >>> as_steps(3.0), as_steps(0.5), as_steps(float("inf")), as_steps(True)
     (3, None, None, None)
     """
-    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 <= setting < _FAR:
+    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 <= setting < _INTEGER_LIMIT:
         return None
     return int(setting) if setting == int(setting) else None
 

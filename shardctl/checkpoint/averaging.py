@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
     from shardctl.storage import Source
 
-_STEP: Final = re.compile(r"(\d+)$")
+_STEP_NUMBER_PATTERN: Final = re.compile(r"(\d+)$")
 _MIN_STEPS: Final = 2
-_LONG: Final = 10**4
+_MIN_DECIMAL_DENOMINATOR: Final = 10**4
 """Denominators from which on messages show decimals."""
-_COMPARED: Final = frozenset({"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"})
+_EXACT_MATCH_DTYPES: Final = frozenset({"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"})
 """Element types of tensors that must be equal: counters, masks, tables of positions."""
 
 
@@ -117,7 +117,9 @@ def _find_run(run: Path, decay: Fraction) -> Combination:
         raise UsageError(f"--ema {float(decay):g} is not between 0 and 1", hint="0.9 gives the newest a weight of 0.1")
     inside = [each for each in run.iterdir() if each.is_dir() and each.name not in HIDDEN] if run.is_dir() else []
     steps = sorted(
-        (int(found[1]), each.name, each) for each in inside if (found := _STEP.search(each.name)) is not None
+        (int(found[1]), each.name, each)
+        for each in inside
+        if (found := _STEP_NUMBER_PATTERN.search(each.name)) is not None
     )
     if len(steps) < _MIN_STEPS:
         raise SourceError(
@@ -265,7 +267,10 @@ class _Sum:
     def describe(self) -> str:
         """Say which checkpoints are summed, with which weights, without the directories that they lie in."""
         names = [describe_location(each.source) for each in (self.first, *self.others)]
-        weights = [str(weight) if weight.denominator < _LONG else f"{float(weight):.9g}" for weight in self.weights]
+        weights = [
+            str(weight) if weight.denominator < _MIN_DECIMAL_DENOMINATOR else f"{float(weight):.9g}"
+            for weight in self.weights
+        ]
         return " + ".join(f"{weight} * {name}" for weight, name in zip(weights, names, strict=True))
 
     def _sum(self, tensor: Tensor, others: Sequence[Tensor], arrays: dict[str, ComputedArray]) -> Tensor:
@@ -276,7 +281,7 @@ class _Sum:
         inputs = (tensor, *others)
         kinds = {each.dtype.name for each in inputs}
         summed = kinds <= SUMMABLE.keys()
-        if not summed and (len(kinds) > 1 or not kinds <= _COMPARED):
+        if not summed and (len(kinds) > 1 or not kinds <= _EXACT_MATCH_DTYPES):
             raise UnsupportedError(
                 f"{tensor.name} is {' and '.join(sorted(kinds))}, of which no sum is computed",
                 hint="add --dtype bf16 if these are quantized weights, or --exclude to leave the tensor out",

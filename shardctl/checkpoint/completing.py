@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 COMPLETED: Final = "complete_from"
 """The option of a record that says from which checkpoint its own was completed, and with what."""
-_FREE: Final = frozenset(
+_IGNORED_CONFIG_KEYS: Final = frozenset(
     {*("model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"), *PREDICTING_KEYS}
 )
 """Keys of configs that may differ here: tokens that only a tokenizer gives, and how many layers predict."""
-_QUANTIZED: Final = "quantization_config"
+_QUANTIZATION_CONFIG_KEY: Final = "quantization_config"
 
 
 def complete_checkpoint(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
@@ -188,9 +188,9 @@ def _merge_configs(
 
 def _list_contradictions(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
     """Yield what two configs of one class say differently, and a quantization that only one of them names."""
-    quantised = ["absent" if config.get(_QUANTIZED) is None else "given" for config in (mine, theirs)]
+    quantised = ["absent" if config.get(_QUANTIZATION_CONFIG_KEY) is None else "given" for config in (mine, theirs)]
     if quantised[0] != quantised[1]:
-        yield f"{_QUANTIZED} is {quantised[0]} and {quantised[1]}"
+        yield f"{_QUANTIZATION_CONFIG_KEY} is {quantised[0]} and {quantised[1]}"
     named = {"architectures": theirs.get("architectures")}
     compared = [{**_drop_free_keys(config), **named} for config in (mine, theirs)]
     for change in compare_configs(*compared, common_only=True, cast=True).changes:
@@ -203,7 +203,7 @@ def _drop_free_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _drop_free_keys(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in _FREE
+        if key not in _IGNORED_CONFIG_KEYS
     }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardctl.storage.crc_tracker import CrcTracker
     from shardctl.tensors.bands import ByteReader
 
-_SCRATCH: Final = 1 << 20
+_READ_BUFFER_BYTES: Final = 1 << 20
 """Bytes that gapped reads of a tensor's arrays are gathered in."""
 
 
@@ -155,7 +155,7 @@ class ComputedSource:
             other.read_at(own, offset, into)
             return
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = BandBuffer(_SCRATCH)
+            self._local.buffer = BandBuffer(_READ_BUFFER_BYTES)
             self._local.reader = CrcReader(self.read_at, self._tracker) if self._tracker else self
         overflowed = array.read_values(self._local.reader, self._local.buffer, offset, into)
         if overflowed:

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
 
 _EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
-_HEAD: Final = re.compile(r"(^|\.)(lm_head|embed_out|output|unembed)\.weight$")
-_TIED: Final = "tie_word_embeddings"
-_NARROW: Final = ("F8_", "I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6")
-_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_GENERATION: Final = "generation_config.json"
-_TOKENIZER: Final = "tokenizer.json"
+_EXPERT_COUNT_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EMBEDDING_WEIGHT_PATTERN: Final = re.compile(
+    r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$"
+)
+_LM_HEAD_WEIGHT_PATTERN: Final = re.compile(r"(^|\.)(lm_head|embed_out|output|unembed)\.weight$")
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
+_QUANTIZED_DTYPE_PREFIXES: Final = ("F8_", "I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6")
+_TOKEN_ID_KEYS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_GENERATION_CONFIG_FILE: Final = "generation_config.json"
+_TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
@@ -62,12 +64,12 @@ def _lint_adapters(checkpoint: OpenedCheckpoint) -> Iterator[str]:
 
 def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     """Name a token of `tokenizer.json` for which the vocabulary has no row; parses the file, which may have many MB."""
-    if checkpoint.config is None or _TOKENIZER not in checkpoint.source.files():
+    if checkpoint.config is None or _TOKENIZER_FILE not in checkpoint.source.files():
         return
     rows = get_count(merge_text_config(checkpoint.config), ("vocab_size",))
     if rows is None:
         return
-    tokenizer, problem = _read_table(checkpoint, _TOKENIZER, RECORD_TEXT)
+    tokenizer, problem = _read_table(checkpoint, _TOKENIZER_FILE, RECORD_TEXT)
     yield from problem
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
@@ -76,7 +78,7 @@ def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     highest = max((n for n in ids if isinstance(n, int)), default=0)
     if highest >= rows:
         yield (
-            f"{_TOKENIZER} has token {highest}, but the vocabulary has only {rows} rows; it may "
+            f"{_TOKENIZER_FILE} has token {highest}, but the vocabulary has only {rows} rows; it may "
             "belong to another model, or the embedding was not resized"
         )
 
@@ -126,31 +128,31 @@ def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Ite
                 f"{largest.patterns[0].removesuffix('.*')}"
             )
     experts = max((int(found[1]) + 1 for found in map(_EXPERT_NAME.search, tensors) if found), default=0)
-    declared = get_count(config, _EXPERTS)
+    declared = get_count(config, _EXPERT_COUNT_KEYS)
     if experts and declared is not None and experts != declared:
         yield f"config.json declares {declared} experts, but the files hold {experts}"
     rows = get_count(config, ("vocab_size",))
     for name, tensor in tensors.items():
-        if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
+        if rows is not None and _EMBEDDING_WEIGHT_PATTERN.search(name) and tensor.shape and tensor.shape[0] < rows:
             yield f"config.json declares a vocabulary of {rows}, but {name} has {tensor.shape[0]} rows"
 
 
 def _find_tie(checkpoint: OpenedCheckpoint) -> tuple[Tensor, Tensor] | None:
     """Find the embedding and the head, where both are stored and are two tensors."""
     tensors = checkpoint.manifest.tensors
-    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDING.search(name)]
-    heads = [tensor for name, tensor in tensors.items() if _HEAD.search(name)]
+    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDING_WEIGHT_PATTERN.search(name)]
+    heads = [tensor for name, tensor in tensors.items() if _LM_HEAD_WEIGHT_PATTERN.search(name)]
     return (embeddings[0], heads[0]) if len(embeddings) == len(heads) == 1 else None
 
 
 def _lint_tie(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
     """Say that a head cannot be the embedding, because it has another shape."""
     found = _find_tie(checkpoint)
-    if found is not None and config.get(_TIED) is True and found[0].shape != found[1].shape:
+    if found is not None and config.get(_TIED_EMBEDDINGS_KEY) is True and found[0].shape != found[1].shape:
         embedding, head = found
         yield (
-            f"config.json says {_TIED}, but {head.name} has the shape {list(head.shape)} and {embedding.name} "
-            f"{list(embedding.shape)}; set it to false"
+            f"config.json says {_TIED_EMBEDDINGS_KEY}, but {head.name} has the shape {list(head.shape)} and"
+            f" {embedding.name} {list(embedding.shape)}; set it to false"
         )
 
 
@@ -159,13 +161,13 @@ def lint_tie(checkpoint: OpenedCheckpoint, digests: Mapping[str, str]) -> Iterat
     found = _find_tie(checkpoint)
     if checkpoint.config is None or found is None:
         return
-    (embedding, head), said = found, merge_text_config(checkpoint.config).get(_TIED)
+    (embedding, head), said = found, merge_text_config(checkpoint.config).get(_TIED_EMBEDDINGS_KEY)
     if embedding.shape != head.shape or embedding.dtype is not head.dtype:
         return
     if said is True and digests[embedding.name] != digests[head.name]:
         yield (
-            f"config.json says {_TIED}, but {head.name} differs from {embedding.name}, and transformers would leave "
-            "it out; set it to false"
+            f"config.json says {_TIED_EMBEDDINGS_KEY}, but {head.name} differs from {embedding.name}, and transformers"
+            " would leave it out; set it to false"
         )
 
 
@@ -184,7 +186,9 @@ def _lint_quantization(checkpoint: OpenedCheckpoint) -> Iterator[str]:
     settings = find_quantization_config(checkpoint.config or {})
     if settings is None or checkpoint.stored_quantization is not None:
         return
-    if not any(tensor.dtype.name.startswith(_NARROW) for tensor in checkpoint.manifest.tensors.values()):
+    if not any(
+        tensor.dtype.name.startswith(_QUANTIZED_DTYPE_PREFIXES) for tensor in checkpoint.manifest.tensors.values()
+    ):
         yield (
             "config.json says that the weights are quantized, but the files hold no quantized weights; "
             "remove quantization_config from it, or give the quantized files"
@@ -197,11 +201,11 @@ def _lint_generation(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) ->
     if rows is None:
         return
     said: dict[str, Mapping[str, Any]] = {"config.json": config}
-    if _GENERATION in checkpoint.source.files():
-        said[_GENERATION], problem = _read_table(checkpoint, _GENERATION)
+    if _GENERATION_CONFIG_FILE in checkpoint.source.files():
+        said[_GENERATION_CONFIG_FILE], problem = _read_table(checkpoint, _GENERATION_CONFIG_FILE)
         yield from problem
     for file, values in said.items():
-        for key in _TOKENS:
+        for key in _TOKEN_ID_KEYS:
             ids = values.get(key) if isinstance(values.get(key), list) else [values.get(key)]
             outside = [n for n in ids or [] if isinstance(n, int) and not isinstance(n, bool) and n >= rows]
             if outside:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "config"
 """What a manifest without weights has as its format."""
-_WEIGHTS: Final = (*WEIGHT_SUFFIXES, *FOREIGN)
+_WEIGHT_FILE_SUFFIXES: Final = (*WEIGHT_SUFFIXES, *FOREIGN)
 """Suffixes of files that hold weights, in formats that are read and in others."""
-_STACK: Final = 3
+_EXPERT_STACK_NDIM: Final = 3
 """Dims of the array in which some families have one matrix of all experts."""
-_LARGEST: Final = 10_000_000
+_MAX_CONFIG_BYTES: Final = 10_000_000
 """Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
-_ORBAX: Final = ("manifest.ocdbt", "/.zarray", "/zarr.json")
+_ORBAX_MARKER_FILES: Final = ("manifest.ocdbt", "/.zarray", "/zarr.json")
 """Files by which Orbax's arrays are known, which have a folder each, or are in a database."""
 
 UNCOUNTED_LAYERS: Final = "are not counted, because not every checkpoint has them"
@@ -47,14 +47,14 @@ def find_config_file(source: Source) -> str | None:
     files = source.files()
     if given is not None:
         fits = given.endswith(".json") and not given.endswith(INDEX_SUFFIX) and given != RECORD
-        return given if fits and files[given].size <= _LARGEST else None
+        return given if fits and files[given].size <= _MAX_CONFIG_BYTES else None
     if CONFIG not in files or RECORD in files:
         return None
-    weights = [path for path in files if path.endswith((*_WEIGHTS, *_ORBAX))]
+    weights = [path for path in files if path.endswith((*_WEIGHT_FILE_SUFFIXES, *_ORBAX_MARKER_FILES))]
     own = any("/" not in path for path in weights)
     if own or (weights and any(format_.detect(source) for format_ in FORMATS)):  # trainers keep them in folders
         return None
-    return None if any(list_unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
+    return None if any(list_unfinished_downloads(source, suffix) for suffix in _WEIGHT_FILE_SUFFIXES) else CONFIG
 
 
 def is_model_config(config: Mapping[str, object]) -> bool:
@@ -119,7 +119,7 @@ def _note_stacks(model: Model) -> list[str]:
     """Return a warning about experts that are stacked in one array, which the methods to quantize do not speak of."""
     if not model.encodings:
         return []
-    size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
+    size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _EXPERT_STACK_NDIM and t.spec.of_expert)
     return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantized"] if size else []
 
 

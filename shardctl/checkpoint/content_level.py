@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardctl.verify.content_table import TensorContent
     from shardctl.verify.finding import Severity
 
-_PLACES: Final = 16
+_MAX_LOCATIONS_SHOWN: Final = 16
 """Places of one tensor in a message: any of its files may be the wrong one."""
 
 CHECK: Final = "duplicates"
@@ -118,7 +118,8 @@ def _rate_nonfinite(*, finite: bool) -> Severity:
 def _build_digest_finding(tensor: Tensor, recorded: str, found: str) -> CheckFinding:
     places = [f"{c.where.file} {c.box}" for c in tensor.chunks if isinstance(c.where, Region)]
     message = (
-        f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {format_first_few(places, _PLACES)}"
+        f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in"
+        f" {format_first_few(places, _MAX_LOCATIONS_SHOWN)}"
     )
     return CheckFinding(
         "error", "digest", message, tensor.name, next(iter(tensor.files), ""), str(tensor.chunks[0].box)

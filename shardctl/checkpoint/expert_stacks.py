@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 
-_STACK: Final = 3
+_EXPERT_STACK_NDIM: Final = 3
 
 
 def unstack_experts(checkpoint: OpenedCheckpoint, quantization: Mapping[str, Any]) -> OpenedCheckpoint:
@@ -48,7 +48,7 @@ def unstack_experts(checkpoint: OpenedCheckpoint, quantization: Mapping[str, Any
 def _list_matrices(tensor: Tensor) -> Iterator[Tensor]:
     """List the matrices `[out, in]` in an array `[expert, in, out]`; the array itself, if it is of another kind."""
     module, _, own = tensor.name.rpartition(".")
-    if own not in MATRICES or len(tensor.shape) != _STACK:
+    if own not in MATRICES or len(tensor.shape) != _EXPERT_STACK_NDIM:
         yield tensor
         return
     experts, inputs, outputs = tensor.shape

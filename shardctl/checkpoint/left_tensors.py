@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_SHOWN: Final = 6
+_MAX_GROUPS_SHOWN: Final = 6
 
 
 def keep_tensors(manifest: Manifest, kept: Collection[str]) -> Manifest:
@@ -40,4 +40,4 @@ def format_modules(left: Collection[Tensor], kept: Collection[str]) -> str:
         f"{pattern} ({format_plural(len(found), 'tensor')}, {format_file_size(sum(t.nbytes for t in found))})"
         for pattern, found in group_left_tensors(left, kept)
     ]
-    return format_first_few(groups, _SHOWN)
+    return format_first_few(groups, _MAX_GROUPS_SHOWN)

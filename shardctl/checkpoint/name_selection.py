@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_EVERYTHING: Final = re.compile("")
-_NOTHING: Final = re.compile(r"(?!)")
+_MATCH_ALL_PATTERN: Final = re.compile("")
+_MATCH_NONE_PATTERN: Final = re.compile(r"(?!)")
 
 
 @value_class
 class NameSelection:
     """Which tensors `--include` and `--exclude` take."""
 
-    include: re.Pattern[str] = _EVERYTHING
-    exclude: re.Pattern[str] = _NOTHING
+    include: re.Pattern[str] = _MATCH_ALL_PATTERN
+    exclude: re.Pattern[str] = _MATCH_NONE_PATTERN
 
     @classmethod
     def parse(cls, include: str | None, exclude: str | None) -> NameSelection | None:
@@ -37,8 +37,8 @@ class NameSelection:
         if include is None and exclude is None:
             return None
         return cls(
-            compile_pattern("--include", include) if include is not None else _EVERYTHING,
-            compile_pattern("--exclude", exclude) if exclude is not None else _NOTHING,
+            compile_pattern("--include", include) if include is not None else _MATCH_ALL_PATTERN,
+            compile_pattern("--exclude", exclude) if exclude is not None else _MATCH_NONE_PATTERN,
         )
 
     @classmethod

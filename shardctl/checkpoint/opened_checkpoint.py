@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.placement import PartitionSpec
     from shardctl.tensors.record import CheckpointRecord
 
-_SHOWN: Final = 12
+_MAX_NAME_PATTERNS_SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
 
 
@@ -213,7 +213,7 @@ class OpenedCheckpoint:
 
     def _kinds(self) -> str:
         """Return the tensors, layers taken together."""
-        return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)
+        return format_first_few(models.list_name_patterns(self.stored.tensors), _MAX_NAME_PATTERNS_SHOWN)
 
     def _widest(self) -> str:
         """Return the pattern of the largest matrix, as an example of what is worth cutting."""

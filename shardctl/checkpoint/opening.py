@@ -57,7 +57,7 @@ _LOADED_WITH_ADAPTER: Final = frozenset({"safetensors", "torch"})
 """Formats that transformers loads, with an adapter that lies next to them."""
 _FORMATS_WITH_TIES: Final = frozenset({"safetensors", "torch"})
 """Formats of the Hub: what a file has under two names there is two weights, or known as one storage."""
-_TIED: Final = "tie_word_embeddings"
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
 
 __all__ = ["OpenedCheckpoint", "in_file_order", "open_checkpoint"]
 
@@ -314,9 +314,11 @@ def _apply_rule_names(
 def _untie_head(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model whose head is a weight of its own; submodels that mention the tie say the same."""
     inner = {
-        key: {**value, _TIED: False} for key, value in config.items() if isinstance(value, dict) and _TIED in value
+        key: {**value, _TIED_EMBEDDINGS_KEY: False}
+        for key, value in config.items()
+        if isinstance(value, dict) and _TIED_EMBEDDINGS_KEY in value
     }
-    return {**config, **inner, _TIED: False}
+    return {**config, **inner, _TIED_EMBEDDINGS_KEY: False}
 
 
 def _set_vocabulary(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Chunk, Manifest, Tensor
 
-_VOCABULARY: Final = "vocab_size"
-_TOKENIZER: Final = "tokenizer.json"
+_VOCAB_SIZE_KEY: Final = "vocab_size"
+_TOKENIZER_FILE: Final = "tokenizer.json"
 _SMALLEST_UNIT: Final = 64
 """Rows to a multiple of which Megatron-LM pads at least: 128 unless told otherwise, times tp."""
 
@@ -48,9 +48,9 @@ def fit_vocabulary(
     Raises SourceError, which names both sizes, if the further rows are not Megatron-LM's padding.
     """
     unchanged = FittedVocabulary(stored, config)
-    if config is None or stored.dialect is not None or not isinstance(config.get(_VOCABULARY), int):
+    if config is None or stored.dialect is not None or not isinstance(config.get(_VOCAB_SIZE_KEY), int):
         return unchanged
-    size = config[_VOCABULARY]
+    size = config[_VOCAB_SIZE_KEY]
     padded = _find_padded_tensors(stored, config)
     rows = {tensor.shape[0] for tensor in padded.values()}
     if len(rows) != 1:
@@ -62,7 +62,7 @@ def fit_vocabulary(
     if source_options.keep_padding:
         line = f"vocab_size is raised from {size:,} to {found:,}, because {format_first_few(padded)} keep their padding"
         return FittedVocabulary(
-            replace(stored, warnings=(*stored.warnings, line)), {**config, _VOCABULARY: found}, remade=True
+            replace(stored, warnings=(*stored.warnings, line)), {**config, _VOCAB_SIZE_KEY: found}, remade=True
         )
     if source_options.true_vocab is None:
         _require_padding(source, size, found)
@@ -78,7 +78,7 @@ def fit_vocabulary(
 
 def _find_padded_tensors(stored: Manifest, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Find embeddings and heads with more rows than the config has tokens, by stored name."""
-    longer = {name: tensor for name, tensor in stored.tensors.items() if tensor.shape[:1] > (config[_VOCABULARY],)}
+    longer = {name: tensor for name, tensor in stored.tensors.items() if tensor.shape[:1] > (config[_VOCAB_SIZE_KEY],)}
     if not longer:
         return {}
     try:
@@ -88,7 +88,7 @@ def _find_padded_tensors(stored: Manifest, config: Mapping[str, Any]) -> Mapping
     found = {}
     for name, tensor in longer.items():
         known = model.tensors.get(find_canonical_name(model, name) or "")
-        if known is None or not known.row.dims.startswith("vocab") or known.shape[0] != config[_VOCABULARY]:
+        if known is None or not known.row.dims.startswith("vocab") or known.shape[0] != config[_VOCAB_SIZE_KEY]:
             continue
         if tensor.shape[1:] == known.shape[1:] and tensor.shape[0] > known.shape[0]:
             found[name] = tensor
@@ -107,7 +107,7 @@ def _require_padding(source: Source, size: int, rows: int) -> None:
     highest = _find_highest_token(source)
     if highest is not None and highest >= size:
         raise SourceError(
-            f"config.json has {size:,} tokens, and the files have {rows:,} rows, of which {_TOKENIZER} uses row "
+            f"config.json has {size:,} tokens, and the files have {rows:,} rows, of which {_TOKENIZER_FILE} uses row "
             f"{highest:,}",
             hint=hint,
         )
@@ -115,9 +115,9 @@ def _require_padding(source: Source, size: int, rows: int) -> None:
 
 def _find_highest_token(source: Source) -> int | None:
     """Find the highest id in a tokenizer; None if there is no tokenizer."""
-    if _TOKENIZER not in source.files():
+    if _TOKENIZER_FILE not in source.files():
         return None
-    said = parse_json(read_text(source, _TOKENIZER, RECORD_TEXT), _TOKENIZER, RECORD_TEXT)
+    said = parse_json(read_text(source, _TOKENIZER_FILE, RECORD_TEXT), _TOKENIZER_FILE, RECORD_TEXT)
     said = said if isinstance(said, dict) else {}
     added, model = said.get("added_tokens"), said.get("model")
     ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.bands import BandBuffer, ByteReader
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_RUN: Final = 1 << 12
+_REDUCTION_CHUNK_ELEMENTS: Final = 1 << 12
 """Elements computed at a time, of each rank: biases and norms are short, and every thread has buffers of its own."""
 _THREAD_BYTES: Final = 1 << 20
 """Upper bound of what all threads hold: some 64 of them, each with a run in fp32 of the sum, a rank and the result."""
-_F32: Final = BY_NAME["F32"]
+_F32_DTYPE: Final = BY_NAME["F32"]
 
 
 @value_class
@@ -53,11 +53,11 @@ class ReducedVector:
         out = np.frombuffer(into, np.uint8)
         first, last = offset // item, (offset + len(out)) // item
         overflowed = 0
-        for start in range(first, last, _RUN):
-            stop = min(start + _RUN, last)
+        for start in range(first, last, _REDUCTION_CHUNK_ELEMENTS):
+            stop = min(start + _REDUCTION_CHUNK_ELEMENTS, last)
             values = self._reduce([read_numbers(reader, buffer, copy, ((start, stop),)) for copy in self.copies])
             place = out[(start - first) * item : (stop - first) * item]
-            overflowed += cast_elements(values.view(np.uint8).reshape(-1), _F32, self.dtype, place).overflowed
+            overflowed += cast_elements(values.view(np.uint8).reshape(-1), _F32_DTYPE, self.dtype, place).overflowed
         return overflowed
 
     def _reduce(self, copies: list[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.storage.crc_tracker import CrcDamage
 
-_NAMES: Final = 4
+_MAX_NAMES_SHOWN: Final = 4
 """Tensors of one record, or files, in a message."""
 
 
@@ -58,7 +58,9 @@ def check_crcs(
         yield CheckFinding("error", "crc32", message, names[0] if names else "", damage.file)
     if tracker.unstated and checkpoint.record is None:  # which has digests and hashes of all of it
         number, files = sum(tracker.unstated.values()), sorted(tracker.unstated)
-        message = f"{whose}{number:,} records in {format_first_few(files, _NAMES)} were written without a CRC-32"
+        message = (
+            f"{whose}{number:,} records in {format_first_few(files, _MAX_NAMES_SHOWN)} were written without a CRC-32"
+        )
         yield CheckFinding("warning", "crc32", f"{message}: damage to them cannot be seen here", file=files[0])
 
 
@@ -84,7 +86,7 @@ def _read_rest(checkpoint: OpenedCheckpoint, tracker: CrcTracker, effort: Execut
 
 def _describe_damage(checkpoint: OpenedCheckpoint, damage: CrcDamage) -> str:
     names = _list_damaged_tensors(checkpoint, damage)
-    holds = format_first_few(names, _NAMES) if names else "no tensor uses it"
+    holds = format_first_few(names, _MAX_NAMES_SHOWN) if names else "no tensor uses it"
     return f"{damage.file}: {describe_record_damage(damage.stated.name, damage.found, damage.stated.crc, holds)}"
 
 

@@ -49,8 +49,8 @@ _CONFIG_FOLDERS: Final = (
 _TOKENIZER_FOLDERS: Final = ("tokenizer", "huggingface", "hf_config", "hf", "hf_model", "")
 """Where they keep its tokenizer."""
 _TOKENIZER_MARKS: Final = (*sorted(TOKENIZER_FILES), "tokenizer_config.json")
-_NUMBER: Final = re.compile(r"(\d+)(?:\.ckpt)?$")
-_LIGHTNING: Final = ".ckpt"
+_STEP_NUMBER_PATTERN: Final = re.compile(r"(\d+)(?:\.ckpt)?$")
+_LIGHTNING_SUFFIX: Final = ".ckpt"
 
 
 @value_class
@@ -98,7 +98,7 @@ def _list_candidates(folder: Path) -> Iterator[Path]:
     for child in folder.iterdir():
         if child.name in HIDDEN or child.name.startswith(".") or _NOT_WEIGHTS.search(child.name):
             continue
-        if child.is_dir() or child.suffix == _LIGHTNING:
+        if child.is_dir() or child.suffix == _LIGHTNING_SUFFIX:
             yield child
 
 
@@ -140,14 +140,14 @@ def _keep_newest(paths: list[Path]) -> tuple[list[Path], int]:
     """Keep, of paths in one folder that differ by the number at their ends, the one with the largest."""
     kept: dict[tuple[Path, str], list[Path]] = {}
     for path in paths:
-        number = _NUMBER.search(path.name)
+        number = _STEP_NUMBER_PATTERN.search(path.name)
         kept.setdefault((path.parent, path.name[: number.start()] if number else f"/{path.name}"), []).append(path)
     best = [max(each, key=_read_number) for each in kept.values()]
     return best, max((len(each) for each in kept.values()), default=1)
 
 
 def _read_number(path: Path) -> int:
-    number = _NUMBER.search(path.name)
+    number = _STEP_NUMBER_PATTERN.search(path.name)
     return int(number[1]) if number else 0
 
 

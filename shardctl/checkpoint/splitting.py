@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 
 ONLY: Final = "only"
 """The option of a record that says that its checkpoint is a part of another, and which."""
-_HALVES: Final = ("text", "vision")
-_EXPERT: Final = re.compile(r"(^|\.)experts(\.|$)")
-_PICTURES: Final = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
+_SUBMODEL_NAMES: Final = ("text", "vision")
+_EXPERT_TENSOR_PATTERN: Final = re.compile(r"(^|\.)experts(\.|$)")
+_IMAGE_PROCESSOR_FILES: Final = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
+)
 """Side files that say how pictures are prepared, which a text model has no use for."""
 
 
@@ -49,7 +51,7 @@ def split_checkpoint(checkpoint: OpenedCheckpoint, only: str | None) -> OpenedCh
         return checkpoint
     if _is_adapter(only):
         return split_adapter(checkpoint, only)
-    if only in _HALVES:
+    if only in _SUBMODEL_NAMES:
         if checkpoint.config is None:
             raise UsageError(f"--only {only} needs a config", hint="name it with --config PATH, or give a pattern")
         config, manifest = checkpoint.config, checkpoint.manifest
@@ -78,7 +80,7 @@ def split_as(result: OpenedCheckpoint, source: OpenedCheckpoint) -> OpenedCheckp
 
 def is_whole_model(part: str) -> bool:
     """Return whether a part is a model of its own, and not some tensors of one."""
-    return part in _HALVES or _is_adapter(part)
+    return part in _SUBMODEL_NAMES or _is_adapter(part)
 
 
 def _is_adapter(part: str) -> bool:
@@ -92,11 +94,14 @@ def _select_names(checkpoint: OpenedCheckpoint, only: str) -> list[str]:
             raise UsageError("--only mtp needs a config", hint="name it with --config PATH, or give a pattern")
         return list_predicting_names(checkpoint.config, names)
     if only == "experts":
-        return [name for name in names if _EXPERT.search(name)]
+        return [name for name in names if _EXPERT_TENSOR_PATTERN.search(name)]
     if "." not in only and "*" not in only:
         raise UsageError(
             f"--only {only!r} names no part of a model",
-            hint=f"use {', '.join([*_HALVES, ADAPTER, 'mtp', 'experts'])}, or a pattern such as 'model.layers.0.**'",
+            hint=(
+                f"use {', '.join([*_SUBMODEL_NAMES, ADAPTER, 'mtp', 'experts'])}, or a pattern such as"
+                " 'model.layers.0.**'"
+            ),
         )
     pattern = PatternList([only])
     return [name for name in names if pattern.first(name) is not None]
@@ -113,7 +118,8 @@ def _split_half(checkpoint: OpenedCheckpoint, only: str, half: PartModel) -> Ope
         held = _swap_last_dims(tensor) if turned else tensor
         tensors[half.names[name]] = replace(held, name=half.names[name], ties=(), spelling=())
     objects = tuple(
-        replace(each, policy="drop") if only == "text" and each.name in _PICTURES else each for each in whole.objects
+        replace(each, policy="drop") if only == "text" and each.name in _IMAGE_PROCESSOR_FILES else each
+        for each in whole.objects
     )
     told = (f"{half.title}: {half.renamed}",) if half.renamed else ()
     manifest = replace(whole, tensors=tensors, objects=objects, warnings=(*whole.warnings, *told))

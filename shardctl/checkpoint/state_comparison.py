@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.tensors.manifest import Manifest, Tensor, TrainingState
 
-_SETTINGS: Final = (
+_PARAM_GROUP_SETTING_KEYS: Final = (
     *("lr", "lr_mult", "min_lr", "max_lr", "weight_decay", "wd_mult", "decoupled_weight_decay"),
     *("betas", "eps", "amsgrad", "maximize", "momentum", "nesterov"),
 )
@@ -93,7 +93,7 @@ def _get_states(manifest: Manifest) -> Mapping[str, Tensor]:
 def _compare_settings(ours: TrainingState, theirs: TrainingState) -> Iterator[OptimizerChange]:
     """Compare what both say of a parameter."""
     first, second = _list_settings(ours), _list_settings(theirs)
-    for key in _SETTINGS:
+    for key in _PARAM_GROUP_SETTING_KEYS:
         changed: dict[tuple[str, str], list[str]] = {}
         for parameter in first.keys() & second.keys():
             a, b = first[parameter].get(key), second[parameter].get(key)

@@ -62,7 +62,7 @@ class _TrainerArrays(NamedTuple):
     """Builds of these the arrays of its parameters, of which the optimizer has states."""
 
 
-_TRAINERS: Final = {
+_TRAINER_ARRAYS: Final = {
     TRAINER: _TrainerArrays("dcp", build_trainer_arrays, join_parameters),
     AUTOMODEL: _TrainerArrays("dcp", build_saved_arrays, group_parameters),
     MAXTEXT: _TrainerArrays("orbax", build_maxtext_arrays, lambda _, arrays: dict(arrays)),
@@ -70,7 +70,7 @@ _TRAINERS: Final = {
 """By what `--names` says."""
 _OTHER_STATES: Final = frozenset({"accelerate", "veomni"})
 """Trainers whose arrays are those of transformers, in a state that has another name for the optimizer."""
-NAMES: Final = frozenset({HUB_NAMES, "transformers", "keep", *_OTHER_STATES, *_TRAINERS})
+NAMES: Final = frozenset({HUB_NAMES, "transformers", "keep", *_OTHER_STATES, *_TRAINER_ARRAYS})
 """What `--names` takes."""
 HUB_LAYOUT: Final = "hf"
 """The layout that can have the names of the Hub."""
@@ -125,8 +125,8 @@ def choose_arrays(
     dtypes: Mapping[str, DType],
 ) -> tuple[Manifest, ArrayForm]:
     """Choose the arrays that hold the tensors, and their names; those of states follow."""
-    if reshard_options.names in _TRAINERS:
-        trainer, asked = _TRAINERS[reshard_options.names], reshard_options.names
+    if reshard_options.names in _TRAINER_ARRAYS:
+        trainer, asked = _TRAINER_ARRAYS[reshard_options.names], reshard_options.names
         if layout.name != trainer.layout or reshard_options.experts != "keep":
             raise UsageError(
                 f"--names {asked} is for a model in --to {trainer.layout}, whose experts it stacks",

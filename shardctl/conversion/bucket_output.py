@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import OpaqueObject
     from shardctl.tensors.record import CheckpointRecord
 
-_SHARE: Final = 2
+_SCRATCH_SPACE_DIVISOR: Final = 2
 """A group takes at most one in so many of the free bytes of the scratch directory, unless one file takes more."""
 
 
@@ -188,7 +188,7 @@ class ShareGroups:
     def of(cls, work: PlannedConversion, scratch: Path, worker: WorkerId | None) -> ShareGroups:
         """Return groups as large as `scratch` has room for; raises DestinationError if it has none for the largest."""
         free = measure_free_space(scratch)
-        most = free // _SHARE if free is not None else 1 << 62
+        most = free // _SCRATCH_SPACE_DIVISOR if free is not None else 1 << 62
         theirs: list[str] = []
         plan = work.plan
         if worker is not None:

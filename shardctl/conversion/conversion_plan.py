@@ -98,7 +98,7 @@ _COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
 _SPECIAL_OPTIONS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in _COMMON_OPTIONS)
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
-_INHERITED: Final = (
+_INHERITED_RECORD_KEYS: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
     *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES),
     *(AVERAGED, SUBTREE, UNTIED),
@@ -516,7 +516,7 @@ def choose_stages(
 def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """Carry over what an earlier conversion left out or cast: it is so in this one's result, too."""
     earlier = checkpoint.record.options if checkpoint.record else {}
-    found = {key: earlier[key] for key in _INHERITED if key in earlier}
+    found = {key: earlier[key] for key in _INHERITED_RECORD_KEYS if key in earlier}
     if checkpoint.model is None and earlier.get("names") == HUB_NAMES:  # its arrays were read as those of the class
         found[SAVED_NAMES] = HUB_NAMES
     return found

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.mesh import Mesh
 
-_FILE: Final = re.compile(r"model-(?:rank-([0-9]+)|pp-([0-9]+)-tp-([0-9]+))-part-[0-9]+\.safetensors")
-_EXPERTS: Final = re.compile(r".+\.w(13|2)_[a-z_]+")
-_HEAD: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_ROUTER: Final = re.compile(r"\.experts\._?gate\.")
-_SHARED: Final = re.compile(r"\.experts\._shared_experts\.(_layer\.)?")
-_BUFFER: Final = "_"
+_RANK_FILE_PATTERN: Final = re.compile(r"model-(?:rank-([0-9]+)|pp-([0-9]+)-tp-([0-9]+))-part-[0-9]+\.safetensors")
+_EXPERT_WEIGHT_PATTERN: Final = re.compile(r".+\.w(13|2)_[a-z_]+")
+_LM_HEAD_NAME: Final = "lm_head.weight"
+_EMBEDDING_NAME: Final = "model.embed_tokens.weight"
+_ROUTER_NAME_PATTERN: Final = re.compile(r"\.experts\._?gate\.")
+_SHARED_EXPERTS_PATTERN: Final = re.compile(r"\.experts\._shared_experts\.(_layer\.)?")
+_BUFFER_NAME_PREFIX: Final = "_"
 """What the names of buffers begin with: scales of attention, and maps of experts."""
-_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
-_BLOCK: Final = 1 << 20
+_UNQUANTIZED_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
+_HASH_BLOCK_BYTES: Final = 1 << 20
 
 
 @value_class
@@ -88,7 +88,7 @@ def sum_engine_arrays(
         )
         sender.send(ShareGroups.of(work, scratch, None), ())
         work.checkpoint.prove()
-        tied = any(_HEAD in (tensor.name, *tensor.ties) for tensor in work.have.tensors.values() if tensor.ties)
+        tied = any(_LM_HEAD_NAME in (tensor.name, *tensor.ties) for tensor in work.have.tensors.values() if tensor.ties)
         single = any(".shared_expert." in name for name in work.have.tensors)
         sums, changed = _name_parameters(summing.sums, tied=tied, single=single), _list_reordered(work.plan.want)
         reordered = frozenset(key for key in sums if key.rpartition(":")[2] in changed)
@@ -112,23 +112,29 @@ def _name_parameters(sums: Mapping[str, str], *, tied: bool, single: bool) -> di
     found = {}
     for key, value in sums.items():
         rank, _, name = key.rpartition(":")
-        found[f"{rank}:{_EMBEDDING if tied and name == _HEAD else _name_shared(name, single=single)}"] = value
+        found[f"{rank}:{_EMBEDDING_NAME if tied and name == _LM_HEAD_NAME else _name_shared(name, single=single)}"] = (
+            value
+        )
     return found
 
 
 def _name_shared(name: str, *, single: bool) -> str:
     """Return what the layer calls what the experts' module has, too; `single` says that it has one shared expert."""
-    name = _ROUTER.sub(".gate.", name)
+    name = _ROUTER_NAME_PATTERN.sub(".gate.", name)
     if not single:
-        return _SHARED.sub(".shared_experts.", name)
-    return _SHARED.sub(".shared_expert.", name).replace(".shared_expert.expert_gate.", ".shared_expert_gate.")
+        return _SHARED_EXPERTS_PATTERN.sub(".shared_experts.", name)
+    return _SHARED_EXPERTS_PATTERN.sub(".shared_expert.", name).replace(
+        ".shared_expert.expert_gate.", ".shared_expert_gate."
+    )
 
 
 def _list_reordered(want: Manifest) -> set[str]:
     """List the names of arrays of experts, and all of modules with one that holds no plain floating-point numbers."""
     names = {chunk.name: chunk.dtype.name for _, chunk in want.arrays()}
-    coded = {name.rpartition(".")[0] for name, dtype in names.items() if dtype not in _PLAIN or "_scale" in name}
-    return {name for name in names if _EXPERTS.fullmatch(name) or name.rpartition(".")[0] in coded}
+    coded = {
+        name.rpartition(".")[0] for name, dtype in names.items() if dtype not in _UNQUANTIZED_DTYPES or "_scale" in name
+    }
+    return {name for name in names if _EXPERT_WEIGHT_PATTERN.fullmatch(name) or name.rpartition(".")[0] in coded}
 
 
 class _ArraySums:
@@ -148,7 +154,7 @@ class _ArraySums:
         """Sum every parameter in the files."""
         del number
         for path in part.files:
-            match = _FILE.fullmatch(path)
+            match = _RANK_FILE_PATTERN.fullmatch(path)
             if match is not None:
                 pp, tp = divmod(int(match[1]), self._tp) if match[1] else (int(match[2]), int(match[3]))
                 self._sum_file(tree / path, pp, tp)
@@ -157,7 +163,7 @@ class _ArraySums:
     def _sum_file(self, path: Path, pp: int, tp: int) -> None:
         source = LocalSource(path)
         for tensor, chunk in scan_checkpoint(source).arrays():
-            if not tensor.name.rpartition(".")[2].startswith(_BUFFER) and isinstance(chunk.where, Region):
+            if not tensor.name.rpartition(".")[2].startswith(_BUFFER_NAME_PREFIX) and isinstance(chunk.where, Region):
                 key = format_engine_key(tensor.name, pp=pp, tp=tp)
                 self.sums[key] = _hash_range(source, chunk.where.file, chunk.where.offset, tensor.nbytes)
                 self.nbytes += tensor.nbytes
@@ -178,9 +184,9 @@ class _ArraySums:
 
 
 def _hash_range(source: LocalSource, path: str, offset: int, size: int) -> str:
-    state, buffer = hashlib.sha256(), bytearray(min(size, _BLOCK))
-    for start in range(0, size, _BLOCK):
-        block = memoryview(buffer)[: min(_BLOCK, size - start)]
+    state, buffer = hashlib.sha256(), bytearray(min(size, _HASH_BLOCK_BYTES))
+    for start in range(0, size, _HASH_BLOCK_BYTES):
+        block = memoryview(buffer)[: min(_HASH_BLOCK_BYTES, size - start)]
         source.read_at(path, offset + start, block)
         state.update(block)
     return state.hexdigest()

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from shardctl.tensors.copyplan import CopyPlan
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_FACTOR: Final = 4
+_MAX_EXPANSION_FACTOR: Final = 4
 """Bytes of tensors for one byte of the source. The most that a model in use ties is one embedding in four places (T5:
 shared, encoder, decoder, head), which is less than that even if it had nothing else."""
 _MOST_DECODED: Final = 32
 """Bytes of values for one byte of codes: eight of one bit each, as F32."""
-_FREE: Final = 256 << 20
+_EXPANSION_ALLOWANCE_BYTES: Final = 256 << 20
 """Bytes beyond that which are never refused: no disk is filled by so few, and tests and examples repeat more."""
 
 
@@ -43,16 +43,16 @@ def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
         raise HostileError(
             f"the source stores {format_file_size(stored)}, but its tensors would take "
             f"{format_file_size(wanted)} when each name is "
-            f"written out: more than {_FACTOR} times as much",
+            f"written out: more than {_MAX_EXPANSION_FACTOR} times as much",
             hint="many names share one storage, or strides repeat elements; if that is intended, add --allow-expansion",
         )
 
 
 def compute_expansion_limit(have: Manifest, encoded: Sequence[Tensor] = ()) -> int:
     """Compute the bytes of a result that are never refused as too many."""
-    return _FACTOR * _count_stored_bytes(have, encoded) + _FREE
+    return _MAX_EXPANSION_FACTOR * _count_stored_bytes(have, encoded) + _EXPANSION_ALLOWANCE_BYTES
 
 
 def _count_stored_bytes(have: Manifest, encoded: Sequence[Tensor]) -> int:
     stored = sum(file.size for file in have.files.values())
-    return stored + (_MOST_DECODED // _FACTOR - 1) * sum(tensor.nbytes for tensor in encoded)
+    return stored + (_MOST_DECODED // _MAX_EXPANSION_FACTOR - 1) * sum(tensor.nbytes for tensor in encoded)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.copyplan import CopyPlan, TensorCopy
 
-_MOST: Final = 2_000_000
+_MAX_COMPARED_BOX_PAIRS: Final = 2_000_000
 """Pairs of boxes that are compared; beyond that, a person could not read the answer."""
 
 
 def count_file_flows(plan: CopyPlan) -> Mapping[tuple[str, str], int] | None:
     """Count bytes by pair of files, as they are written; None where there are too many pairs to look at."""
-    if sum(len(copy.reads) * len(copy.target.chunks) for copy in plan.copies) > _MOST:
+    if sum(len(copy.reads) * len(copy.target.chunks) for copy in plan.copies) > _MAX_COMPARED_BOX_PAIRS:
         return None
     flows: Counter[tuple[str, str]] = Counter()
     for copy in plan.copies:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shardctl.options import DestinationOptions
     from shardctl.tensors.record import CheckpointRecord
 
-_BESIDE: Final = frozenset({".gitattributes", ".gitignore", "README.md", "LICENSE"})
+_INITIAL_REPOSITORY_FILES: Final = frozenset({".gitattributes", ".gitignore", "README.md", "LICENSE"})
 """What a repository has before there is a model in it; a conversion leaves it or replaces it."""
 
 
@@ -100,7 +100,7 @@ def require_free_branch(repository: HubRepository, *, overwrite: bool) -> Collec
 
     Raises DestinationError if there is one and it may not be replaced, or anything that shardctl did not write.
     """
-    others = set(repository.files) - _BESIDE
+    others = set(repository.files) - _INITIAL_REPOSITORY_FILES
     if RECORD not in others:
         if others:
             raise DestinationError(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.placement import PartitionSpec
 
-_TREES: Final = "orbax"
-_TREE: Final = "opt_state."
+_ORBAX_FORMAT: Final = "orbax"
+_OPTIMIZER_STATE_PREFIX: Final = "opt_state."
 """How names of an optimizer's states begin in a checkpoint of flax's `TrainState`."""
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
@@ -72,11 +72,15 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
 
 def _note_tree_states(have: Manifest) -> Iterator[str]:
     """Note what JAX's trainers keep of an optimizer in the tree of a checkpoint, under names that are like weights'."""
-    states = [name for name in have.tensors if name.startswith(_TREE)] if have.format == _TREES else []
+    states = (
+        [name for name in have.tensors if name.startswith(_OPTIMIZER_STATE_PREFIX)]
+        if have.format == _ORBAX_FORMAT
+        else []
+    )
     if states:
         yield (
-            f"{format_first_few(states)} look like an optimizer's, and travel like weights: --exclude '^{_TREE}' "
-            "leaves them out"
+            f"{format_first_few(states)} look like an optimizer's, and travel like weights: --exclude"
+            f" '^{_OPTIMIZER_STATE_PREFIX}' leaves them out"
         )
 
 

@@ -345,7 +345,7 @@ class _PlanFileReader:
             if value not in get_args(kind):
                 raise self.wrong(key, f"one of {', '.join(map(str, get_args(kind)))}")
             return value
-        return _READERS[kind](self, value, key)
+        return _READERS_BY_TYPE[kind](self, value, key)
 
     def mesh(self, value: object, key: str) -> Mesh:
         """Return a mesh."""
@@ -406,7 +406,7 @@ class _PlanFileReader:
         return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
 
 
-_READERS: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] = {
+_READERS_BY_TYPE: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] = {
     bool: _PlanFileReader.switch,
     int: _PlanFileReader.count,
     str: _PlanFileReader.text,

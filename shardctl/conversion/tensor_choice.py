@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.options import ReshardOptions
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_NAMES: Final = "shardctl inspect SRC --tensors lists the names"
+_LIST_TENSORS_HINT: Final = "shardctl inspect SRC --tensors lists the names"
 
 
 def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Manifest:
@@ -40,13 +40,13 @@ def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
     every = [*checkpoint.unselected, *manifest.tensors.values(), *manifest.extra.values()]
     excluded = any(selection.excludes(tensor, by_arrays=by_arrays) for tensor in every)
     if reshard_options.exclude is not None and not excluded and not has_passed_over(checkpoint.source):
-        raise UsageError(f"--exclude {reshard_options.exclude!r} matches no tensor", hint=_NAMES)
+        raise UsageError(f"--exclude {reshard_options.exclude!r} matches no tensor", hint=_LIST_TENSORS_HINT)
     kept, extra = manifest.tensors, manifest.extra
     if not checkpoint.unselected:  # else the stored names have been selected, and what is left is a whole model
         kept = {n: t for n, t in kept.items() if selection.takes_tensor(t, by_arrays=by_arrays)}
         extra = {n: t for n, t in extra.items() if selection.takes_tensor(t, by_arrays=by_arrays)}
     if not kept:
-        raise UsageError("--include and --exclude leave no tensor", hint=_NAMES)
+        raise UsageError("--include and --exclude leave no tensor", hint=_LIST_TENSORS_HINT)
     taken = {*map(id, kept.values()), *map(id, extra.values())}
     left = [tensor for tensor in every if id(tensor) not in taken]
     told = (f"left out: {format_modules(left, kept)}",) if left else ()
@@ -123,7 +123,7 @@ def _require_kept(have: Manifest, text: str, keep: re.Pattern[str], want: DType)
     """Raise UsageError if no name matches, or if those that do are not in fp32 and would be cast all the same."""
     matching = [tensor for name, tensor in have.tensors.items() if keep.search(name)]
     if not matching:
-        raise UsageError(f"--keep-fp32 {text!r} matches no tensor", hint=_NAMES)
+        raise UsageError(f"--keep-fp32 {text!r} matches no tensor", hint=_LIST_TENSORS_HINT)
     cast = [tensor for tensor in matching if tensor.dtype.name in CASTABLE and tensor.dtype != want]
     if cast and all(tensor.dtype != BY_NAME["F32"] for tensor in matching):
         raise UsageError(

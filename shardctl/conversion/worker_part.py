@@ -51,11 +51,11 @@ PATIENCE: Final = 60
 
 WHOLE: Final = 1 << 20
 """Bytes of a file that is sampled whole."""
-_ENDS: Final = 64 << 10
+_EDGE_SAMPLE_BYTES: Final = 64 << 10
 """Bytes at either end of a larger one: headers, and the directories of archives."""
-_STRETCH: Final = 16 << 10
+_INNER_SAMPLE_BYTES: Final = 16 << 10
 """Bytes of each stretch between."""
-_STRETCHES: Final = 16
+_INNER_SAMPLE_COUNT: Final = 16
 
 
 @value_class
@@ -294,8 +294,10 @@ def _list_stretches(path: str, size: int) -> Iterator[tuple[int, int]]:
     if size <= WHOLE:
         yield 0, size
         return
-    yield 0, _ENDS
+    yield 0, _EDGE_SAMPLE_BYTES
     random = Random(f"{path} {size}")  # noqa: S311 - the same everywhere is what is wanted
-    for start in sorted(random.sample(range(_ENDS, size - _ENDS - _STRETCH), _STRETCHES)):
-        yield start, _STRETCH
-    yield size - _ENDS, _ENDS
+    for start in sorted(
+        random.sample(range(_EDGE_SAMPLE_BYTES, size - _EDGE_SAMPLE_BYTES - _INNER_SAMPLE_BYTES), _INNER_SAMPLE_COUNT)
+    ):
+        yield start, _INNER_SAMPLE_BYTES
+    yield size - _EDGE_SAMPLE_BYTES, _EDGE_SAMPLE_BYTES

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_SHOWN: Final = 5
+_MAX_NAMES_SHOWN: Final = 5
 
 
 def detect_format(source: Source) -> Format:
@@ -190,7 +190,8 @@ def refuse_nested_saves(source: Source) -> None:
     elif not chosen:
         hint = "they hold states of an optimizer, and no weights: give the folder that the model was saved in"
     raise SourceError(
-        f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}", hint=hint
+        f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_MAX_NAMES_SHOWN])}",
+        hint=hint,
     )
 
 
@@ -265,5 +266,6 @@ def _build_unknown_error(source: Source) -> SourceError:
     refuse_unread_weights(source)
     refuse_nested_saves(source)
     return SourceError(
-        f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
+        f"{source.name} holds no checkpoint, only {format_first_few(files, _MAX_NAMES_SHOWN)}",
+        hint=f"recognised are {known}",
     )

@@ -365,7 +365,7 @@ def test_the_work_for_many_ranks_with_files_of_their_own_grows_with_their_number
 
 def test_a_plan_file_permits_nothing(say, tmp_path, monkeypatch):
     """Neither as it is written, nor after an edit by hand; the run itself is given the permission."""
-    monkeypatch.setattr(expansion, "_FREE", 0)
+    monkeypatch.setattr(expansion, "_EXPANSION_ALLOWANCE_BYTES", 0)
     source = tmp_path / "shared.pt"
     torch.save(dict.fromkeys((f"t{n}" for n in range(80)), torch.zeros(1 << 12)), source)
     assert say("plan", source, "--fsdp", 1, "--allow-expansion", "--out", tmp_path / "plan.json").code == 0

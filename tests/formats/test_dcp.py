@@ -82,9 +82,9 @@ def test_items_of_one_length_that_are_laid_out_differently_are_each_read_as_they
     check(tmp_path / "saved", manifest.tensors, state)
 
 
-@pytest.mark.parametrize("near", [items._NEAR, 2000, 0])
+@pytest.mark.parametrize("near", [items._HEADER_READ_SPAN_BYTES, 2000, 0])
 def test_the_last_of_many_items_is_compared_with_the_first(tmp_path, monkeypatch, near):
-    monkeypatch.setattr(items, "_NEAR", near)
+    monkeypatch.setattr(items, "_HEADER_READ_SPAN_BYTES", near)
     plain = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     state = {f"a{n}": plain + n for n in range(5)} | {"b": plain.t()}
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)

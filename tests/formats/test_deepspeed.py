@@ -559,7 +559,7 @@ def test_patterns_are_matched_as_python_does(pattern, name, fits):
 
 
 def test_a_pattern_made_to_take_years_takes_none(monkeypatch):
-    monkeypatch.setattr("shardctl.libraries.deepspeed.patterns._MOST", 100_000)
+    monkeypatch.setattr("shardctl.libraries.deepspeed.patterns._MAX_MATCHING_STEPS", 100_000)
     assert NamePatterns([".*" * 20 + "x"]).find("a" * 100) is None
     with pytest.raises(HostileError, match="take too long"):
         NamePatterns([".*" * 499 + "x"]).find("a" * 100_000)

@@ -63,9 +63,9 @@ def test_shared_and_cyclic_objects_stay_shared_and_cyclic(protocol):
 
 
 def test_every_opcode_of_python_is_known():
-    from shardctl.libraries.torch_save.pickle_machine import _HANDLERS, _STOP
+    from shardctl.libraries.torch_save.pickle_machine import _OPCODE_HANDLERS, _STOP_OPCODE
 
-    assert {ord(op.code) for op in pickletools.opcodes} == {*_HANDLERS, _STOP}
+    assert {ord(op.code) for op in pickletools.opcodes} == {*_OPCODE_HANDLERS, _STOP_OPCODE}
 
 
 @dataclass

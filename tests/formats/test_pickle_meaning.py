@@ -263,7 +263,7 @@ def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
     from shardctl.conversion.conversion_plan import plan_conversion
     from shardctl.options import ReshardOptions
 
-    monkeypatch.setattr(expansion, "_FREE", 0)
+    monkeypatch.setattr(expansion, "_EXPANSION_ALLOWANCE_BYTES", 0)
     torch.save({"w": torch.zeros(1000, 100, dtype=torch.bfloat16)}, tmp_path / "m.pt")
     with open_checkpoint(tmp_path / "m.pt") as checkpoint:
         assert plan_conversion(checkpoint, ReshardOptions(dtype="fp32")).write_bytes > 400_000

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.libraries.peft.adapter import Adapter, NewRows
 
-_VOCABULARY: Final = "vocab_size"
-_TIED: Final = "tie_word_embeddings"
+_VOCAB_SIZE_KEY: Final = "vocab_size"
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
 
 
 def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedCheckpoint, Mapping[str, Tensor]]:
@@ -46,7 +46,7 @@ def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedChec
     shared = [name for name in names if names[name] in model.tensors and model.tensors[names[name]].ties]
     changes: dict[str, Any] = {}
     if _is_untied(adapter, shared):
-        changes[_TIED] = False
+        changes[_TIED_EMBEDDINGS_KEY] = False
     rows = {
         tensor.shape[0]
         for name, tensor in whole.items()
@@ -62,14 +62,14 @@ def fit_base(checkpoint: OpenedCheckpoint, adapter: Adapter) -> tuple[OpenedChec
             )
         rows = {_count_tokens(config) + next(iter(adapter.new_rows.tables.values())).shape[0]}
     if rows:
-        changes[_VOCABULARY] = rows.pop()
+        changes[_VOCAB_SIZE_KEY] = rows.pop()
     if not changes:
         return checkpoint, {names[name]: tensor for name, tensor in _order_shared(whole, shared, model)}
     fitted = _change_config(checkpoint, config, changes)
     assert fitted.model is not None  # noqa: S101 - described anew
     return fitted, {
         models.find_weight_name(fitted.model, name): tensor
-        for name, tensor in _order_shared(whole, shared if _TIED not in changes else [], model)
+        for name, tensor in _order_shared(whole, shared if _TIED_EMBEDDINGS_KEY not in changes else [], model)
     }
 
 
@@ -125,7 +125,7 @@ def _are_equal(rows: NewRows) -> bool:
 
 
 def _count_tokens(config: Mapping[str, Any]) -> int:
-    return ModelConfig(merge_text_config(config)).size(_VOCABULARY)
+    return ModelConfig(merge_text_config(config)).size(_VOCAB_SIZE_KEY)
 
 
 def _order_shared(whole: Mapping[str, Tensor], shared: list[str], model: models.Model) -> list[tuple[str, Tensor]]:

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
     from shardctl.tensors.record import CheckpointRecord
 
-_MATRIX: Final = 2
-_SPREADING: Final = ("fsdp", EXPERT_FSDP)
-_EXPERTS: Final = "the matrices of all experts of a layer stay whole on every rank, because no cut of them is a rank's"
+_MATRIX_NDIM: Final = 2
+_FSDP_AXES: Final = ("fsdp", EXPERT_FSDP)
+_REPLICATED_EXPERTS_WARNING: Final = (
+    "the matrices of all experts of a layer stay whole on every rank, because no cut of them is a rank's"
+)
 
 
 def open_adapter_checkpoint(
@@ -178,7 +180,7 @@ def build_adapter_model(base: Model, stored: Manifest, settings: AdapterSettings
     stacked = False
     for module in found.modules.values():
         weight = base.tensors.get(models.find_weight_name(base, f"{module.module}.weight"))
-        if weight is None or module.inside or len(weight.shape) != _MATRIX:
+        if weight is None or module.inside or len(weight.shape) != _MATRIX_NDIM:
             stacked = True
             weight = _find_expert(base, module, settings)
             parts = _place_whole(module, weight)
@@ -193,7 +195,7 @@ def build_adapter_model(base: Model, stored: Manifest, settings: AdapterSettings
         tensors[tensor.name] = _build_tensor(tensor, known, ((), ()) if whole else known.spec.cuts)
     ordered = {name: tensors[name] for name in stored.tensors}
     title = f"an adapter of {base.architecture}"
-    return models.Model("", title, base.layers, ordered, warnings=(_EXPERTS,) if stacked else ())
+    return models.Model("", title, base.layers, ordered, warnings=(_REPLICATED_EXPERTS_WARNING,) if stacked else ())
 
 
 def _place_parts(base: Model, module: AdaptedModule, weight: ModelTensor) -> Iterator[ModelTensor]:
@@ -206,8 +208,8 @@ def _place_parts(base: Model, module: AdaptedModule, weight: ModelTensor) -> Ite
             f"the adapter's matrices of {module.module} make one of {made}, but the weight has {list(weight.shape)}",
             hint="the adapter may be of another model than the one that --config names",
         )
-    along = [[cut for cut in weight.spec.cuts[dim] if cut.axis not in _SPREADING] for dim in (outputs, inputs)]
-    spread = [AxisPartition(cut.axis) for cut in weight.spec.cuts[0] if cut.axis in _SPREADING]
+    along = [[cut for cut in weight.spec.cuts[dim] if cut.axis not in _FSDP_AXES] for dim in (outputs, inputs)]
+    spread = [AxisPartition(cut.axis) for cut in weight.spec.cuts[0] if cut.axis in _FSDP_AXES]
     yield _build_tensor(module.down, weight, (tuple(spread), tuple(along[1])))
     yield _build_tensor(module.up, weight, ((*along[0], *spread), ()))
     for vector in (module.bias, module.magnitude):
@@ -221,7 +223,7 @@ def _place_whole(module: AdaptedModule, expert: ModelTensor) -> Iterator[ModelTe
     """Yield the matrices of all experts of a layer, where the layer is."""
     for tensor in (module.down, module.up, module.bias, module.magnitude):
         if tensor is not None:
-            spread = tuple(AxisPartition("fsdp") for cut in expert.spec.cuts[0] if cut.axis in _SPREADING)
+            spread = tuple(AxisPartition("fsdp") for cut in expert.spec.cuts[0] if cut.axis in _FSDP_AXES)
             yield _build_tensor(tensor, expert, (spread, *((),) * (len(tensor.shape) - 1)), whole=True)
 
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_FILE: Final = "run_config.yaml"
-_KINDS: Final = ("megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.canonical_lora.CanonicalLoRA")
-_LINE: Final = re.compile(r"( +)(\w+): *(\S.*)?")
+_RUN_CONFIG_FILE: Final = "run_config.yaml"
+_LORA_CLASS_NAMES: Final = ("megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.canonical_lora.CanonicalLoRA")
+_YAML_LINE_PATTERN: Final = re.compile(r"( +)(\w+): *(\S.*)?")
 
 
 def open_bridge_adapter(source: Source, stored: Manifest, source_options: SourceOptions) -> OpenedCheckpoint | None:
@@ -74,7 +74,7 @@ def _build_config(source: Source, stored: Manifest, matrices: dict[str, Tensor])
     file = _find_run_config(source, stored)
     said = parse_run_config(read_text(source, file, CONFIG_TEXT).decode("utf-8", "replace"))
     kind = said.get("_target_", "")
-    if kind not in _KINDS:
+    if kind not in _LORA_CLASS_NAMES:
         raise UnsupportedError(f"{file} says {kind!r:.100}, of which the export is not known", hint=BRIDGE_ADAPTER)
     try:
         rank, alpha = int(said["dim"]), float(said["alpha"])
@@ -105,12 +105,13 @@ def _build_config(source: Source, stored: Manifest, matrices: dict[str, Tensor])
 def _find_run_config(source: Source, stored: Manifest) -> str:
     """Find the file beside the arrays, or above them."""
     folder = next(iter(stored.files)).rpartition("/")[0]
-    for path in (f"{folder}/{_FILE}".lstrip("/"), _FILE):
+    for path in (f"{folder}/{_RUN_CONFIG_FILE}".lstrip("/"), _RUN_CONFIG_FILE):
         if path in source.files():
             return path
     raise SourceError(
-        f"{source.name} has no {_FILE}, and only that says what the products of the adapter are multiplied with",
-        hint=f"put the {_FILE} of the training into the directory",
+        f"{source.name} has no {_RUN_CONFIG_FILE}, and only that says what the products of the adapter are multiplied"
+        " with",
+        hint=f"put the {_RUN_CONFIG_FILE} of the training into the directory",
     )
 
 
@@ -126,7 +127,7 @@ def parse_run_config(text: str) -> dict[str, str]:
         if line[:1] not in {" ", "-", "#", ""}:
             inside = line.rstrip() == "peft:"
             continue
-        match = _LINE.fullmatch(line) if inside else None
+        match = _YAML_LINE_PATTERN.fullmatch(line) if inside else None
         if match is None:
             continue
         indent = indent or len(match[1])

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.peft.settings import AdapterSettings
     from shardctl.tensors.views import ArrayView
 
-_MATRIX: Final = 2
-_STACK: Final = 3
+_MATRIX_NDIM: Final = 2
+_EXPERT_STACK_NDIM: Final = 3
 _ABOVE_LAYER: Final = re.compile(r"^.*\.[0-9]+\.")
 """What the names of a layer's modules begin with, which differs from layer to layer."""
 
@@ -94,7 +94,7 @@ def _replace_matrices(
 
 def _split_target(target: MergeTarget, weight: models.ModelTensor) -> Iterator[Tensor]:
     """Yield the two matrices of one expert, which lie in those of all."""
-    if len(weight.shape) != _MATRIX or target.module.down is None or target.module.up is None:
+    if len(weight.shape) != _MATRIX_NDIM or target.module.down is None or target.module.up is None:
         raise UnsupportedError(
             f"{target.name} has all experts in one array on the Hub, too, and engines load no matrices of each"
         )
@@ -159,7 +159,7 @@ def fuse_expert_adapter(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     places = {
         part: (array, view)
         for array in model.fusions.values()
-        if len(array.shape) == _STACK
+        if len(array.shape) == _EXPERT_STACK_NDIM
         for part, view in zip(array.tensors, array.places.views, strict=True)
     }
     found = sort_tensors(checkpoint.manifest.tensors.values())

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.peft.target_modules import TargetModules
     from shardctl.models import Model
 
-_MATRIX: Final = 2
-_WEIGHT: Final = ".weight"
-_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+_MATRIX_NDIM: Final = 2
+_WEIGHT_SUFFIX: Final = ".weight"
+_MODULE_INDEX_PATTERN: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
 @value_class
@@ -72,7 +72,7 @@ def find_gaps(
     groups: dict[str, dict[str, list[tuple[str, bool]]]] = defaultdict(lambda: defaultdict(list))
     for entry, name, found in _list_entries(settings, shapes, {*changed}, model):
         if found or name not in predicting | stacked:
-            groups[entry][_NUMBER.sub(".*", name)].append((name, found))
+            groups[entry][_MODULE_INDEX_PATTERN.sub(".*", name)].append((name, found))
     missing, notes = [], []
     for entry, kinds in groups.items():
         counts = {kind: sum(found for _, found in members) for kind, members in kinds.items()}
@@ -113,22 +113,22 @@ def _list_tensors(
     modules: TargetModules, shapes: Mapping[str, tuple[int, ...]], changed: set[str], model: Model | None
 ) -> Iterator[tuple[str, str]]:
     """List the entries with the weights of modules that are adapted, and with the tensors of those that are whole."""
-    adapted = {_NUMBER.sub(".*", name) for name in changed} if modules.every_linear else set()
+    adapted = {_MODULE_INDEX_PATTERN.sub(".*", name) for name in changed} if modules.every_linear else set()
     aliases: dict[str, list[str]] = defaultdict(list)
     for name, first in (model.aliases if model is not None else {}).items():
         aliases[first].append(name)
     with limit_matching():
         for name, shape in shapes.items():
             for known in (name, *aliases[name]):
-                module = known.removesuffix(_WEIGHT)
-                if module != known and len(shape) == _MATRIX:
+                module = known.removesuffix(_WEIGHT_SUFFIX)
+                if module != known and len(shape) == _MATRIX_NDIM:
                     listed = modules.find_entry(module)
-                    entry = listed or (ALL_LINEAR if _NUMBER.sub(".*", name) in adapted else None)
+                    entry = listed or (ALL_LINEAR if _MODULE_INDEX_PATTERN.sub(".*", name) in adapted else None)
                     if entry is not None:
                         yield entry, name
                 parents = (known[: match.start()] for match in re.finditer(r"\.", known))
                 yield from ((saved, name) for saved in map(modules.saved.find_entry, parents) if saved is not None)
     for entry in modules.targets.names:  # names of modules that the class calls otherwise
-        name = find_weight_name(model, f"{entry}{_WEIGHT}")
-        if name in shapes and modules.find_entry(name.removesuffix(_WEIGHT)) is None:
+        name = find_weight_name(model, f"{entry}{_WEIGHT_SUFFIX}")
+        if name in shapes and modules.find_entry(name.removesuffix(_WEIGHT_SUFFIX)) is None:
             yield entry, name

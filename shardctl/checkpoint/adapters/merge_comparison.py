@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.verify.content import TensorDifference
 
-_CHECK = "identity"
+_IDENTITY_CHECK_NAME = "identity"
 
 
 def explain_merge_differences(
@@ -52,7 +52,7 @@ def _list_findings(
             f"{names} cannot be compared bit for bit, because {reason}: "
             f"{format_plural(count, 'element')} are one rounding apart, and all others are equal"
         )
-        yield CheckFinding("warning", _CHECK, message)
+        yield CheckFinding("warning", _IDENTITY_CHECK_NAME, message)
     elif merged:
         message = f"merged weights may be one rounding apart, because {reason}; these are further apart"
-        yield CheckFinding("warning", _CHECK, message)
+        yield CheckFinding("warning", _IDENTITY_CHECK_NAME, message)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
     from shardctl.tensors.views import ArrayView
 
-_MATRIX: Final = 2
-_STACK: Final = 3
+_MATRIX_NDIM: Final = 2
+_EXPERT_STACK_NDIM: Final = 3
 _STACKED_BY_INPUT: Final = ("gpt_oss",)
 """Families whose experts are stacked as `[experts, in, out]` (`is_transposed` in transformers)."""
 OUTPUTS_FIRST_VERSION: Final = (0, 19)
@@ -58,11 +58,11 @@ class MergeTarget:
         shape = (base.shape[-2], base.shape[-1])
         chunks = cover_tensor(base)
         magnitude = parts["magnitude"].index() if "magnitude" in parts else None
-        members = range(base.shape[0]) if len(base.shape) == _STACK else (0,)
+        members = range(base.shape[0]) if len(base.shape) == _EXPERT_STACK_NDIM else (0,)
         for member in members:
             left, right = self.find_factors(parts, shape, self.view.origin[0] if self.view else member)
             product = LowRankProduct(left.index(), right.index(), self.rank, self.scaling, self.rounded)
-            if len(base.shape) == _MATRIX:
+            if len(base.shape) == _MATRIX_NDIM:
                 box, stored, name = Box.whole(shape), ChunkIndex(chunks), base.name
             else:
                 box = Box((member, 0, 0), (1, *shape))
@@ -95,11 +95,11 @@ def find_target(
     Raises SourceError for matrices that do not fit, UnsupportedError for a layer that is no matrix.
     """
     assert module.down is not None and module.up is not None  # noqa: S101, PT018 - sorted before
-    if len(module.down.shape) != _MATRIX or len(module.up.shape) != _MATRIX:
+    if len(module.down.shape) != _MATRIX_NDIM or len(module.up.shape) != _MATRIX_NDIM:
         raise UnsupportedError(f"{module.module} is a convolution, and shardctl cannot merge adapters of convolutions")
     tensors, model = checkpoint.manifest.tensors, checkpoint.model
     name = models.find_weight_name(model, f"{module.module}.weight")
-    if not module.inside and name in tensors and len(tensors[name].shape) == _MATRIX:
+    if not module.inside and name in tensors and len(tensors[name].shape) == _MATRIX_NDIM:
         yield _find_matrix(checkpoint, settings, module, name)
         return
     arrays = _list_parameters(checkpoint, settings, module.module)
@@ -168,7 +168,7 @@ def _fit_array(
 ) -> MergeTarget:
     """Find out how the matrices belong to an array of all experts, which PEFT 0.18 takes the other way round."""
     assert module.down is not None and module.up is not None  # noqa: S101, PT018 - asked before
-    if len(shape) != _STACK or module.magnitude is not None or module.bias is not None:
+    if len(shape) != _EXPERT_STACK_NDIM or module.magnitude is not None or module.bias is not None:
         raise UnsupportedError(
             f"{name} has {len(shape)} dims; of single parameters, only stacked experts can be merged"
         )

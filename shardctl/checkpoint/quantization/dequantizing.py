@@ -37,9 +37,9 @@ DEQUANTIZED_MODULES: Final = "dequantize"
 """The option of a record that names the modules that were decoded, if not all were."""
 DEQUANTIZED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantized ones."""
-_WEIGHT: Final = ".weight"
-_MATRIX: Final = 2
-_SHAPE: Final = "weight_shape"
+_WEIGHT_SUFFIX: Final = ".weight"
+_MATRIX_NDIM: Final = 2
+_WEIGHT_SHAPE_ARRAY: Final = "weight_shape"
 """What compressed-tensors calls an array that says the shape of the weight."""
 
 
@@ -252,7 +252,7 @@ def _list_module_names(name: str, encoding: WeightEncoding, stored: Mapping[str,
     codes = encoding.arrays[0]
     held = stored.get(encoding.name(codes))
     spelled = [each.removesuffix(f".{codes.suffix}") for each in held.spelling] if held is not None else []
-    return tuple(dict.fromkeys([encoding.module, name.removesuffix(_WEIGHT), *spelled]))
+    return tuple(dict.fromkeys([encoding.module, name.removesuffix(_WEIGHT_SUFFIX), *spelled]))
 
 
 def dequantize_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
@@ -280,7 +280,7 @@ def _decode_stored_as(result: OpenedCheckpoint, source: OpenedCheckpoint, thread
     if result.stored_quantization is not None or found is None or found.list_weights is None:
         return source
     said = result.record.options if result.record is not None else {}
-    wide = [tensor for tensor in result.manifest.tensors.values() if len(tensor.shape) >= _MATRIX]
+    wide = [tensor for tensor in result.manifest.tensors.values() if len(tensor.shape) >= _MATRIX_NDIM]
     types = Counter(tensor.dtype for tensor in wide if tensor.dtype in FLOATS.values())
     dtype = FLOATS.get(said.get("dtype", "")) or next((each for each, _ in types.most_common(1)), None)
     return source if dtype is None else dequantize_checkpoint(source, dtype, threads)
@@ -296,7 +296,7 @@ def _list_needed_arrays(encoding: WeightEncoding) -> list[WeightArray]:
     assert encoding.decoder is not None  # noqa: S101 - asked before
     values = [getattr(encoding.decoder, each.name) for each in fields(encoding.decoder)]
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantizedArray))}
+    needed = {_WEIGHT_SHAPE_ARRAY, *(part.names[0] for part in parts if isinstance(part, QuantizedArray))}
     return [array for array in encoding.arrays if array.usual in needed]
 
 
@@ -316,7 +316,7 @@ def _build_weights(
     assert encoding.decoder is not None  # noqa: S101 - asked before
     there = [(array, stored[encoding.name(array)]) for array in encoding.arrays if encoding.name(array) in stored]
     shape = (tensor.shape[-2], tensor.shape[-1])
-    if len(tensor.shape) == _MATRIX:
+    if len(tensor.shape) == _MATRIX_NDIM:
         arrays = {array.usual: LocatedArray.of(held, array.form) for array, held in there}
         return [QuantizedWeight(tensor.name, shape, arrays, encoding.decoder, dtype)]
     stacks = zip(*(LocatedArray.of_stack(held, array.form) for array, held in there), strict=True)
@@ -340,7 +340,7 @@ def _build_tensor(
     codes, ending = encoding.arrays[0], tensor.name.removeprefix(f"{encoding.module}.")
     spelled = stored[encoding.name(codes)].spelling
     name = f"{spelled[0].removesuffix(codes.suffix)}{ending}" if spelled else tensor.name
-    lead = len(tensor.shape) - _MATRIX
+    lead = len(tensor.shape) - _MATRIX_NDIM
     chunks = []
     for number, weight in enumerate(parts):
         box = Box((*(number,) * lead, 0, 0), (*(1,) * lead, *tensor.shape[-2:]))

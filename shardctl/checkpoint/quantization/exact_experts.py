@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.models.quantization.encoding import WeightEncoding
 
-_PLACE: Final = "{} (quantized)"
+_QUANTIZED_ARRAY_LABEL: Final = "{} (quantized)"
 """What the place of an array is called in messages."""
-_BLOCK: Final = "weight_block_size"
-_EXPERTS: Final = "expert_dtype"
+_BLOCK_SIZE_KEY: Final = "weight_block_size"
+_EXPERT_DTYPE_KEY: Final = "expert_dtype"
 
 
 def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
@@ -55,10 +55,10 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
     """
     model, plain, config = require_plain_model(checkpoint)
     settings = models.find_quantization_config(config)
-    block = parse_block_size(settings, _BLOCK) if settings is not None else None
+    block = parse_block_size(settings, _BLOCK_SIZE_KEY) if settings is not None else None
     experts = {n: e for n, e in model.encodings.items() if isinstance(e.decoder, PackedFloats)}
     if block is None or not experts:
-        raise UnsupportedError(f"config.json says no {_BLOCK} for the experts", hint="leave --quantize out")
+        raise UnsupportedError(f"config.json says no {_BLOCK_SIZE_KEY} for the experts", hint="leave --quantize out")
     decoded = decode_weights(checkpoint, plain, experts, BY_NAME["F32"], threads)
     rule = ScaleRule(RoundingRecipe("fp8-block", "", "fp8", block, {}, None, "exact"), "F32")
     memory = ScaleMemory()
@@ -72,12 +72,12 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
             made = _build_arrays(decoded.values[weight], experts[weight], rule, memory)
             for each, array in made:
                 tensors[each.name] = each
-                arrays[_PLACE.format(each.name)] = array
+                arrays[_QUANTIZED_ARRAY_LABEL.format(each.name)] = array
         elif name not in gone:
             tensors[name] = tensor
     found = replace_quantization_settings(config, _change_expert_type)
-    if _EXPERTS in config:
-        found = {**found, _EXPERTS: "fp8"}
+    if _EXPERT_DTYPE_KEY in config:
+        found = {**found, _EXPERT_DTYPE_KEY: "fp8"}
     note = f"{len(experts):,} weights of experts are FP8 with the values that they had in FP4"
     thread_bytes = threads * ROUNDING_BYTES + REMEMBERED
     return replace(
@@ -92,7 +92,7 @@ def convert_experts(checkpoint: OpenedCheckpoint, threads: int) -> OpenedCheckpo
 
 
 def _change_expert_type(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**settings, _EXPERTS: "fp8"} if _EXPERTS in settings else settings
+    return {**settings, _EXPERT_DTYPE_KEY: "fp8"} if _EXPERT_DTYPE_KEY in settings else settings
 
 
 def _build_arrays(
@@ -105,7 +105,7 @@ def _build_arrays(
     scale = next(array for array in encoding.arrays if array.usual in ("scale", "weight_scale"))
     stem = values.spelling[0].removesuffix("weight") if values.spelling else ""
     for array in (RoundedIntegers(weight), RoundedScales(weight, scale.suffix)):
-        where = Region(_PLACE.format(array.name), 0, compute_dense_strides(array.dtype, array.shape))
+        where = Region(_QUANTIZED_ARRAY_LABEL.format(array.name), 0, compute_dense_strides(array.dtype, array.shape))
         chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
         spelling = (f"{stem}{array.name.removeprefix(f'{encoding.module}.')}",) if stem else ()
         read = values.encoded_bytes if isinstance(array, RoundedIntegers) else 0

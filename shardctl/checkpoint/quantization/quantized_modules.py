@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from shardctl.models.rounding.recipes import RoundingRecipe
     from shardctl.tensors.manifest import Tensor
 
-_WEIGHT: Final = ".weight"
-_MATRIX: Final = 2
-_STACK: Final = 3
-_USUAL: Final = ("re:.*shared_expert_gate$", "re:.*linear_attn[.].*", "re:.*indexer[.].*")
+_WEIGHT_SUFFIX: Final = ".weight"
+_MATRIX_NDIM: Final = 2
+_EXPERT_STACK_NDIM: Final = 3
+_DEFAULT_IGNORE_PATTERNS: Final = ("re:.*shared_expert_gate$", "re:.*linear_attn[.].*", "re:.*indexer[.].*")
 """What LLM Compressor ignores in its examples, beside heads and routers."""
-_LATENTS: Final = ("re:.*[.]q_a_proj$", "re:.*[.]kv_a_proj_with_mqa$")
+_LATENT_PROJECTION_PATTERNS: Final = ("re:.*[.]q_a_proj$", "re:.*[.]kv_a_proj_with_mqa$")
 """Latent projections, which engines put into one matrix; those of kv do not end with a block."""
-_PATTERNS: Final = (
+_IGNORE_PATTERN_HINT: Final = (
     "modules are named as in the ignore list of compressed-tensors: a whole name, or re: and an expression"
 )
 
@@ -60,9 +60,9 @@ def select_modules(
     left, or that has a layer which groups do not divide.
     """
     stored = checkpoint.manifest.tensors
-    matrices = {n: t for n, t in stored.items() if len(t.shape) >= _MATRIX and dtypes[n].name in CASTABLE}
+    matrices = {n: t for n, t in stored.items() if len(t.shape) >= _MATRIX_NDIM and dtypes[n].name in CASTABLE}
     _check_entries(ignore, matrices)
-    usual = (*_USUAL, *(_LATENTS if recipe.block[0] > 1 else ()))
+    usual = (*_DEFAULT_IGNORE_PATTERNS, *(_LATENT_PROJECTION_PATTERNS if recipe.block[0] > 1 else ()))
     left = match_exact_names((*usual, *ignore))
     proposed = quantize_model(model, {**(checkpoint.config or {}), "quantization_config": recipe.build_config(())})
     inside = _list_text_names(checkpoint, model)
@@ -81,14 +81,16 @@ def select_modules(
     taken = set(chosen)
     rest = [tensor for name, tensor in matrices.items() if name not in taken]
     ignored = dict.fromkeys(module for tensor in rest for module in list_linear_modules(model, tensor))
-    shown = models.list_name_patterns(tensor.name.removesuffix(_WEIGHT) for tensor in rest)
+    shown = models.list_name_patterns(tensor.name.removesuffix(_WEIGHT_SUFFIX) for tensor in rest)
     note = f"; left as they are: {format_first_few(shown, len(shown))}, and all vectors" if shown else ""
     return ModuleSelection(chosen, tuple(ignored), note, _describe_stacks(model, rest))
 
 
 def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
     """Describe the experts of which all of a layer are one array; empty if there are none."""
-    stacks = [t for t in rest if len(t.shape) == _STACK and model.tensors[t.name].row.dims.startswith("expert ")]
+    stacks = [
+        t for t in rest if len(t.shape) == _EXPERT_STACK_NDIM and model.tensors[t.name].row.dims.startswith("expert ")
+    ]
     if not stacks:
         return ""
     patterns = models.list_name_patterns(tensor.name for tensor in stacks)
@@ -102,7 +104,7 @@ def _describe_stacks(model: Model, rest: Sequence[Tensor]) -> str:
 def list_modules(tensor: Tensor) -> tuple[str, ...]:
     """List the names of the modules that have a weight: of all that are tied, and as the source spells them."""
     names = (tensor.name, *tensor.ties, *tensor.spelling)
-    return tuple(dict.fromkeys(name.removesuffix(_WEIGHT) for name in names))
+    return tuple(dict.fromkeys(name.removesuffix(_WEIGHT_SUFFIX) for name in names))
 
 
 def list_linear_modules(model: Model, tensor: Tensor) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ def list_linear_modules(model: Model, tensor: Tensor) -> tuple[str, ...]:
     known = model.tensors.get(tensor.name)
     first = known is not None and {kind for kind, _ in known.spec.where} >= {"first"}
     embeds = first and known is not None and known.row.dims.startswith("vocab")
-    return tuple(name.removesuffix(_WEIGHT) for name in tensor.ties) if embeds else list_modules(tensor)
+    return tuple(name.removesuffix(_WEIGHT_SUFFIX) for name in tensor.ties) if embeds else list_modules(tensor)
 
 
 def _is_head(model: Model, name: str) -> bool:
@@ -129,7 +131,7 @@ def _check_entries(ignore: Sequence[str], matrices: Mapping[str, Tensor]) -> Non
     for entry in ignore:
         named = match_exact_names((entry,))
         if not any(named(list_modules(tensor)) for tensor in matrices.values()):
-            raise UsageError(f"--quantize-ignore {entry!r} is no module of this model", hint=_PATTERNS)
+            raise UsageError(f"--quantize-ignore {entry!r} is no module of this model", hint=_IGNORE_PATTERN_HINT)
 
 
 def _check_groups(chosen: Sequence[str], stored: Mapping[str, Tensor], recipe: RoundingRecipe) -> None:
@@ -137,7 +139,7 @@ def _check_groups(chosen: Sequence[str], stored: Mapping[str, Tensor], recipe: R
     high, wide = recipe.block
     uneven = [name for name in chosen if high == 1 and wide and stored[name].shape[1] % wide]
     if uneven:
-        patterns = models.list_name_patterns(name.removesuffix(_WEIGHT) for name in uneven)
+        patterns = models.list_name_patterns(name.removesuffix(_WEIGHT_SUFFIX) for name in uneven)
         example = stored[uneven[0]]
         raise UnsupportedError(
             f"{recipe.name} has groups of {wide} inputs, which do not divide the {example.shape[1]} of {example.name}",

@@ -35,8 +35,8 @@ EXACT_RECIPE: Final = "fp8-block"
 """The format that FP4 experts of a checkpoint of FP8 are converted to if it holds them exactly."""
 EXPERT_TYPE: Final = "expert_dtype"
 """The key of config.json that says what the experts of DeepSeek-V4 are."""
-_KEY: Final = "quantization_config"
-_PLACE: Final = "{} (quantized)"
+_QUANTIZATION_CONFIG_KEY: Final = "quantization_config"
+_QUANTIZED_ARRAY_LABEL: Final = "{} (quantized)"
 """What the place of an array is called in messages."""
 _EXPERT_CODES: Final = re.compile(r"\.experts\.\d+\.\w+\.weight(_packed)?$")
 _NEEDING_DATA: Final = {
@@ -45,7 +45,7 @@ _NEEDING_DATA: Final = {
     "nvfp4-w4a4": "has a global scale of activations; nvfp4 quantizes weights alone",
     **dict.fromkeys(("gptq", "awq", "smoothquant", "autoround", "spinquant"), "moves errors to where data shows least"),
 }
-_FUSED: Final = (
+_FUSED_MODULE_GROUPS: Final = (
     ("gate_proj", "up_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -168,14 +168,14 @@ def _encode_checkpoint(
             continue
         for array in _list_arrays(weights[name]):
             tensors[array.name] = _build_tensor(tensor, array)
-            arrays[_PLACE.format(array.name)] = array
+            arrays[_QUANTIZED_ARRAY_LABEL.format(array.name)] = array
         if recipe.number == "int4":
             shape = _build_shape_tensor(tensor, weights[name].matrix.module)
             tensors[shape.name] = shape
     manifest = replace(checkpoint.manifest, tensors=tensors)
     if selection.warning:
         manifest = replace(manifest, warnings=(*manifest.warnings, selection.warning))
-    config = {**(checkpoint.config or {}), _KEY: settings}
+    config = {**(checkpoint.config or {}), _QUANTIZATION_CONFIG_KEY: settings}
     note = f"{len(weights):,} weights are quantized to {recipe.name}{selection.note}"
     thread_bytes = threads * ROUNDING_BYTES + REMEMBERED
     return replace(
@@ -222,7 +222,9 @@ def _build_peaks(matrices: Mapping[str, StoredMatrix], rules: Mapping[DType, Sca
             continue
         rule = rules[matrix.dtype]
         parent, _, own = matrix.module.rpartition(".")
-        together = next((group for group in _FUSED if own in group), ()) if rule.recipe.scale == "fp8" else ()
+        together = (
+            next((group for group in _FUSED_MODULE_GROUPS if own in group), ()) if rule.recipe.scale == "fp8" else ()
+        )
         names = [f"{parent}.{each}.weight" for each in together] or [name]
         members = [matrices[each] for each in names if each in matrices and matrices[each].dtype == matrix.dtype]
         peak = SharedPeak(members, rule)
@@ -243,7 +245,7 @@ def _build_tensor(tensor: Tensor, array: RoundedIntegers | RoundedScales | Whole
     """The array as a tensor in a file of its own, which is named as the source names the weight."""
     codes = tensor.name == array.name or array.name.endswith("_packed")
     read = (tensor.nbytes if tensor.encoded_bytes is None else tensor.encoded_bytes) if codes else 0
-    where = Region(_PLACE.format(array.name), 0, compute_dense_strides(array.dtype, array.shape))
+    where = Region(_QUANTIZED_ARRAY_LABEL.format(array.name), 0, compute_dense_strides(array.dtype, array.shape))
     chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
     passes = 2 if array.weight.rule.recipe.whole else 1
     return Tensor(

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.manifest import Tensor
 
-_MATRIX: Final = 2
-_JOINED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_MATRIX_NDIM: Final = 2
+_FUSED_MODULE_GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Modules that engines put into one matrix, all of which are quantized, or none."""
 
 
@@ -69,7 +69,7 @@ def spare_modules(
     others = [
         module
         for name, tensor in tensors.items()
-        if name not in decoded and len(tensor.shape) == _MATRIX and tensor.dtype.name in CASTABLE
+        if name not in decoded and len(tensor.shape) == _MATRIX_NDIM and tensor.dtype.name in CASTABLE
         if name in plain.tensors
         for module in list_linear_modules(plain, tensor)
     ]
@@ -118,7 +118,7 @@ def _note_divided_modules(tensors: Mapping[str, Tensor], decoded: Mapping[str, T
     modules = {name.removesuffix(".weight") for name in decoded}
     parents = {module.rpartition(".")[0] for module in modules}
     there = {name.rpartition(".")[0] for name in tensors}
-    for group in _JOINED:
+    for group in _FUSED_MODULE_GROUPS:
         divided = [
             parent
             for parent in sorted(parents)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_CODES: Final = SMALL_FLOATS | {"F4", "F6_E2M3", "F6_E3M2", "I8", "U8", "I16", "U16", "I32", "U32"}
+_PACKED_WEIGHT_DTYPES: Final = SMALL_FLOATS | {"F4", "F6_E2M3", "F6_E3M2", "I8", "U8", "I16", "U16", "I32", "U32"}
 """Types of codes; integers of 64 bits, and booleans, are what they say."""
-_NUMBERS: Final = CASTABLE | SMALL_FLOATS | {"F8_E8M0"}
-_MATRIX: Final = 2
-_PARAMETERS: Final = ("weight", "bias")
-_BIASES: Final = "_bias"
-_SHARED: Final = 4
+_SCALE_DTYPES: Final = CASTABLE | SMALL_FLOATS | {"F8_E8M0"}
+_MATRIX_NDIM: Final = 2
+_PLAIN_PARAMETER_NAMES: Final = ("weight", "bias")
+_BIAS_SUFFIX: Final = "_bias"
+_MIN_WEIGHTS_PER_SCALE: Final = 4
 """Codes for each number beside them, at least: a scale belongs to many, and another weight has about as many."""
 _CODE_BITS: Final = 2
 """Bits of the smallest codes that share an integer."""
@@ -41,14 +41,14 @@ def find_quantized_arrays(tensors: Mapping[str, Tensor], explained: Collection[s
         return {}
     beside: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.dtype.name in _NUMBERS and name not in explained:
+        if tensor.dtype.name in _SCALE_DTYPES and name not in explained:
             beside[name.rpartition(".")[0]].append(tensor)
     return {array.name: tensor for tensor in codes for array in _list_beside(tensor, beside)}
 
 
 def is_code(tensor: Tensor) -> bool:
     """Return whether a tensor has a type and a shape that codes of a quantized weight may have."""
-    return tensor.dtype.name in _CODES and len(tensor.shape) >= _MATRIX
+    return tensor.dtype.name in _PACKED_WEIGHT_DTYPES and len(tensor.shape) >= _MATRIX_NDIM
 
 
 def _list_beside(codes: Tensor, beside: Mapping[str, list[Tensor]]) -> Iterator[Tensor]:
@@ -62,8 +62,13 @@ def _list_beside(codes: Tensor, beside: Mapping[str, list[Tensor]]) -> Iterator[
         for tensor in beside.get(module, ()):
             leaf = tensor.name.rpartition(".")[2]
             named = tensor.name.startswith((f"{codes.name}_", f"{codes.name}."))
-            few = tensor.size * _SHARED <= count or not tensor.shape
-            if tensor is not codes and leaf not in _PARAMETERS and not leaf.endswith(_BIASES) and (named or few):
+            few = tensor.size * _MIN_WEIGHTS_PER_SCALE <= count or not tensor.shape
+            if (
+                tensor is not codes
+                and leaf not in _PLAIN_PARAMETER_NAMES
+                and not leaf.endswith(_BIAS_SUFFIX)
+                and (named or few)
+            ):
                 yield tensor
     if not parent:
         yield from (t for t in beside.get("", ()) if t.name.startswith((f"{codes.name}_", f"{codes.name}.")))

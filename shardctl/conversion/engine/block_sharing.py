@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_PROBE: Final = ".shardctl-probe"
+_PROBE_FILE_NAME: Final = ".shardctl-probe"
 
 
 def prepare_sharing(source: Source, have: Manifest, target: LocalTarget) -> Callable[[], BlockSharer]:
@@ -44,11 +44,11 @@ def prepare_sharing(source: Source, have: Manifest, target: LocalTarget) -> Call
 def _share_probe(target: LocalTarget, file: Path) -> bool:
     """Return whether a new file can share the first block of another; the new one is removed, and all are closed."""
     try:
-        target.create(_PROBE, PAGE)
-        return target.share_at(_PROBE, 0, PAGE, file, 0)
+        target.create(_PROBE_FILE_NAME, PAGE)
+        return target.share_at(_PROBE_FILE_NAME, 0, PAGE, file, 0)
     finally:
         target.close()
-        (target.root / _PROBE).unlink(missing_ok=True)
+        (target.root / _PROBE_FILE_NAME).unlink(missing_ok=True)
 
 
 class BlockSharer:

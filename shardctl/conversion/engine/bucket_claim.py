@@ -51,7 +51,7 @@ wait that follows a kill elsewhere."""
 LOOK_SECONDS: Final = 5.0
 """How often a run that sends a large object looks whether the place is still its own."""
 _POLL_SECONDS: Final = 0.25
-_RUN: Final = f"{STATE}run-"
+_RUN_NOTE_PREFIX: Final = f"{STATE}run-"
 _NOT_TERMS: Final = frozenset({"replaces", "run", "earlier", "record"})
 _writing: Final[set[str]] = set()
 """The runs of this process that are writing."""
@@ -234,14 +234,16 @@ class BucketClaim:
         """Remove what an earlier run wrote before this one had its place, and nothing else."""
         now = self._bucket.objects()
         names = frozenset(self.plan["earlier"])
-        gone = [path for path in now if path in names or (path.startswith(STATE) and not path.startswith(_RUN))]
+        gone = [
+            path for path in now if path in names or (path.startswith(STATE) and not path.startswith(_RUN_NOTE_PREFIX))
+        ]
         same = [path for path in gone if path != PLAN and path in objects and objects[path].etag == now[path].etag]
         self._bucket.delete([*same, *self._list_idle_runs(now)])
 
     @property
     def note(self) -> str:
         """The key under which this run notes whether it is writing."""
-        return f"{_RUN}{self._run}"
+        return f"{_RUN_NOTE_PREFIX}{self._run}"
 
     @contextlib.contextmanager
     def section(self, sent: Mapping[str, str]) -> Iterator[None]:
@@ -317,14 +319,14 @@ class BucketClaim:
 
     def _list_writing_runs(self, objects: Iterable[str]) -> list[str]:
         """List the notes of other runs that write, as far as they are not known to be dead."""
-        notes = [path for path in objects if path.startswith(_RUN) and path != self.note]
-        return [path for path in notes if _is_writing(path.removeprefix(_RUN), self._bucket.read(path))]
+        notes = [path for path in objects if path.startswith(_RUN_NOTE_PREFIX) and path != self.note]
+        return [path for path in notes if _is_writing(path.removeprefix(_RUN_NOTE_PREFIX), self._bucket.read(path))]
 
     def _list_idle_runs(self, objects: Iterable[str]) -> list[str]:
         """List the notes of other runs that write nothing now."""
         found = list(objects)
         writing = self._list_writing_runs(found)
-        return [path for path in found if path.startswith(_RUN) and path not in {self.note, *writing}]
+        return [path for path in found if path.startswith(_RUN_NOTE_PREFIX) and path not in {self.note, *writing}]
 
     def commit(self, record: bytes) -> None:
         """Note the record, after which no other run takes the place; raises DestinationError if one has."""

@@ -27,11 +27,11 @@ Key = tuple[int, int]
 """Position of the tensor in the copy plan, position of the band in the tensor."""
 
 
-_LONGEST: Final = 4096
+_MAX_LINE_BYTES: Final = 4096
 """Bytes of a line at most; the widest element has a few hundred."""
 
 
-_MARGIN: Final = 16
+_LINE_CHECKSUM_BYTES: Final = 16
 """Bytes of a line for its own check."""
 
 _HEADER_TEXT: Final = TextLimits(size=64 << 20, memory=256 << 20, depth=8)
@@ -136,7 +136,7 @@ class BandJournal:
         """
         noted = {}
         with translate_os_errors(path, "reading"), path.open("rb") as lines:
-            while line := lines.readline(_LONGEST):
+            while line := lines.readline(_MAX_LINE_BYTES):
                 found = _parse_line(line)
                 if isinstance(found, _FileTouch):
                     noted[found.file] = found.changed
@@ -146,7 +146,7 @@ class BandJournal:
         keys, places = array("q"), array("q")
         place, proved = 0, set[str]()
         with self._path.open("rb") as lines:
-            while line := lines.readline(_LONGEST):  # the pieces of a longer one are no lines
+            while line := lines.readline(_MAX_LINE_BYTES):  # the pieces of a longer one are no lines
                 found = _parse_line(line)
                 if isinstance(found, str):
                     proved.add(found)
@@ -166,7 +166,7 @@ class BandJournal:
         if place is None:
             return None
         with translate_os_errors(self._path, "reading"):
-            lines = os.pread(self._descriptor, _LONGEST, place)
+            lines = os.pread(self._descriptor, _MAX_LINE_BYTES, place)
         row = _parse_line(lines.partition(b"\n")[0])
         return row[1] if isinstance(row, tuple) else None
 
@@ -216,7 +216,7 @@ def _format_line(row: tuple[Key, JournalEntry]) -> str:
     key, (read, written, overflowed, crcs) = row
     fixed = [*key, str(read), str(written), overflowed]
     text = json.dumps([*fixed, crcs])
-    if len(text) > _LONGEST - _MARGIN:
+    if len(text) > _MAX_LINE_BYTES - _LINE_CHECKSUM_BYTES:
         text = json.dumps([*fixed, []])
     return _with_check(text)
 

@@ -18,9 +18,9 @@ from shardctl.storage.durable import translate_os_errors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ATTEMPTS: Final = 10
+_MAX_LOCK_ATTEMPTS: Final = 10
 """How often a run that is just ending may take the file away from under us."""
-_PAUSE: Final = (0.02, 0.2)
+_RETRY_DELAY_SECONDS: Final = (0.02, 0.2)
 """Seconds between two tries."""
 
 
@@ -58,12 +58,12 @@ class DestinationLock:
                 except DestinationError:
                     if time.monotonic() > deadline:
                         raise
-                    time.sleep(random.uniform(*_PAUSE))  # noqa: S311 - so that many do not try again at once
+                    time.sleep(random.uniform(*_RETRY_DELAY_SECONDS))  # noqa: S311 - so that many do not try again at once
                 else:
                     return
 
     def _acquire(self) -> None:
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_LOCK_ATTEMPTS):
             self._path.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the owner just removed the directory
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

@@ -31,7 +31,7 @@ NEW: Final = f"{STATE}new/"
 """Where objects wait that may not have their names yet."""
 REPLACEMENT: Final = f"{STATE}publishing.json"
 """The note of a replacement; it goes before the objects that it speaks of."""
-_CONFIG: Final = "config.json"
+_CONFIG_FILE: Final = "config.json"
 
 
 class ReplacedObjects(TypedDict, total=False):
@@ -66,10 +66,10 @@ class BucketReplacement:
         if RECORD in objects and objects[RECORD].etag != self.replaces.get("etag"):
             return
         old = self.replaces.get("files", {})
-        for first in (RECORD, _CONFIG):
+        for first in (RECORD, _CONFIG_FILE):
             bucket.delete([path for path in old if path == first and path in objects])
-        bucket.delete([path for path in old if path not in {RECORD, _CONFIG, *self.staged} and path in objects])
-        for path in sorted(self.staged, key=lambda path: (path == _CONFIG, path)):
+        bucket.delete([path for path in old if path not in {RECORD, _CONFIG_FILE, *self.staged} and path in objects])
+        for path in sorted(self.staged, key=lambda path: (path == _CONFIG_FILE, path)):
             waiting = objects.get(f"{NEW}{path}")
             if waiting is None:
                 raise self._lost(bucket, path)

@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 TREE_DIGITS: Final = 16
 """Hexadecimal digits in the name of a staged tree."""
-_LONGEST: Final = 255
+_MAX_NAME_BYTES: Final = 255
 """Bytes of a name (`NAME_MAX` of Linux's file systems)."""
-_OLD: Final = "old"
+_REPLACED_CHECKPOINT_NAME: Final = "old"
 """The name of the checkpoint that is replaced, while no step exchanges the two."""
-_TREE: Final = re.compile(rf"[0-9a-f]{{{TREE_DIGITS}}}|{_OLD}")
+_STAGING_DIRECTORY_PATTERN: Final = re.compile(rf"[0-9a-f]{{{TREE_DIGITS}}}|{_REPLACED_CHECKPOINT_NAME}")
 """The names of directories that runs make in a staging area; any other may hold files of somebody else."""
 
 _Way = Literal["rename", "exchange", "move"]
@@ -129,7 +129,7 @@ class StagingArea:
         self.journal = self.root / "journal.jsonl"
         self.published = False
         """Whether an earlier run was killed after its result had taken its final name."""
-        self._old = self.root / _OLD
+        self._old = self.root / _REPLACED_CHECKPOINT_NAME
         self._note = self.root / "publishing.json"
         self._lock = DestinationLock(self.root / "lock", f"writing {self.destination}")
         with translate_os_errors(destination, "looking at"):
@@ -299,7 +299,7 @@ class StagingArea:
             raise DestinationError(
                 f"{self.root} was not made by this user", hint="remove it, or choose another destination"
             )
-        foreign = [entry.name for entry in self._trees() if _TREE.fullmatch(entry.name) is None]
+        foreign = [entry.name for entry in self._trees() if _STAGING_DIRECTORY_PATTERN.fullmatch(entry.name) is None]
         if foreign:
             raise DestinationError(
                 f"{self.root} holds directories that shardctl did not make, and which would be removed: "
@@ -394,7 +394,7 @@ def find_staging_roots(destination: Path) -> tuple[Path, Path]:
 def _name_beside(name: str) -> str:
     """Return what the staging area beside a destination is called; long names have no room for more."""
     beside = f".{name}.shardctl"
-    if len(name_to_bytes(beside)) > _LONGEST:
+    if len(name_to_bytes(beside)) > _MAX_NAME_BYTES:
         beside = f".{hashlib.sha256(name_to_bytes(name)).hexdigest()}.shardctl"
     return beside
 

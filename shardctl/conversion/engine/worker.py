@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 COUNT: Final = "SHARDCTL_WORKERS"
 """How many workers there are, where a launcher does not say."""
-_LAUNCHERS: Final = (
+_LAUNCHER_VARIABLES: Final = (
     ("torchrun", "RANK", "WORLD_SIZE"),  # pytorch/torch/distributed/run.py, "Environment Variables"
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),  # srun(1), "OUTPUT ENVIRONMENT VARIABLES"
     ("Kubernetes", "JOB_COMPLETION_INDEX", COUNT),  # kubernetes.io, "Indexed Job": a pod is not told how many there are
 )
 """Each with the variable of the number and that of the count."""
-_TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_ID_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 """Set by torchrun for what it starts, which Slurm or Kubernetes may have started it for."""
 
 
-_JOBS: Final = (("torchrun", _TORCHRUN), ("slurm", "SLURM_JOB_ID"))
+_JOB_ID_VARIABLES: Final = (("torchrun", _TORCHRUN_ID_VARIABLE), ("slurm", "SLURM_JOB_ID"))
 """What names a job, and stays when the launcher starts a worker of it again."""
-_MOST: Final = 100_000
+_MAX_WORKERS: Final = 100_000
 """Workers: each is looked for by every other."""
-_UNNAMED: Final = frozenset({"", "none"})
+_PLACEHOLDER_JOB_IDS: Final = frozenset({"", "none"})
 
 
 def find_job_name(environment: Mapping[str, str]) -> str:
@@ -38,8 +38,8 @@ def find_job_name(environment: Mapping[str, str]) -> str:
     >>> find_job_name({"SLURM_JOB_ID": "4711"})
     'slurm 4711'
     """
-    found = ((launcher, environment.get(name, "")) for launcher, name in _JOBS)
-    return next((f"{launcher} {name}" for launcher, name in found if name not in _UNNAMED), "")
+    found = ((launcher, environment.get(name, "")) for launcher, name in _JOB_ID_VARIABLES)
+    return next((f"{launcher} {name}" for launcher, name in found if name not in _PLACEHOLDER_JOB_IDS), "")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,9 +60,10 @@ class WorkerId:
                 if self.count == 1
                 else "the first of two workers is 0/2",
             )
-        if self.count > _MOST:
+        if self.count > _MAX_WORKERS:
             raise UsageError(
-                f"{self.count:,} workers are more than {_MOST:,}", hint="use no more workers than there are files"
+                f"{self.count:,} workers are more than {_MAX_WORKERS:,}",
+                hint="use no more workers than there are files",
             )
 
     def __str__(self) -> str:
@@ -91,13 +92,13 @@ class WorkerId:
 
 def _find_launched_worker(environment: Mapping[str, str]) -> WorkerId:
     found: dict[str, WorkerId] = {}
-    for launcher, number, count in _LAUNCHERS:
+    for launcher, number, count in _LAUNCHER_VARIABLES:
         if number in environment:
             found[f"{launcher} ({number}, {count})"] = _parse_launcher_variables(environment, launcher, number, count)
-        if launcher == "torchrun" and found and _TORCHRUN in environment:
+        if launcher == "torchrun" and found and _TORCHRUN_ID_VARIABLE in environment:
             break
     if not found:
-        known = ", ".join(f"{number} and {count} ({launcher})" for launcher, number, count in _LAUNCHERS)
+        known = ", ".join(f"{number} and {count} ({launcher})" for launcher, number, count in _LAUNCHER_VARIABLES)
         raise UsageError(
             f"--worker auto finds none of {known}", hint="give the number: --worker 0/3 is the first of three"
         )

@@ -130,7 +130,7 @@ class WorkerGroup:
         return self._staging.root / f"{WORKER_PREFIX}{worker.number:05d}.{what}"
 
 
-_WORDS: Final = {
+_DIFFERENCE_LABELS: Final = {
     "plan": "plan",
     "source": "state of the source",
     "sample": "content of the source, of the same size and time",
@@ -140,7 +140,7 @@ _WORDS: Final = {
     "version": "version of shardctl",
 }
 """What differs, in a sentence."""
-_SHORT: Final = frozenset({"workers", "version"})
+_PRINTABLE_FIELDS: Final = frozenset({"workers", "version"})
 """What can be shown."""
 _BY_FILE: Final = frozenset({"source", "sample"})
 
@@ -154,12 +154,12 @@ def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination:
     """
     differing = next((key for key in wanted if found.get(key) != wanted[key]), "schema")
     before, now = found.get(differing), wanted.get(differing)
-    more = f": {before}, not {now}" if differing in _SHORT else ""
+    more = f": {before}, not {now}" if differing in _PRINTABLE_FIELDS else ""
     if differing in _BY_FILE and isinstance(before, dict) and isinstance(now, dict):
         more = f": {format_first_few(sorted(path for path in before | now if before.get(path) != now.get(path)))}"
     return DestinationError(
         f"{destination} is being written by {found.get('workers')} workers with another "
-        f"{_WORDS.get(differing, differing)}{more}",
+        f"{_DIFFERENCE_LABELS.get(differing, differing)}{more}",
         hint=f"give all workers one command over one source; to give up what they have, {give_up}",
     )
 

@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.manifest import Chunk, Manifest
 
-_INNER: Final = ".adapter."
-_ARRAY: Final = re.compile(
+_ADAPTER_NAME_INFIX: Final = ".adapter."
+_ADAPTER_ARRAY_PATTERN: Final = re.compile(
     r"(?P<layer>.+)\.adapter(?:\.adapter_(?P<part>q|k|v|gate|up))?\.linear_(?P<side>in|out)\.weight"
 )
-_LINEAR: Final = re.compile(r"model\.layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight")
+_LINEAR_LAYER_PATTERN: Final = re.compile(
+    r"model\.layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight"
+)
 """Layers of which the export of Megatron-Bridge is known: those of models without experts."""
-_MATRICES: Final = {"in": "lora_A", "out": "lora_B"}
+_LORA_MATRIX_NAMES: Final = {"in": "lora_A", "out": "lora_B"}
 
 
 def is_adapter_alone(stored: Manifest) -> bool:
     """Return whether arrays are those of an adapter without its base."""
     arrays = stored.tensors if stored.dialect is not None else {}
-    return bool(arrays) and all(_INNER in name for name in arrays)
+    return bool(arrays) and all(_ADAPTER_NAME_INFIX in name for name in arrays)
 
 
 def bind_adapter_arrays(schema: Schema, base: Model, stored: Manifest) -> dict[str, Tensor]:
@@ -55,7 +57,7 @@ def bind_adapter_arrays(schema: Schema, base: Model, stored: Manifest) -> dict[s
         for entry in _build_entries(base, array, entries):
             for matrix, chunk in pull_chunks(entry, array):
                 chunks.setdefault(matrix, []).append(chunk)
-            side = _ARRAY.fullmatch(name)
+            side = _ADAPTER_ARRAY_PATTERN.fullmatch(name)
             inputs = side is not None and side["side"] == "in"
             for piece in entry.content.pieces:
                 weight = base.tensors[_find_weight(piece.tensor)]
@@ -67,10 +69,10 @@ def bind_adapter_arrays(schema: Schema, base: Model, stored: Manifest) -> dict[s
 
 def _build_entries(base: Model, array: Tensor, entries: dict[str, SchemaEntry]) -> Iterator[SchemaEntry]:
     """Yield what an array is made of; the inputs of a layer that is several are each one's, so there are several."""
-    match = _ARRAY.fullmatch(array.name)
+    match = _ADAPTER_ARRAY_PATTERN.fullmatch(array.name)
     layer = entries.get(f"{match['layer']}.weight") if match is not None else None
     pieces = layer.content.pieces if layer is not None else ()
-    if match is None or layer is None or not all(_LINEAR.fullmatch(piece.tensor) for piece in pieces):
+    if match is None or layer is None or not all(_LINEAR_LAYER_PATTERN.fullmatch(piece.tensor) for piece in pieces):
         raise UnsupportedError(f"shardctl does not know what {array.name} becomes in PEFT", hint=BRIDGE_ADAPTER)
     whole = layer.content.shape
     stack = whole[:-2]
@@ -105,7 +107,7 @@ def _build_entries(base: Model, array: Tensor, entries: dict[str, SchemaEntry]) 
 
 
 def _name_matrix(weight: str, side: str) -> str:
-    return f"{ADAPTER_PREFIX}{weight.removesuffix('.weight')}.{_MATRICES[side]}.weight"
+    return f"{ADAPTER_PREFIX}{weight.removesuffix('.weight')}.{_LORA_MATRIX_NAMES[side]}.weight"
 
 
 def _find_weight(matrix: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXPERTS: Final = ("keep", "fused", "split")
 """The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""
-_TAIL: Final = 3
+_NAME_TAIL_LENGTH: Final = 3
 """Words of a name that tell an array that only files have from those of the class."""
 
 
@@ -232,7 +232,7 @@ def _find_stored_name(fusion: TensorFusion, tensors: list[Tensor]) -> str | None
     (name,) = spelling
     stack_of_one = len(tensors) == 1 and fusion.shape != tensors[0].shape
     if fusion.stored:  # under a prefix that the class has, the names end alike
-        return name if name.split(".")[-_TAIL:] == fusion.name.split(".")[-_TAIL:] else None
+        return name if name.split(".")[-_NAME_TAIL_LENGTH:] == fusion.name.split(".")[-_NAME_TAIL_LENGTH:] else None
     return None if stack_of_one and not f".{fusion.name}".endswith(f".{name}") else name
 
 

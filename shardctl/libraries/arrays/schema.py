@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.naming_scheme import NamingScheme
 
-_KINDS: Final = ("weight", "bias")
-_NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_NORM_WEIGHT_PATTERN: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
 
 
 @value_class
@@ -88,7 +88,7 @@ class ModelParts:
         known = self.model.tensors.get(self.resolve(name))
         if known is None:
             raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
-        affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
+        affine = self.norms if self.norms and _NORM_WEIGHT_PATTERN.fullmatch(known.name) else ""
         return CompositeArray.whole(known.name, known.shape, affine)
 
     def is_optional(self, name: str) -> bool:
@@ -136,7 +136,7 @@ class SchemaRank:
 
     def column_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
         """Yield a layer whose outputs are cut, its bias with them."""
-        for kind in _KINDS:
+        for kind in _PARAMETER_NAMES:
             if f"{name}.{kind}" in self:
                 yield SchemaEntry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
 

@@ -20,7 +20,7 @@ from shardctl.base.errors import UsageError
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-_SUFFIX: Final = ".json"
+_PROFILE_SUFFIX: Final = ".json"
 
 
 class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +82,9 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def list_consumers() -> tuple[str, ...]:
     """List every profile as `--for` takes it, such as ``vllm@0.32``; of each consumer the newest version first."""
     names = [
-        path.name.removesuffix(_SUFFIX).rpartition("-") for path in _profile_folder().iterdir() if _is_profile(path)
+        path.name.removesuffix(_PROFILE_SUFFIX).rpartition("-")
+        for path in _profile_folder().iterdir()
+        if _is_profile(path)
     ]
     ordered = sorted(names, key=lambda one: _parse_version(one[2]), reverse=True)
     return tuple(f"{name}@{version}" for name, _, version in sorted(ordered, key=lambda one: one[0]))
@@ -103,7 +105,7 @@ def find_profile(text: str) -> ConsumerProfile:
             f"{name} {version} was not compared with anything here",
             hint=f"use {', '.join(f'{name}@{one}' for one in known)}, whichever is nearest",
         )
-    return _load_profile(f"{name}-{found}{_SUFFIX}")
+    return _load_profile(f"{name}-{found}{_PROFILE_SUFFIX}")
 
 
 def list_rejecting_consumers() -> tuple[str, ...]:
@@ -122,7 +124,7 @@ def _profile_folder() -> Traversable:
 
 
 def _is_profile(path: Traversable) -> bool:
-    return path.name.endswith(_SUFFIX)
+    return path.name.endswith(_PROFILE_SUFFIX)
 
 
 def _shorten_version(consumer: str, version: str) -> str:

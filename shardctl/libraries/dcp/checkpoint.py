@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import CheckpointFile, Chunk, Tensor
 
-_FLAT: Final = "_flat_param"
+_FLAT_PARAMETER_SUFFIX: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
-_COMPARED: Final = 4 << 10
+_TIE_COMPARISON_BYTES: Final = 4 << 10
 """Bytes of each box by which a tied weight, saved once for each name, is recognised: random weights differ in few."""
 
 
@@ -54,7 +54,7 @@ class DcpCollector:
         Several metadata are those of the ranks of one save.
         """
         saved = _SortedSave(self, model)
-        flat = {key: name for key, name in saved.sorted.weights.items() if name.endswith(_FLAT)}
+        flat = {key: name for key, name in saved.sorted.weights.items() if name.endswith(_FLAT_PARAMETER_SUFFIX)}
         self.objects += [OpaqueObject(key, "drop") for key in saved.sorted.weights if flat and key not in flat]
         weights = {name: saved.tensor(key, name) for key, name in (flat or saved.sorted.weights).items()}
         if not weights:
@@ -174,7 +174,7 @@ class _SortedSave(DcpSave):
     def _read_head(self, chunk: Chunk) -> bytes:
         if not isinstance(chunk.where, Region):
             return b""
-        size = min(chunk.dtype.nbytes(chunk.box.shape), _COMPARED)
+        size = min(chunk.dtype.nbytes(chunk.box.shape), _TIE_COMPARISON_BYTES)
         return read_bytes(self.collector.source, chunk.where.file, chunk.where.offset, size)
 
     def notes(self) -> Iterable[str]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 VERSION: Final = "1.0.0"
 """Of the format; torch checks nothing of it."""
-_CLASSES: Final = "torch.distributed.checkpoint.metadata"
-_INFO: Final = PickleName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO_CLASS: Final = PickleName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 def format_file_prefix(rank: int) -> str:
@@ -127,7 +127,9 @@ class DcpFiles:
         if origin is not None:
             index["offset"] = _build_torch_size(origin)
         place = {"relative_path": self._path, "offset": self._size, "length": length}
-        self._stored[PickleObject(PickleName(_CLASSES, "MetadataIndex"), index)] = PickleObject(_INFO, place)
+        self._stored[PickleObject(PickleName(_METADATA_MODULE, "MetadataIndex"), index)] = PickleObject(
+            _STORAGE_INFO_CLASS, place
+        )
 
     def finished(self, planner: Value) -> dict[str, CheckpointFile]:
         """Return all files, the metadata last; without a `StorageMeta`, which older versions of torch do not know.
@@ -142,18 +144,18 @@ class DcpFiles:
             "storage_data": self._stored,
             "version": VERSION,
         }
-        content = encode_pickle(PickleObject(PickleName(_CLASSES, "Metadata"), state), 4)
+        content = encode_pickle(PickleObject(PickleName(_METADATA_MODULE, "Metadata"), state), 4)
         path = self._folder + DCP_METADATA
         return {**self.files, path: CheckpointFile(path, len(content), ((0, content),))}
 
     def _descriptions(self) -> Iterator[tuple[str, Value]]:
         for key, known in self._described.items():
             if known is None:
-                yield key, PickleObject(PickleName(_CLASSES, "BytesStorageMetadata"), {})
+                yield key, PickleObject(PickleName(_METADATA_MODULE, "BytesStorageMetadata"), {})
                 continue
             chunks = [
                 PickleObject(
-                    PickleName(_CLASSES, "ChunkStorageMetadata"),
+                    PickleName(_METADATA_MODULE, "ChunkStorageMetadata"),
                     {"offsets": _build_torch_size(b.origin), "sizes": _build_torch_size(b.shape)},
                 )
                 for b in known.boxes
@@ -162,15 +164,15 @@ class DcpFiles:
                 PickleName("torch", known.dtype.torch),
                 PickleCall(PickleName("torch.serialization", "_get_layout"), ("torch.strided",)),
                 False,
-                PickleCall(PickleName(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,)),
+                PickleCall(PickleName(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,)),
                 False,
             )
             described = {
-                "properties": PickleObject(PickleName(_CLASSES, "TensorProperties"), properties),
+                "properties": PickleObject(PickleName(_METADATA_MODULE, "TensorProperties"), properties),
                 "size": _build_torch_size(known.shape),
                 "chunks": chunks,
             }
-            yield key, PickleObject(PickleName(_CLASSES, "TensorStorageMetadata"), described)
+            yield key, PickleObject(PickleName(_METADATA_MODULE, "TensorStorageMetadata"), described)
 
 
 def _build_torch_size(extents: tuple[int, ...]) -> PickleCall:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from shardctl.libraries.dcp.metadata import StoredItem
     from shardctl.storage import Source
 
-_HEAD: Final = 4 << 10
+_MAX_ITEM_HEADER_BYTES: Final = 4 << 10
 """An item's bytes before its data; torch 2.13 has 704."""
-_SMALL: Final = 64 << 10
+_MAX_CACHED_OBJECT_BYTES: Final = 64 << 10
 """Bytes of an object that is remembered: a hyper-parameter takes one kilobyte, and every group has the same ones."""
-_NEAR: Final = 32 << 10
+_HEADER_READ_SPAN_BYTES: Final = 32 << 10
 """Bytes of a file in which heads are read together: to read so many takes as long as two reads of a few."""
-_LARGE: Final = 64 << 20
+_MAX_PARSED_OBJECT_BYTES: Final = 64 << 20
 """Bytes of one that is still looked into: the names of a million parameters take as much."""
 NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
 """The types whose values are read, and how `struct` calls them."""
@@ -96,7 +96,7 @@ class ItemReader:
             )
         region = self._read(item, key, where, dtype, shape)
         start = region.offset - item.offset
-        if 0 < start <= _HEAD:
+        if 0 < start <= _MAX_ITEM_HEADER_BYTES:
             self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
         return region
 
@@ -107,7 +107,7 @@ class ItemReader:
             begin = end = 0
             near: list[tuple[int, bytes]] = []
             for offset, head in heads:
-                if near and offset + len(head) - begin > _NEAR:
+                if near and offset + len(head) - begin > _HEADER_READ_SPAN_BYTES:
                     self._compare_heads(file, begin, end, near)
                     near = []
                 if not near:
@@ -156,9 +156,9 @@ class ItemReader:
 
         Raises HostileError if it tries to run code.
         """
-        if item.length > _LARGE or item.transforms:
+        if item.length > _MAX_PARSED_OBJECT_BYTES or item.transforms:
             return None
-        if item.length > _SMALL:
+        if item.length > _MAX_CACHED_OBJECT_BYTES:
             return self._looked_into(item)
         data = read_bytes(self._source, item.file, item.offset, item.length)
         if data not in self._values:

@@ -26,7 +26,7 @@ Way = tuple[str, ...]
 
 MODELS: Final = ("model", "state_dict", "model_state_dict", "module", "app")
 """Where trainers put the weights, beside an optimizer or counters."""
-_OTHERS: Final = frozenset(
+_TRAINER_STATE_KEYS: Final = frozenset(
     {
         *("algorithms", "callbacks", "dataset_state", "eval_metrics", "schedulers", "train_metrics"),
         *("dataloader", "dataset", "epoch", "extra_state", "global_step", "grad_scaler", "iteration", "lr_scheduler"),
@@ -37,12 +37,12 @@ _OTHERS: Final = frozenset(
 """What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning, Composer)."""
 STEPS: Final = frozenset({"step", "global_step", "global_steps", "iteration"})
 """What trainers call the number of steps that were done."""
-_STEP: Final = "step"
+_STEP_KEY: Final = "step"
 """What optimizers call it."""
-_STATE: Final = "state"
-_GROUPS: Final = "param_groups"
-_MEMBERS: Final = "params"
-_NESTED: Final = 3
+_STATE_KEY: Final = "state"
+_PARAM_GROUPS_KEY: Final = "param_groups"
+_PARAMS_KEY: Final = "params"
+_STATE_KEY_PATH_LENGTH: Final = 3
 """Keys from an optimizer's `state` to a value: that one, the parameter, and the state's name."""
 
 
@@ -85,12 +85,12 @@ def sort_keys(
     found.model = _find_model_root({way for key, way in rest.items() if key in tensors})
     depth = len(found.model)
     for key, way in rest.items():
-        inside = way[:depth] == found.model and not (depth == 0 and way[0] in _OTHERS)
+        inside = way[:depth] == found.model and not (depth == 0 and way[0] in _TRAINER_STATE_KEYS)
         if key in tensors and inside:
             found.weights[key] = ".".join(way[depth:])
         else:
             found.others.append(key)
-            if key in tensors and _OTHERS.isdisjoint(way):
+            if key in tensors and _TRAINER_STATE_KEYS.isdisjoint(way):
                 found.strange.append(key)
     return found
 
@@ -136,7 +136,7 @@ def build_named_states(
     for key, (stored, state) in told.items():
         parameter = known.get(stored, stored)
         if key not in tensors:
-            plain += [key] if state != _STEP else []
+            plain += [key] if state != _STEP_KEY else []
             continue
         if parameter not in weights:
             strange.append(key)
@@ -159,7 +159,7 @@ def build_named_states(
 def find_steps_done(found: SortedKeys, value: Callable[[str], Setting]) -> int | None:
     """Find how many steps were done, by what `value` finds under a trainer's key, else under an optimizer's."""
     named = [key for key in found.others if key.rpartition(".")[2] in STEPS]
-    steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == _STEP]
+    steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == _STEP_KEY]
     return next((done for key in (*named, *steps[:1]) if (done := as_steps(value(key))) is not None), None)
 
 
@@ -178,15 +178,15 @@ def build_parameter_groups(
         settings.setdefault(group, {})[name] = value(key)
     groups: dict[str, tuple[dict[str, Setting], list[str]]] = {}
     for group, values in settings.items():
-        flat = _MEMBERS not in values
-        listed = values.pop(_MEMBERS, (group,))
+        flat = _PARAMS_KEY not in values
+        listed = values.pop(_PARAMS_KEY, (group,))
         members = [name for name in listed if isinstance(name, str)] if isinstance(listed, tuple) else []
         groups.setdefault(repr(sorted(values.items())) if flat else group, (values, []))[1].extend(members)
     known = _match_names({name for _, members in groups.values() for name in members}, parameters)
     made = [
         ParameterGroup(tuple(known.get(name, name) for name in members), values) for values, members in groups.values()
     ]
-    if not any(name == _MEMBERS for _, name in found.settings.values()):
+    if not any(name == _PARAMS_KEY for _, name in found.settings.values()):
         places = {name: place for place, name in enumerate(parameters)}
         made.sort(key=lambda group: min((places.get(name, len(places)) for name in group.parameters), default=0))
     return tuple(made)
@@ -207,12 +207,12 @@ def _list_optimizer_roots(ways: Collection[Way]) -> list[Way]:
     Composer has the model and its optimizers in a `state` of the run (`composer/core/state.py`, `state_dict`).
     """
     roots: dict[Way, None] = {}
-    of_run = any(way[0] == _STATE and way[1:2] == (MODELS[0],) for way in ways)
+    of_run = any(way[0] == _STATE_KEY and way[1:2] == (MODELS[0],) for way in ways)
     for way in ways:
         for at, word in enumerate(way):
-            flat = at == len(way) - 1 and word.startswith(f"{_GROUPS}.")
-            own = word == _STATE and len(way) - at >= _NESTED and not (of_run and at == 0)
-            if word == _GROUPS or flat or own:
+            flat = at == len(way) - 1 and word.startswith(f"{_PARAM_GROUPS_KEY}.")
+            own = word == _STATE_KEY and len(way) - at >= _STATE_KEY_PATH_LENGTH and not (of_run and at == 0)
+            if word == _PARAM_GROUPS_KEY or flat or own:
                 roots[way[:at]] = None
                 break
     return list(roots)
@@ -220,23 +220,26 @@ def _list_optimizer_roots(ways: Collection[Way]) -> list[Way]:
 
 def _is_optimizer_key(way: Way) -> bool:
     if len(way) == 1:
-        return way[0].startswith((f"{_STATE}.", f"{_GROUPS}.")) or way[0] in {_STATE, _GROUPS}
-    return bool(way) and way[0] in {_STATE, _GROUPS}
+        return way[0].startswith((f"{_STATE_KEY}.", f"{_PARAM_GROUPS_KEY}.")) or way[0] in {
+            _STATE_KEY,
+            _PARAM_GROUPS_KEY,
+        }
+    return bool(way) and way[0] in {_STATE_KEY, _PARAM_GROUPS_KEY}
 
 
 def _sort_state(found: SortedKeys, key: str, way: Way) -> None:
     """Note what a key of an optimizer is; parameters in flattened ones are told apart later, by `split_flat_key`."""
     if len(way) == 1:
         kind, _, text = way[0].partition(".")
-        table = found.states if kind == _STATE else found.settings
+        table = found.states if kind == _STATE_KEY else found.settings
         if text:
             table[key] = ("", text)
         else:
             found.others.append(key)
-    elif len(way) < _NESTED:
+    elif len(way) < _STATE_KEY_PATH_LENGTH:
         found.others.append(key)
     else:
-        table = found.states if way[0] == _STATE else found.settings
+        table = found.states if way[0] == _STATE_KEY else found.settings
         table[key] = (way[1], ".".join(way[2:]))
 
 
@@ -244,7 +247,7 @@ def _find_model_root(ways: Collection[Way]) -> Way:
     """Find the dict that holds the weights: down through dicts of one entry, or of one with a name that models have."""
     at: Way = ()
     while True:
-        inside = [way for way in ways if way[: len(at)] == at and way[len(at)] not in _OTHERS]
+        inside = [way for way in ways if way[: len(at)] == at and way[len(at)] not in _TRAINER_STATE_KEYS]
         direct = any(len(way) == len(at) + 1 for way in inside)
         groups = list(dict.fromkeys(way[len(at)] for way in inside if len(way) > len(at) + 1))
         known = [group for group in groups if group in MODELS]

@@ -31,23 +31,35 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 1 << 30
 """Bytes of a `.metadata` that are still read; 360,000 boxes take 51 MB."""
-_TREE: Final = 24
+_MAX_TREE_SIZE_RATIO: Final = 24
 """Bytes of tree for a byte of pickle that are allowed in a large file; real ones need up to 16."""
-_ROOT: Final = "torch.distributed.checkpoint"
-_OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_CORE: Final = "megatron.core.dist_checkpointing.strategies.torch"
-_METADATA: Final = (f"{_ROOT}.metadata.Metadata", f"{_CORE}.MCoreMetadata")
+_DCP_MODULE: Final = "torch.distributed.checkpoint"
+_SHARDED_TENSOR_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_MEGATRON_STRATEGY_MODULE: Final = "megatron.core.dist_checkpointing.strategies.torch"
+_METADATA_CLASSES: Final = (f"{_DCP_MODULE}.metadata.Metadata", f"{_MEGATRON_STRATEGY_MODULE}.MCoreMetadata")
 """The second is a kind of the first, with `mcore_data` (Megatron-LM core 0.15)."""
-_TENSOR: Final = f"{_ROOT}.metadata.TensorStorageMetadata"
-_BYTES: Final = f"{_ROOT}.metadata.BytesStorageMetadata"
-_PROPERTIES: Final = (f"{_ROOT}.metadata.TensorProperties", f"{_OLD}.TensorProperties")
-_ALLOWED: Final = frozenset(
+_TENSOR_METADATA_CLASS: Final = f"{_DCP_MODULE}.metadata.TensorStorageMetadata"
+_BYTES_METADATA_CLASS: Final = f"{_DCP_MODULE}.metadata.BytesStorageMetadata"
+_TENSOR_PROPERTIES_CLASSES: Final = (
+    f"{_DCP_MODULE}.metadata.TensorProperties",
+    f"{_SHARDED_TENSOR_MODULE}.TensorProperties",
+)
+_ALLOWED_PICKLE_NAMES: Final = frozenset(
     {
-        *(*_METADATA, _TENSOR, _BYTES, str(INDEX), str(INFO), str(OLMO_INFO), *_PROPERTIES, str(CHUNK)),
-        f"{_ROOT}.metadata.StorageMeta",
+        *(
+            *_METADATA_CLASSES,
+            _TENSOR_METADATA_CLASS,
+            _BYTES_METADATA_CLASS,
+            str(INDEX),
+            str(INFO),
+            str(OLMO_INFO),
+            *_TENSOR_PROPERTIES_CLASSES,
+            str(CHUNK),
+        ),
+        f"{_DCP_MODULE}.metadata.StorageMeta",
         *(
             f"{module}.{name}"
-            for module in (f"{_ROOT}.metadata", _OLD)
+            for module in (f"{_DCP_MODULE}.metadata", _SHARDED_TENSOR_MODULE)
             for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
         ),
         *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
@@ -56,19 +68,19 @@ _ALLOWED: Final = frozenset(
             for sub in ("", "._local")
             for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
         ),
-        *(f"{_ROOT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-        *(f"{_CORE}.MCoreSavePlan", f"{_ROOT}.planner.BytesIOWriteData"),
+        *(f"{_DCP_MODULE}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *(f"{_MEGATRON_STRATEGY_MODULE}.MCoreSavePlan", f"{_DCP_MODULE}.planner.BytesIOWriteData"),
     }
 )
 """Every name that a `.metadata` needs, and no other; types (`torch.bfloat16`) apart.
 
 Megatron-LM keeps the plans of all ranks in its own, which nobody needs for reading.
 """
-_FIRST: Final = "torch.distributed._shard.checkpoint"
+_LEGACY_CHECKPOINT_MODULE: Final = "torch.distributed._shard.checkpoint"
 """Where the classes were in torch 1.12 and 1.13, whose tree is another one."""
-_FLATTENED: Final = "nd_reformulated_orig_global_shape"
-_FAR: Final = 1 << 63
-_CLASHES: Final = 16
+_FLATTENED_SHAPE_KEY: Final = "nd_reformulated_orig_global_shape"
+_BYTE_OFFSET_LIMIT: Final = 1 << 63
+_MAX_HASH_COLLISIONS: Final = 16
 """Different places whose hash is the same by chance, of 64 bits: in a file of a million there is none."""
 
 
@@ -152,7 +164,9 @@ def read_metadata(source: Source, path: str) -> DcpMetadata:
         refuse_impostor(source, path, "the metadata of a distributed checkpoint")
     usual = PickleLimits()
     limits = PickleLimits(
-        opcodes=max(usual.opcodes, size), memory=max(usual.memory, _TREE * size), memo=max(usual.memo, size)
+        opcodes=max(usual.opcodes, size),
+        memory=max(usual.memory, _MAX_TREE_SIZE_RATIO * size),
+        memo=max(usual.memo, size),
     )
     pickle = parse_pickle(read_bytes(source, path), path, limits=limits, shortcut=MetadataShortcut())
     _check_names(path, pickle.globals)
@@ -164,12 +178,12 @@ def read_metadata(source: Source, path: str) -> DcpMetadata:
 
 def _check_names(path: str, names: tuple[GlobalNode, ...]) -> None:
     for name in names:
-        if name.module.startswith(_FIRST):
+        if name.module.startswith(_LEGACY_CHECKPOINT_MODULE):
             raise UnsupportedError(
                 f"{path} was written by torch 1.12 or 1.13, whose distributed checkpoints are of another kind",
                 hint="load it with that version of torch and save it again with torch 2",
             )
-        if str(name) not in _ALLOWED and not _is_dtype(name):
+        if str(name) not in _ALLOWED_PICKLE_NAMES and not _is_dtype(name):
             raise UnsupportedError(
                 f"{path} mentions {name}, which the metadata of a distributed checkpoint does not need",
                 hint="a custom storage or planner wrote it; save the checkpoint with torch's own",
@@ -201,7 +215,7 @@ class _MetadataReader:
         raise SourceError(f"{self.path} is malformed: {what}")
 
     def metadata(self, node: object) -> DcpMetadata:
-        state = self.fields(node, "the metadata of a checkpoint", *_METADATA)
+        state = self.fields(node, "the metadata of a checkpoint", *_METADATA_CLASSES)
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict):
             self.malformed("it has no table of tensors")
@@ -211,7 +225,7 @@ class _MetadataReader:
         for key, value in described.items():
             if not is_text(key) or not key:
                 self.malformed(f"a tensor has the name {ascii(key)[:100]}")
-            if _is_call_of(value, _BYTES):
+            if _is_call_of(value, _BYTES_METADATA_CLASS):
                 objects.append(key)
             else:
                 tensors[key] = self.tensor(key, value)
@@ -233,7 +247,7 @@ class _MetadataReader:
         """
         if self.hashes.setdefault(hash(place), place) != place:
             self.clashes += 1
-            if self.clashes > _CLASHES:
+            if self.clashes > _MAX_HASH_COLLISIONS:
                 raise HostileError(f"{self.path} has places that were chosen so that a table of them takes very long")
 
     def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
@@ -243,7 +257,7 @@ class _MetadataReader:
         return node.state
 
     def tensor(self, key: str, node: object) -> DeclaredTensor:
-        state = self.fields(node, f"a description of {key!r}", _TENSOR)
+        state = self.fields(node, f"a description of {key!r}", _TENSOR_METADATA_CLASS)
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
             self.malformed(f"tensor {key!r} has no list of boxes")
@@ -270,7 +284,7 @@ class _MetadataReader:
 
     def dtype(self, node: object, key: str) -> str:
         """Return the type, which alone of the properties means anything."""
-        state = node.state if isinstance(node, CallNode) and str(node.function) in _PROPERTIES else None
+        state = node.state if isinstance(node, CallNode) and str(node.function) in _TENSOR_PROPERTIES_CLASSES else None
         if isinstance(state, dict):  # before torch 2.0 there was no __getstate__
             state = (state.get("dtype"),)
         if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalNode):
@@ -299,7 +313,7 @@ class _MetadataReader:
         """Return what Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
         if not isinstance(node, dict):
             return {}
-        said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
+        said = ((key, value.get(_FLATTENED_SHAPE_KEY)) for key, value in node.items() if isinstance(value, dict))
         return {key: self.size(value, str(key)) for key, value in said if isinstance(key, str) and value is not None}
 
     def items(self, stored: dict[Any, Any]) -> dict[str, dict[tuple[int, ...] | None, StoredItem]]:
@@ -320,7 +334,7 @@ class _MetadataReader:
             item = None
             if type(info) is FoldedCall and info.function is INFO:
                 file, begin, length = info.values
-                if file in files and 0 <= begin < _FAR and 0 <= length < _FAR:  # nearly all
+                if file in files and 0 <= begin < _BYTE_OFFSET_LIMIT and 0 <= length < _BYTE_OFFSET_LIMIT:  # nearly all
                     item = StoredItem(files[file], begin, length)
             item = item or self.item(key, info)
             of_key = found.get(key)
@@ -341,7 +355,11 @@ class _MetadataReader:
         known = self.files.get(file) if type(file) is str else None
         if known is None:
             known = self.files[file] = self.file(key, file)
-        if type(offset) is not int or type(length) is not int or not (0 <= offset < _FAR and 0 <= length < _FAR):
+        if (
+            type(offset) is not int
+            or type(length) is not int
+            or not (0 <= offset < _BYTE_OFFSET_LIMIT and 0 <= length < _BYTE_OFFSET_LIMIT)
+        ):
             self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
         if transforms == ():  # nearly all
             return StoredItem(known, offset, length)

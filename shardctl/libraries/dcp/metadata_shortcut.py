@@ -18,37 +18,50 @@ from shardctl.libraries.torch_save.pickle_tree import FoldedCall, GlobalNode
 if TYPE_CHECKING:
     from shardctl.libraries.torch_save.pickle_state import PickleState
 
-_MODULE: Final = "torch.distributed.checkpoint"
-CHUNK: Final = GlobalNode(f"{_MODULE}.metadata", "ChunkStorageMetadata")
+_DCP_MODULE: Final = "torch.distributed.checkpoint"
+CHUNK: Final = GlobalNode(f"{_DCP_MODULE}.metadata", "ChunkStorageMetadata")
 """A box; its values are origin and shape."""
-INDEX: Final = GlobalNode(f"{_MODULE}.metadata", "MetadataIndex")
+INDEX: Final = GlobalNode(f"{_DCP_MODULE}.metadata", "MetadataIndex")
 """What an item is of; its values are the tensor's key and the origin of the box."""
-INFO: Final = GlobalNode(f"{_MODULE}.filesystem", "_StorageInfo")
+INFO: Final = GlobalNode(f"{_DCP_MODULE}.filesystem", "_StorageInfo")
 """Where an item is; its values are file, offset and length."""
 OLMO_INFO: Final = GlobalNode("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo")
 """OLMo-core's own, which has the same three fields (`olmo_core/distributed/checkpoint/filesystem.py`)."""
-_SIZE: Final = GlobalNode("torch", "Size")
+_TORCH_SIZE_NODE: Final = GlobalNode("torch", "Size")
 _AT_ONCE: Final = 4096
 """Objects folded between two looks at what was spent."""
-_REMEMBERED: Final = 1 << 17
+_MAX_CACHED_VALUES: Final = 1 << 17
 """Numbers and boxes that are remembered by how they are spelled."""
 
-_GET: Final = rb"(?:h.|j....)"
-_INTEGER: Final = rb"(?:K.|M..|J....|\x8a\x05.....|\x8a\x06......)"
-_DIMS: Final = (
-    b"(?:" + _INTEGER + rb"\x85|" + _INTEGER + rb"{2}\x86|" + _INTEGER + rb"{3}\x87|\(" + _INTEGER + rb"{4,32}t)"
+_MEMO_GET_OPCODES: Final = rb"(?:h.|j....)"
+_INTEGER_OPCODES: Final = rb"(?:K.|M..|J....|\x8a\x05.....|\x8a\x06......)"
+_SHAPE_TUPLE_OPCODES: Final = (
+    b"(?:"
+    + _INTEGER_OPCODES
+    + rb"\x85|"
+    + _INTEGER_OPCODES
+    + rb"{2}\x86|"
+    + _INTEGER_OPCODES
+    + rb"{3}\x87|\("
+    + _INTEGER_OPCODES
+    + rb"{4,32}t)"
 )
-_MADE: Final = rb"\)\x81\x94\}\x94\("
+_NEW_OBJECT_OPCODES: Final = rb"\)\x81\x94\}\x94\("
 """A new object, and a dict for its state."""
-_SIZED: Final = rb"\x94\x85\x94R\x94"
+_TORCH_SIZE_OPCODES: Final = rb"\x94\x85\x94R\x94"
 """A call of `torch.Size` with a tuple, which is on the stack."""
 _CHUNK_FORM: Final = re.compile(
     b"(%(get)b)%(made)b(%(get)b)(%(get)b)%(dims)b%(sized)b(%(get)b)(%(get)b)%(dims)b%(sized)bub"
-    % {b"get": _GET, b"made": _MADE, b"dims": _DIMS, b"sized": _SIZED},
+    % {
+        b"get": _MEMO_GET_OPCODES,
+        b"made": _NEW_OBJECT_OPCODES,
+        b"dims": _SHAPE_TUPLE_OPCODES,
+        b"sized": _TORCH_SIZE_OPCODES,
+    },
     re.DOTALL,
 )
 _CHUNK_MEMO: Final = (PASSED,) * 8
-_NUMBERS: Final = re.compile(_INTEGER, re.DOTALL)
+_INTEGER_PATTERN: Final = re.compile(_INTEGER_OPCODES, re.DOTALL)
 
 
 class MetadataShortcut:
@@ -71,7 +84,7 @@ class MetadataShortcut:
 
     def _fold_chunks(self, state: PickleState) -> None:
         form = _CHUNK_FORM.match(state.data, state.pos)
-        if form is None or _recall(state, form) != (CHUNK, "offsets", _SIZE, "sizes", _SIZE):
+        if form is None or _recall(state, form) != (CHUNK, "offsets", _TORCH_SIZE_NODE, "sizes", _TORCH_SIZE_NODE):
             return
         matched, data = _compile_chunks(form.groups()).match, state.data
         stack, boxes, pos, count = state.stack, self._boxes, state.pos, 0
@@ -89,7 +102,7 @@ class MetadataShortcut:
 
     def _fold_items(self, state: PickleState) -> None:
         form = _compile_item_form().match(state.data, state.pos)
-        head = (INDEX, "fqn", "index", "offset", _SIZE)
+        head = (INDEX, "fqn", "index", "offset", _TORCH_SIZE_NODE)
         fields = ("relative_path", "offset", "length")
         if form is None or _recall(state, form) not in ((*head, INFO, *fields), (*head, OLMO_INFO, *fields)):
             return
@@ -129,7 +142,7 @@ class MetadataShortcut:
 
     def _parse_integer(self, code: bytes) -> int:
         number = _parse_integer(code)
-        if len(self._integers) < _REMEMBERED:
+        if len(self._integers) < _MAX_CACHED_VALUES:
             self._integers[code] = number
         return number
 
@@ -139,13 +152,13 @@ class MetadataShortcut:
         if origin is None or shape is None:
             return None
         box = FoldedCall(CHUNK, (origin, shape))
-        if len(self._boxes) < _REMEMBERED:
+        if len(self._boxes) < _MAX_CACHED_VALUES:
             self._boxes[spelled] = box
         return box
 
     def _parse_dims(self, code: bytes) -> tuple[int, ...] | None:
         """Parse the numbers of a tuple; None if one is negative, which is for others to refuse."""
-        numbers = tuple(map(_parse_integer, _NUMBERS.findall(code.removeprefix(b"("))))
+        numbers = tuple(map(_parse_integer, _INTEGER_PATTERN.findall(code.removeprefix(b"("))))
         self._dims[code] = found = numbers if min(numbers) >= 0 else None
         return found
 
@@ -180,8 +193,16 @@ def _compile_text() -> bytes:
 
 @cache
 def _compile_item_form() -> re.Pattern[bytes]:
-    word = {b"get": b"(" + _GET + b")", b"text": b"(?:" + _compile_text() + rb"\x94|" + _GET + b")"}
-    words = word | {b"made": _MADE, b"dims": _DIMS, b"sized": _SIZED, b"integer": _INTEGER}
+    word = {
+        b"get": b"(" + _MEMO_GET_OPCODES + b")",
+        b"text": b"(?:" + _compile_text() + rb"\x94|" + _MEMO_GET_OPCODES + b")",
+    }
+    words = word | {
+        b"made": _NEW_OBJECT_OPCODES,
+        b"dims": _SHAPE_TUPLE_OPCODES,
+        b"sized": _TORCH_SIZE_OPCODES,
+        b"integer": _INTEGER_OPCODES,
+    }
     return re.compile(
         b"%(get)b%(made)b%(get)b%(text)b%(get)b(?:%(integer)b|N)%(get)b%(get)b%(dims)b%(sized)bub"
         b"%(get)b%(made)b%(get)b%(text)b%(get)b%(integer)b%(get)b%(integer)bub" % words,
@@ -193,8 +214,8 @@ def _compile_item_form() -> re.Pattern[bytes]:
 def _compile_chunks(gets: tuple[bytes, ...]) -> re.Pattern[bytes]:
     """Compile the form of boxes that refer to the memo by `gets`; its groups are two tuples."""
     made, first, size, second, again = map(re.escape, gets)
-    dims = b"(" + _DIMS + b")" + _SIZED
-    return re.compile(made + _MADE + first + size + dims + second + again + dims + b"ub", re.DOTALL)
+    dims = b"(" + _SHAPE_TUPLE_OPCODES + b")" + _TORCH_SIZE_OPCODES
+    return re.compile(made + _NEW_OBJECT_OPCODES + first + size + dims + second + again + dims + b"ub", re.DOTALL)
 
 
 @cache
@@ -204,11 +225,14 @@ def _compile_items(gets: tuple[bytes, ...]) -> re.Pattern[bytes]:
     Its groups are the key, new or known, a tuple, the file, new or known, and two numbers.
     """
     index, key, number, offset, size, info, file, begin, length = map(re.escape, gets)
-    text = b"(?:(" + _compile_text() + rb")\x94|(" + _GET + b"))"
-    integer = b"(" + _INTEGER + b")"
+    text = b"(?:(" + _compile_text() + rb")\x94|(" + _MEMO_GET_OPCODES + b"))"
+    integer = b"(" + _INTEGER_OPCODES + b")"
     return re.compile(
-        index + _MADE + key + text + number + b"(?:" + _INTEGER + b"|N)" + offset + size + b"(" + _DIMS + b")"
-        + _SIZED + b"ub" + info + _MADE + file + text + begin + integer + length + integer + b"ub",
+        index + _NEW_OBJECT_OPCODES + key + text
+        + number + b"(?:" + _INTEGER_OPCODES + b"|N)"
+        + offset + size + b"(" + _SHAPE_TUPLE_OPCODES + b")" + _TORCH_SIZE_OPCODES + b"ub"
+        + info + _NEW_OBJECT_OPCODES + file + text
+        + begin + integer + length + integer + b"ub",
         re.DOTALL,
     )  # fmt: skip
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.dcp.keys import SortedKeys
     from shardctl.tensors.manifest import Tensor
 
-_MEMBERS: Final = "params"
-_DECAY: Final = "weight_decay"
+_PARAMS_KEY: Final = "params"
+_WEIGHT_DECAY_KEY: Final = "weight_decay"
 NUMBERED_NOTE: Final = "parameters of the optimizer are numbered; they were taken in the order of the weights"
 
 
@@ -36,14 +36,14 @@ def name_parameters(
     Returns the keys with names, and the names of each group's members by the key that had numbers; None if parameters
     are not numbered, or are not those that the weights would be.
     """
-    listed = {key: group for key, (group, name) in found.settings.items() if name == _MEMBERS}
+    listed = {key: group for key, (group, name) in found.settings.items() if name == _PARAMS_KEY}
     groups = {key: _list_numbers(value(key)) for key in sorted(listed, key=lambda key: (len(key), key))}
     roots = {key.rpartition(f".{parameter}.{state}")[0] for key, (parameter, state) in found.states.items()}
     numbers = [number for members in groups.values() for number in members or ("",)]
     if len(roots) != 1 or not numbers or numbers != list(map(str, range(len(numbers)))):
         return None
     decays = {
-        key: value(next((k for k, v in found.settings.items() if v == (group, _DECAY)), ""))
+        key: value(next((k for k, v in found.settings.items() if v == (group, _WEIGHT_DECAY_KEY)), ""))
         for key, group in listed.items()
     }
     ordered = _list_untied(weights)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_OWN: Final = re.compile(r"__([0-9]{1,9})\.metadata")
+_RANK_METADATA_PATTERN: Final = re.compile(r"__([0-9]{1,9})\.metadata")
 """What each rank writes where ranks save without talking to each other (`use_collectives=False`)."""
-_MODEL: Final = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|model")
+_MODEL_FOLDER_PATTERN: Final = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|model")
 HOW_METADATA_IS_LOST: Final = "the save did not finish, or a copy left out hidden files; the metadata is written last"
 """What to say of files of such a save without its metadata."""
-_OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
+_OPTIMIZER_FOLDER_PATTERN: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
 """Folders of a model and its optimizer, saved apart (accelerate `utils/fsdp_utils.py`, and so Trainer)."""
 
 
@@ -37,15 +37,19 @@ def detect_dcp(source: Source) -> bool:
 
 def _is_mark(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    mark = name == DCP_METADATA or _OWN.fullmatch(name) is not None or name.endswith(DCP)
-    return mark and (not folder or _MODEL.fullmatch(folder) is not None or _OPTIMIZER.fullmatch(folder) is not None)
+    mark = name == DCP_METADATA or _RANK_METADATA_PATTERN.fullmatch(name) is not None or name.endswith(DCP)
+    return mark and (
+        not folder
+        or _MODEL_FOLDER_PATTERN.fullmatch(folder) is not None
+        or _OPTIMIZER_FOLDER_PATTERN.fullmatch(folder) is not None
+    )
 
 
 def find_model(source: Source) -> str | None:
     """Find where the items of a model are, which may hold its optimizer, too: a folder, or the root."""
     for path in source.files():
         folder, _, name = path.rpartition("/")
-        if name.endswith(DCP) and (not folder or _MODEL.fullmatch(folder)):
+        if name.endswith(DCP) and (not folder or _MODEL_FOLDER_PATTERN.fullmatch(folder)):
             return f"{folder}/" if folder else name
     return None
 
@@ -64,7 +68,7 @@ def scan_dcp(source: Source) -> Manifest:
     from shardctl.libraries.dcp.metadata import read_metadata
 
     folders = _list_saves(source)
-    optimizer = [folder for folder in folders if folder and _OPTIMIZER.fullmatch(folder)]
+    optimizer = [folder for folder in folders if folder and _OPTIMIZER_FOLDER_PATTERN.fullmatch(folder)]
     model = [folder for folder in folders if folder not in optimizer] or optimizer[:1]
     if "" in folders:
         model, optimizer = [""], []
@@ -89,7 +93,9 @@ def scan_optimizer_folder(source: Source, weights: Manifest) -> Manifest:
     one that cannot be read is a warning, and an error for whoever asks for its states.
     Raises HostileError as `scan_dcp`, ChangedError if a file is changed meanwhile, and SourceError for several.
     """
-    saves = {folder: paths for folder, paths in _list_saves(source).items() if _OPTIMIZER.fullmatch(folder)}
+    saves = {
+        folder: paths for folder, paths in _list_saves(source).items() if _OPTIMIZER_FOLDER_PATTERN.fullmatch(folder)
+    }
     if not saves:
         return weights
     if len(saves) > 1:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from shardctl.libraries.dcp.metadata import DcpMetadata, DeclaredTensor, StoredItem
     from shardctl.storage import Source
 
-_WRITTEN: Final = re.compile(r"(?:.*/)?[^/]*__([0-9]{1,9})_[0-9]{1,9}\.distcp")
-_COMPARED: Final = 1_000_000
+_RANK_FILE_PATTERN: Final = re.compile(r"(?:.*/)?[^/]*__([0-9]{1,9})_[0-9]{1,9}\.distcp")
+_MAX_BOX_COMPARISONS: Final = 1_000_000
 """Comparisons of boxes in one checkpoint; tensors that are cut alike are looked at once, and take one for each box."""
-_LOOKED: Final = 16
+_MAX_VISITS_PER_BOX: Final = 16
 """How often each box is looked at on the way: once for each dim that divides them, as a rule."""
 
 
@@ -138,7 +138,7 @@ class DcpSave:
 
 def count_writers(files: Iterable[str]) -> int | None:
     """Count how many processes wrote files, by their names; None if no name says it."""
-    return len({match[1] for path in files if (match := _WRITTEN.fullmatch(path))}) or None
+    return len({match[1] for path in files if (match := _RANK_FILE_PATTERN.fullmatch(path))}) or None
 
 
 def _unite_tensors(metadata: Sequence[DcpMetadata]) -> dict[str, DeclaredTensor]:
@@ -160,7 +160,7 @@ def _unite_tensors(metadata: Sequence[DcpMetadata]) -> dict[str, DeclaredTensor]
         layouts.setdefault(tuple(map(id, boxes)), (boxes, key))  # tensors that are alike share them
     compared = 0
     for boxes, key in layouts.values():
-        compared += _check_disjoint(key, boxes, _COMPARED - compared)
+        compared += _check_disjoint(key, boxes, _MAX_BOX_COMPARISONS - compared)
     return found
 
 
@@ -175,7 +175,7 @@ def _check_disjoint(key: str, boxes: tuple[Box, ...], most: int) -> int:
     while groups:
         group = groups.pop()
         looked += len(group)
-        if looked > _LOOKED * len(boxes) + most:
+        if looked > _MAX_VISITS_PER_BOX * len(boxes) + most:
             raise HostileError(
                 f"{key!r} has {len(boxes):,} boxes in an unusual order that would take too long to check"
             )

@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from shardctl.tensors.naming_scheme import NamingScheme
 
 NAME: Final = "dcp"
-_MODEL: Final = "model"
-_OPTIMIZER: Final = "optim"
-_TRAINED: Final = "optimizer"
+_MODEL_KEY: Final = "model"
+_OPTIMIZER_KEY: Final = "optim"
+_TRAINER_OPTIMIZER_KEY: Final = "optimizer"
 """What some trainers call it."""
-_FLAT: Final = "torchtitan"
+_TORCHTITAN_TRAINER: Final = "torchtitan"
 """Who has weights at the root, and flattens its optimizer."""
-_APART: Final = "automodel"
+_AUTOMODEL_TRAINER: Final = "automodel"
 """Who has weights in `model/`, as safetensors, and a flat optimizer in `optim/`."""
-_FOLDERS: Final = "accelerate"
+_ACCELERATE_TRAINER: Final = "accelerate"
 """Who has both in folders of these names, of the first model and its optimizer:"""
 _WEIGHT_FOLDER: Final = "pytorch_model_fsdp_0/"
 _STATE_FOLDER: Final = "optimizer_0/"
-_MEMBERS: Final = frozenset({"params", "param_names"})
+_GROUP_MEMBER_KEYS: Final = frozenset({"params", "param_names"})
 """What a group says of its parameters, which is no setting."""
-_ZERO: Final = BY_NAME["F32"]
+_ZERO_FILL_DTYPE: Final = BY_NAME["F32"]
 _Way = tuple[str | int, ...]
 
 
 def pack_dcp(request: PackRequest) -> Manifest:
     """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
-    if form.trainer in {_APART, _FOLDERS}:
+    if form.trainer in {_AUTOMODEL_TRAINER, _ACCELERATE_TRAINER}:
         return _pack_apart(request)
     builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD, form.trainer)
     if have.training is not None:
@@ -91,19 +91,19 @@ def _pack_apart(request: PackRequest) -> Manifest:
     for array in list_whole_arrays(have, form, dtypes):
         (weights if split_state_name(array.name) is None else states).append(array)
     largest = request.max_shard_size or USUAL_SHARD
-    if form.trainer == _APART:
+    if form.trainer == _AUTOMODEL_TRAINER:
         groups = group_by_size(weights, request.max_shard_size)
         stored = FileBuilder(build_container_metadata(have))
         for number, arrays in enumerate(groups, 1):
             stored.add(f"{FOLDER}shard-00001-model-{number:05d}-of-{len(groups):05d}{SAFETENSORS}", arrays)
         files, held = dict(stored.files), list(stored.stored())
-        trained = _DcpBuilder(largest, _APART, f"{_OPTIMIZER}/")
+        trained = _DcpBuilder(largest, _AUTOMODEL_TRAINER, f"{_OPTIMIZER_KEY}/")
     else:
-        saved = _DcpBuilder(largest, _FOLDERS, _WEIGHT_FOLDER)
+        saved = _DcpBuilder(largest, _ACCELERATE_TRAINER, _WEIGHT_FOLDER)
         saved.rank(0, weights)
         files = saved.files.finished(saved.ways)
         held = [(name, chunk) for name, chunks in saved.chunks.items() for chunk in chunks]
-        trained = _DcpBuilder(largest, _FOLDERS, _STATE_FOLDER)
+        trained = _DcpBuilder(largest, _ACCELERATE_TRAINER, _STATE_FOLDER)
     if have.training is not None:
         trained.settings(have.training, form)
     trained.rank(0, states)
@@ -121,8 +121,8 @@ class _DcpBuilder:
     """Collects items, the way to each, and the chunks of tensors that lie in them."""
 
     def __init__(self, largest: int, trainer: str, folder: str = "") -> None:
-        self._flat = trainer in {_FLAT, _APART}
-        self._optimizer = _TRAINED if trainer and trainer != _APART else _OPTIMIZER
+        self._flat = trainer in {_TORCHTITAN_TRAINER, _AUTOMODEL_TRAINER}
+        self._optimizer = _TRAINER_OPTIMIZER_KEY if trainer and trainer != _AUTOMODEL_TRAINER else _OPTIMIZER_KEY
         self.files = DcpFiles(largest, folder)
         self.chunks: dict[str, list[Chunk]] = {}
         self.ways: dict[Value, Value] = {}
@@ -144,7 +144,7 @@ class _DcpBuilder:
         for group in training.groups:
             for array in form.list_arrays(group.parameters):
                 for name, value in group.settings.items():
-                    if name not in _MEMBERS:
+                    if name not in _GROUP_MEMBER_KEYS:
                         way: _Way = (self._optimizer, f"param_groups.{array}.{name}")
                         self.files.object(_join_key_path(way), encode_object(value))
                         self.ways[_join_key_path(way)] = way
@@ -152,7 +152,7 @@ class _DcpBuilder:
     def zeros(self, name: str, shape: tuple[int, ...]) -> None:
         """Add an array of zeros, in front of the first rank's tensors."""
         way = self._find_key_path(name)
-        self.files.constant(_join_key_path(way), shape, _ZERO, bytes(_ZERO.nbytes(shape)))
+        self.files.constant(_join_key_path(way), shape, _ZERO_FILL_DTYPE, bytes(_ZERO_FILL_DTYPE.nbytes(shape)))
         self.ways[_join_key_path(way)] = way
 
     def rank(self, rank: int, arrays: Iterable[TensorArray]) -> None:
@@ -170,7 +170,7 @@ class _DcpBuilder:
         """Find where in the nested dicts an array is."""
         state = split_state_name(name)
         if state is None:
-            return (name,) if self._flat else (_MODEL, name)
+            return (name,) if self._flat else (_MODEL_KEY, name)
         if self._flat:
             return (self._optimizer, f"state.{state[1]}.{state[0].replace('/', '.')}")
         return (self._optimizer, "state", state[1], *state[0].split("/"))

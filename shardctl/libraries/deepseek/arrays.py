@@ -27,13 +27,13 @@ TITLE: Final = "DeepSeek's inference code"
 FAMILIES: Final = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32"})
 BLOCK: Final = 128
 """Rows and columns that share a scale, as `inference/model.py` has it."""
-_ENDS: Final[dict[str, tuple[str, int | None]]] = {
+_NON_LAYER_MODULES: Final[dict[str, tuple[str, int | None]]] = {
     "model.embed_tokens": ("embed", 0),
     "model.norm": ("norm", None),
     "lm_head": ("head", 0),
 }
-_INDEXER: Final = tuple(f"indexer.{part}" for part in ("wq_b", "wk", "k_norm", "weights_proj"))
-_PARTS: Final[dict[str, tuple[str, int | None]]] = {
+_INDEXER_MODULES: Final = tuple(f"indexer.{part}" for part in ("wq_b", "wk", "k_norm", "weights_proj"))
+_LAYER_MODULES: Final[dict[str, tuple[str, int | None]]] = {
     "input_layernorm": ("attn_norm", None),
     "post_attention_layernorm": ("ffn_norm", None),
     "self_attn.q_proj": ("attn.wq", 0),
@@ -44,7 +44,7 @@ _PARTS: Final[dict[str, tuple[str, int | None]]] = {
     "self_attn.kv_a_layernorm": ("attn.kv_norm", None),
     "self_attn.kv_b_proj": ("attn.wkv_b", 0),
     "self_attn.o_proj": ("attn.wo", 1),
-    **{f"self_attn.{part}": (f"attn.{part}", None) for part in _INDEXER},
+    **{f"self_attn.{part}": (f"attn.{part}", None) for part in _INDEXER_MODULES},
     "mlp.gate_proj": ("ffn.w1", 0),
     "mlp.up_proj": ("ffn.w3", 0),
     "mlp.down_proj": ("ffn.w2", 1),
@@ -54,12 +54,12 @@ _PARTS: Final[dict[str, tuple[str, int | None]]] = {
     "mlp.shared_experts.down_proj": ("ffn.shared_experts.w2", 1),
 }
 """For each module its name here, and the dim along which ranks cut it; None for one that is whole on every rank."""
-_EXPERTS: Final = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_KINDS: Final = {"weight": "weight", "weight_scale_inv": "scale", "e_score_correction_bias": "bias"}
-_BIASED: Final = ".k_norm"
+_EXPERT_MATRIX_NAMES: Final = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_PARAMETER_NAMES: Final = {"weight": "weight", "weight_scale_inv": "scale", "e_score_correction_bias": "bias"}
+_BIASED_MODULE_SUFFIX: Final = ".k_norm"
 """What the module whose bias its code has ends with; it has no place for another."""
-_LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
+_LAYER_PATTERN: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+_EXPERT_PATTERN: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
 
 def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
@@ -88,15 +88,15 @@ def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
     Raises UnsupportedError for a tensor that DeepSeek's code has not.
     """
     module, _, kind = name.rpartition(".")
-    kinds = {**_KINDS, "bias": "bias"} if module.endswith(_BIASED) else _KINDS
-    layer = _LAYER.fullmatch(module)
+    kinds = {**_PARAMETER_NAMES, "bias": "bias"} if module.endswith(_BIASED_MODULE_SUFFIX) else _PARAMETER_NAMES
+    layer = _LAYER_PATTERN.fullmatch(module)
     if layer is None:
-        found, prefix = _ENDS.get(module), ""
+        found, prefix = _NON_LAYER_MODULES.get(module), ""
     else:
-        found, prefix = _PARTS.get(layer[2]), f"layers.{layer[1]}."
-        expert = _EXPERT.fullmatch(layer[2])
-        if expert is not None and expert[2] in _EXPERTS:
-            found = f"ffn.experts.{expert[1]}.{_EXPERTS[expert[2]]}", None
+        found, prefix = _LAYER_MODULES.get(layer[2]), f"layers.{layer[1]}."
+        expert = _EXPERT_PATTERN.fullmatch(layer[2])
+        if expert is not None and expert[2] in _EXPERT_MATRIX_NAMES:
+            found = f"ffn.experts.{expert[1]}.{_EXPERT_MATRIX_NAMES[expert[2]]}", None
     if found is None or kind not in kinds:
         raise UnsupportedError(f"{TITLE} has no place for {name} of {model.architecture}")
     return f"{prefix}{found[0]}.{kinds[kind]}", found[1]
@@ -143,5 +143,5 @@ def _check_model(model: Model) -> None:
             )
 
 
-_FURTHER: Final = "DeepSeek's convert.py leaves them out, too; --only mtp --to hf writes them by themselves"
-SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries, _FURTHER)
+_MTP_LAYERS_HINT: Final = "DeepSeek's convert.py leaves them out, too; --only mtp --to hf writes them by themselves"
+SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries, _MTP_LAYERS_HINT)

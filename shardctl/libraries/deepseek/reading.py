@@ -17,13 +17,13 @@ from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
-_TITLE: Final = "DeepSeek's modelI-mpN.safetensors"
-_FILE: Final = re.compile(r"model(0|[1-9][0-9]{0,4})-mp([1-9][0-9]{0,4})\.safetensors")
+_FORMAT_TITLE: Final = "DeepSeek's modelI-mpN.safetensors"
+_RANK_FILE_PATTERN: Final = re.compile(r"model(0|[1-9][0-9]{0,4})-mp([1-9][0-9]{0,4})\.safetensors")
 
 
 def detect_deepseek_mp(source: Source) -> bool:
     """Detect whether the directory holds such files and no other safetensors files."""
-    return has_only_rank_files(source, _FILE)
+    return has_only_rank_files(source, _RANK_FILE_PATTERN)
 
 
 def scan_deepseek_mp(source: Source) -> Manifest:
@@ -58,7 +58,7 @@ def scan_deepseek_mp(source: Source) -> Manifest:
 def _list_rank_files(source: Source) -> list[str]:
     """List the files in the order of ranks; raises SourceError for a gap, and for files of several conversions."""
     found: dict[int, dict[int, str]] = {}
-    for match in match_files(source, _FILE, _TITLE):
+    for match in match_files(source, _RANK_FILE_PATTERN, _FORMAT_TITLE):
         found.setdefault(int(match[2]), {})[int(match[1])] = match[0]
     if len(found) > 1:
         counts = " and ".join(f"mp{count}" for count in sorted(found))
@@ -76,4 +76,6 @@ def _list_rank_files(source: Source) -> list[str]:
     return [files[n] for n in range(count)]
 
 
-FORMAT: Final = Format("deepseek", _TITLE, detect_deepseek_mp, scan_deepseek_mp, names_safetensors=True, served=True)
+FORMAT: Final = Format(
+    "deepseek", _FORMAT_TITLE, detect_deepseek_mp, scan_deepseek_mp, names_safetensors=True, served=True
+)

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.model_states import ModelState
     from shardctl.libraries.deepspeed.values import FileArray
 
-_PART: Final = re.compile(r"(.*)\.(w[123])(?:\.([0-9]{1,9}))?")
-_ROUTER: Final = re.compile(r"(.*)\.([^.]+)\.(gate\.(?:weight|bias))")
-_MOST: Final = 1 << 20
+_EXPERT_ARRAY_PATTERN: Final = re.compile(r"(.*)\.(w[123])(?:\.([0-9]{1,9}))?")
+_ROUTER_ARRAY_PATTERN: Final = re.compile(r"(.*)\.([^.]+)\.(gate\.(?:weight|bias))")
+_MAX_EXPERTS_PER_LAYER: Final = 1 << 20
 """Experts of a layer."""
-_VERSION: Final = 1
+_PLACEMENT_VERSION: Final = 1
 """Of the description of who has which."""
-_HINT: Final = "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
+_UNIVERSAL_CHECKPOINT_HINT: Final = (
+    "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
+)
 
 
 class AutomaticExperts:
@@ -54,7 +56,7 @@ class AutomaticExperts:
 
     def holds(self, name: str) -> bool:
         """Return whether this is an array of experts, whole or of one expert alone."""
-        found = _PART.fullmatch(name)
+        found = _EXPERT_ARRAY_PATTERN.fullmatch(name)
         return found is not None and found[1] in self._ranks
 
     def find_router(self, name: str, stored: Collection[str]) -> str | None:
@@ -62,7 +64,7 @@ class AutomaticExperts:
 
         A layer has its router as `router`, and once more under the name that the model's own module had.
         """
-        found = _ROUTER.fullmatch(name)
+        found = _ROUTER_ARRAY_PATTERN.fullmatch(name)
         if found is None or found[2] == "router" or f"{found[1]}.experts" not in self._ranks:
             return None
         known = f"{found[1]}.router.{found[3]}"
@@ -70,7 +72,7 @@ class AutomaticExperts:
 
     def locate(self, name: str, array: FileArray) -> tuple[str, int, FileArray]:
         """Return the whole array's name, the expert's number, and its matrix as an array of one."""
-        found = _PART.fullmatch(name)
+        found = _EXPERT_ARRAY_PATTERN.fullmatch(name)
         if found is None or found[3] is None:
             raise SourceError(f"{array.file}: {name!r} is not the matrix of one expert")
         alone = replace(array, shape=(1, *array.shape), strides=(0, *array.strides))
@@ -83,7 +85,7 @@ class AutomaticExperts:
         """
         if not any(shapes.values()):
             return None
-        found = _PART.fullmatch(name)
+        found = _EXPERT_ARRAY_PATTERN.fullmatch(name)
         prefix = found[1] if found is not None else ""
         count = self._counts[prefix]
         held = {number: [number] for number in range(count)} if by_expert else self._ranks[prefix]
@@ -103,18 +105,24 @@ class AutomaticExperts:
     def _add_layer(self, path: str, held: dict[str, object]) -> None:
         prefix, count = held.get("expert_key_prefix"), as_integer(held.get("num_experts"))
         degree, own = as_integer(held.get("ep_size")), as_integer(held.get("num_local_experts"))
-        if not isinstance(prefix, str) or not prefix or not count or not degree or max(count, degree) > _MOST:
+        if (
+            not isinstance(prefix, str)
+            or not prefix
+            or not count
+            or not degree
+            or max(count, degree) > _MAX_EXPERTS_PER_LAYER
+        ):
             raise SourceError(f"{path} is malformed: AutoEP's description of a layer lacks its name or its numbers")
         placement = as_dict(held.get("expert_placement"))
         if not placement:
             if own is None or own * degree != count:
                 raise SourceError(f"{path}: {degree} ranks with {own} experts each do not have the {count} of {prefix}")
             ranks = {rank: list(range(rank * own, (rank + 1) * own)) for rank in range(degree)}
-        elif placement.get("version") != _VERSION:
+        elif placement.get("version") != _PLACEMENT_VERSION:
             raise UnsupportedError(
                 f"{path} says in version {placement.get('version')!r} which rank has which experts, and "
-                f"{_VERSION} is known here",
-                hint=_HINT,
+                f"{_PLACEMENT_VERSION} is known here",
+                hint=_UNIVERSAL_CHECKPOINT_HINT,
             )
         else:
             ranks = {

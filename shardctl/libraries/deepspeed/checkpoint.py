@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Tensor
 
-_LATEST = frozenset({"latest", "latest_universal"})
+_LATEST_TAG_FILES = frozenset({"latest", "latest_universal"})
 
-_TIED: Final = re.compile(r"tied_modules\.[^.]+\.(.+)")
+_TIED_MODULE_PATTERN: Final = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 class DeepSpeedReader:
@@ -72,7 +72,7 @@ class DeepSpeedReader:
         weights = self._collect_gpt_neox(use_master=master) if self.is_gpt_neox else self._weights(use_master=master)
         training = self._training(use_master=master)
         used = {file for t in (*weights.values(), *training.states.values()) for file in t.files}
-        own = {*files.paths(), *(path for path in self.source.files() if path in _LATEST)}
+        own = {*files.paths(), *(path for path in self.source.files() if path in _LATEST_TAG_FILES)}
         side, left = list_side_files(self.source, own)
         return Manifest(
             format=name,
@@ -237,7 +237,7 @@ def _read_layers(
     shapes = {name: shape for state in models.values() for group in state.groups or () for name, shape in group.items()}
     tied: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
-        m = _TIED.fullmatch(name)
+        m = _TIED_MODULE_PATTERN.fullmatch(name)
         if m is not None:
             tied.setdefault((m[1], shape), []).append(name)
     for (layer, rank), path in sorted(files.layers.items()):

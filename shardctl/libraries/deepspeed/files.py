@@ -18,15 +18,21 @@ from shardctl.storage import read_bytes
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
-_MODEL: Final = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
-_OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_?optim_states\.pt")
-_EXPERT: Final = re.compile(r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{1,9})_model_states\.pt")
-_LAYER: Final = re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt")
+_MODEL_FILE_PATTERN: Final = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
+_OPTIMIZER_FILE_PATTERN: Final = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_?optim_states\.pt"
+)
+_EXPERT_FILE_PATTERN: Final = re.compile(
+    r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{1,9})_model_states\.pt"
+)
+_LAYER_FILE_PATTERN: Final = re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt")
 _EXPERTS_OPTIMIZER: Final = re.compile(r"expp_rank_[0-9]{1,9}_mp_rank_[0-9]{1,9}_optim_states\.pt")
-_STATE: Final = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
-_REST: Final = re.compile(r"zero/(optimizer_state|[^/]+/[^/]+)\.pt|zero_to_(fp32|torch)\.py|mp_rank_.*\.pt")
-_LATEST: Final = ("latest", "latest_universal")
-_LONGEST: Final = 1_024
+_UNIVERSAL_STATE_PATTERN: Final = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
+_OTHER_FILE_PATTERN: Final = re.compile(
+    r"zero/(optimizer_state|[^/]+/[^/]+)\.pt|zero_to_(fp32|torch)\.py|mp_rank_.*\.pt"
+)
+_LATEST_TAG_FILES: Final = ("latest", "latest_universal")
+_MAX_TAG_FILE_BYTES: Final = 1_024
 """Bytes of a file that names a folder."""
 
 
@@ -74,9 +80,11 @@ def sort_files(source: Source) -> dict[str, DeepSpeedFiles]:
 def is_deepspeed_file(path: str) -> bool:
     """Return whether the name alone says that DeepSpeed wrote this."""
     name = path.rpartition("/")[2]
-    if any(_STATE.fullmatch(path[len(folder) :]) for folder in _list_folders(path)):
+    if any(_UNIVERSAL_STATE_PATTERN.fullmatch(path[len(folder) :]) for folder in _list_folders(path)):
         return True
-    return path.count("/") <= 1 and any(p.fullmatch(name) for p in (_MODEL, _OPTIMIZER, _LAYER))
+    return path.count("/") <= 1 and any(
+        p.fullmatch(name) for p in (_MODEL_FILE_PATTERN, _OPTIMIZER_FILE_PATTERN, _LAYER_FILE_PATTERN)
+    )
 
 
 def _list_folders(path: str) -> list[str]:
@@ -86,9 +94,9 @@ def _list_folders(path: str) -> list[str]:
 
 def _sort_file(files: DeepSpeedFiles, path: str, name: str) -> bool:
     """Note what the file is, if it is one of DeepSpeed."""
-    if m := _MODEL.fullmatch(name):
+    if m := _MODEL_FILE_PATTERN.fullmatch(name):
         files.model[int(m[2]), int(m[1]) if m[1] is not None else None] = path
-    elif m := _OPTIMIZER.fullmatch(name):
+    elif m := _OPTIMIZER_FILE_PATTERN.fullmatch(name):
         key = int(m[2]), int(m[1])
         if key in files.optimizer:
             raise SourceError(
@@ -96,13 +104,13 @@ def _sort_file(files: DeepSpeedFiles, path: str, name: str) -> bool:
                 hint="the folder contains two saves; move one away",
             )
         files.optimizer[key] = path
-    elif m := _EXPERT.fullmatch(name):
+    elif m := _EXPERT_FILE_PATTERN.fullmatch(name):
         files.experts[int(m[1]) if m[1] is not None else -1, int(m[2]), int(m[3])] = path
-    elif m := _LAYER.fullmatch(name):
+    elif m := _LAYER_FILE_PATTERN.fullmatch(name):
         files.layers[int(m[1]), int(m[2] or 0)] = path
-    elif m := _STATE.fullmatch(name):
+    elif m := _UNIVERSAL_STATE_PATTERN.fullmatch(name):
         files.universal.setdefault(m[1], {})[m[2]] = path
-    elif _REST.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name):
+    elif _OTHER_FILE_PATTERN.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name):
         files.others.append(path)
     else:
         return False
@@ -118,11 +126,15 @@ def choose_checkpoint(source: Source, found: dict[str, DeepSpeedFiles]) -> DeepS
     """
     if "" in found:
         return found[""]
-    for name in _LATEST:
+    for name in _LATEST_TAG_FILES:
         if name not in source.files():
             continue
         check_link(source, name)
-        tag = read_bytes(source, name, 0, min(source.files()[name].size, _LONGEST)).decode(errors="replace").strip()
+        tag = (
+            read_bytes(source, name, 0, min(source.files()[name].size, _MAX_TAG_FILE_BYTES))
+            .decode(errors="replace")
+            .strip()
+        )
         if not tag or tag in {".", ".."} or any(c in tag for c in "/\\\0:"):
             raise HostileError(
                 f"{name} says {ascii(tag)[:100]}, which is not the name of a folder beside it",

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.manifest import Tensor
 
-_MARK: Final = re.compile(r"(?:sequential\.)?[0-9]+\.attention\.(?:query_key_value|qkv)\.weight")
-_SEQUENTIAL: Final = "sequential."
+_FUSED_QKV_PATTERN: Final = re.compile(r"(?:sequential\.)?[0-9]+\.attention\.(?:query_key_value|qkv)\.weight")
+_SEQUENTIAL_PREFIX: Final = "sequential."
 """What precedes the number of a layer where the model is not a pipeline (`pipe_parallel_size` 0)."""
-_TIED: Final = "tied_modules.embed."
-_EMBEDDING: Final = "0.word_embeddings.weight"
-_BUFFER: Final = ".rotary_emb.inv_freq"
+_TIED_EMBEDDING_PREFIX: Final = "tied_modules.embed."
+_EMBEDDING_NAME: Final = "0.word_embeddings.weight"
+_ROTARY_BUFFER_SUFFIX: Final = ".rotary_emb.inv_freq"
 """Computed from the config; no state dict of transformers has it."""
 
 
@@ -34,12 +34,12 @@ def is_gpt_neox(names: Iterable[str]) -> bool:
     >>> is_gpt_neox(["2.attention.query_key_value.weight"]), is_gpt_neox(["3.self_attention.query_key_value.weight"])
     (True, False)
     """
-    return any(_MARK.fullmatch(name) for name in names)
+    return any(_FUSED_QKV_PATTERN.fullmatch(name) for name in names)
 
 
 def is_buffer(name: str) -> bool:
     """Return whether it is a table that is computed, and no weight."""
-    return name.endswith(_BUFFER)
+    return name.endswith(_ROTARY_BUFFER_SUFFIX)
 
 
 def rename_layer(name: str) -> str:
@@ -48,7 +48,7 @@ def rename_layer(name: str) -> str:
     >>> rename_layer("sequential.3.input_layernorm.weight"), rename_layer("tied_modules.embed.word_embeddings.weight")
     ('3.input_layernorm.weight', '0.word_embeddings.weight')
     """
-    return name.removeprefix(_SEQUENTIAL).replace(_TIED, "0.", 1)
+    return name.removeprefix(_SEQUENTIAL_PREFIX).replace(_TIED_EMBEDDING_PREFIX, "0.", 1)
 
 
 def collect_rank_tensors(
@@ -72,14 +72,16 @@ def collect_rank_tensors(
 def build_dialect(tensors: Mapping[str, Tensor], ranks: int) -> NamingScheme:
     """Build what decides how the arrays of a checkpoint are made."""
     prefixes = {rank: _prefix_rank(rank, ranks) for rank in range(ranks)}
-    embeddings = (tensors.get(f"{prefix}{_EMBEDDING}") for prefix in prefixes.values())
+    embeddings = (tensors.get(f"{prefix}{_EMBEDDING_NAME}") for prefix in prefixes.values())
     rows = sum(each.shape[0] for each in embeddings if each is not None and each.shape)
-    variant = _OLD
+    variant = _PRE_V2_VARIANT
     if any(".mlp.linear1." in name for name in tensors):
-        variant = _NEW
+        variant = _V2_VARIANT
     elif any(".mlp.fc1_" in name for name in tensors):
-        variant = _FUSED
-    return NamingScheme(_NAME, Mesh.of(tp=ranks), prefixes, facts={_VARIANT: variant, _VOCABULARY: rows})
+        variant = _TRANSFORMER_ENGINE_VARIANT
+    return NamingScheme(
+        _FORMAT_NAME, Mesh.of(tp=ranks), prefixes, facts={_VARIANT_KEY: variant, _VOCABULARY_ROWS_KEY: rows}
+    )
 
 
 def _prefix_rank(rank: int, ranks: int) -> str:
@@ -87,24 +89,24 @@ def _prefix_rank(rank: int, ranks: int) -> str:
     return f"model_{rank:02d}/" if ranks > 1 else ""
 
 
-_NAME: Final = "gpt_neox"
-_TITLE: Final = "GPT-NeoX"
-_VARIANT: Final = "variant"
+_FORMAT_NAME: Final = "gpt_neox"
+_FORMAT_TITLE: Final = "GPT-NeoX"
+_VARIANT_KEY: Final = "variant"
 """The fact that says what a block's feed-forward layers are called; a key of `_FEED_FORWARD`."""
-_VOCABULARY: Final = "vocabulary"
+_VOCABULARY_ROWS_KEY: Final = "vocabulary"
 """The fact that says how many rows the embedding has on all ranks together, padding included."""
-_NEOX: Final = "gpt_neox"
+_GPT_NEOX_FAMILY: Final = "gpt_neox"
 """The family of transformers in which q, k and v stay one array, as here."""
-_FAMILIES: Final = frozenset({_NEOX, "llama", "mistral"})
-_OLD: Final = "before 2.0"
-_NEW: Final = "2.0"
-_FUSED: Final = "Transformer Engine"
+_SUPPORTED_FAMILIES: Final = frozenset({_GPT_NEOX_FAMILY, "llama", "mistral"})
+_PRE_V2_VARIANT: Final = "before 2.0"
+_V2_VARIANT: Final = "2.0"
+_TRANSFORMER_ENGINE_VARIANT: Final = "Transformer Engine"
 _FIRST_BLOCK: Final = 2
-_KINDS: Final = ("weight", "bias")
-_RENAMED: Final = {
-    _OLD: {},
-    _NEW: {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."},
-    _FUSED: {
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_NAME_REPLACEMENTS_BY_VARIANT: Final = {
+    _PRE_V2_VARIANT: {},
+    _V2_VARIANT: {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."},
+    _TRANSFORMER_ENGINE_VARIANT: {
         "mlp.dense_h_to_4h.": "mlp.fc1_",
         "mlp.dense_4h_to_h.": "mlp.fc2_",
         "attention.query_key_value.": "attention.qkv.",
@@ -113,7 +115,9 @@ _RENAMED: Final = {
     },
 }
 """By variant: what stands in the names of its arrays instead of the words of `GPTNeoXForCausalLM`."""
-_NORM: Final = re.compile(r"[0-9]+\.((.*_layernorm|norm)\.(weight|bias|scale)|mlp\.layer_norm_(weight|bias))")
+_NORM_PARAMETER_PATTERN: Final = re.compile(
+    r"[0-9]+\.((.*_layernorm|norm)\.(weight|bias|scale)|mlp\.layer_norm_(weight|bias))"
+)
 _ROW_BIAS: Final = re.compile(r"[0-9]+\.(attention\.(dense|proj)\.|mlp\.(dense_4h_to_h\.|linear2\.|fc2_))bias")
 
 
@@ -124,24 +128,24 @@ def _choose_reduction(config: Mapping[str, Any], name: str) -> Literal["", "sum"
     parallel residuals each rank adds its biases before outputs are summed over ranks; else biases are added afterwards,
     and all ranks have the same.
     """
-    if _NORM.fullmatch(name):
+    if _NORM_PARAMETER_PATTERN.fullmatch(name):
         return "mean"
-    side_by_side = config.get("model_type") == _NEOX and config.get("use_parallel_residual", True)
+    side_by_side = config.get("model_type") == _GPT_NEOX_FAMILY and config.get("use_parallel_residual", True)
     return "sum" if side_by_side and _ROW_BIAS.fullmatch(name) else ""
 
 
 def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that GPT-NeoX does not have, or whose names there are not known here."""
-    if model.family not in _FAMILIES or not model.architecture.endswith("ForCausalLM"):
+    if model.family not in _SUPPORTED_FAMILIES or not model.architecture.endswith("ForCausalLM"):
         raise UnsupportedError(
-            f"{_TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
+            f"{_FORMAT_TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
             hint="known are those of GPTNeoXForCausalLM, LlamaForCausalLM and MistralForCausalLM",
         )
 
 
 def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
-    own = SchemaRank(ModelParts(model, _TITLE), dialect.mesh.degree("tp"), rank)
-    neox = model.family == _NEOX
+    own = SchemaRank(ModelParts(model, _FORMAT_TITLE), dialect.mesh.degree("tp"), rank)
+    neox = model.family == _GPT_NEOX_FAMILY
     front, last = ("gpt_neox", "final_layer_norm") if neox else ("model", "norm")
     embedding, head = (f"{front}.{'embed_in' if neox else 'embed_tokens'}.weight", "embed_out" if neox else "lm_head")
     yield _build_vocabulary_entry("0.word_embeddings.weight", own, embedding, dialect)
@@ -151,7 +155,7 @@ def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sc
         for name, content in arrays:
             yield SchemaEntry(f"{number + _FIRST_BLOCK}.{_rename_array(name, dialect)}", content)
     end = model.layers + _FIRST_BLOCK + 1
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{front}.{last}.{kind}" in own:
             yield SchemaEntry(f"{end}.norm.{kind if neox else 'scale'}", own[f"{front}.{last}.{kind}"])
     if f"{head}.weight" not in own or own.parts.resolve(f"{head}.weight") == embedding:
@@ -163,7 +167,7 @@ def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sc
 
 def _list_neox_arrays(own: SchemaRank, block: str) -> Iterator[tuple[str, CompositeArray]]:
     """List a block's arrays, each a tensor or a rank's share of it; q, k and v of a head lie together in both."""
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{norm}.{kind}", own[f"{block}{norm}.{kind}"]
     for entry in own.column_layer(f"{block}attention.query_key_value", "attention.query_key_value"):
@@ -179,13 +183,13 @@ def _list_llama_arrays(own: SchemaRank, block: str, dialect: NamingScheme) -> It
     """List a block's arrays of a model whose q, k and v, and gate and up projections, are tensors of their own."""
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{norm}.scale", own[f"{block}{norm}.weight"]
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{block}self_attn.q_proj.{kind}" in own:
             yield f"attention.query_key_value.{kind}", _join_queries(own, block, kind)
     for entry in own.row_layer(f"{block}self_attn.o_proj", "attention.dense"):
         yield entry.name, entry.content
     gate, up = (own.rows(f"{block}mlp.{part}_proj.weight") for part in ("gate", "up"))
-    if dialect.text(_VARIANT) == _OLD:
+    if dialect.text(_VARIANT_KEY) == _PRE_V2_VARIANT:
         yield "mlp.w1.weight", gate
         yield "mlp.w3.weight", up
         yield "mlp.w2.weight", own.columns(f"{block}mlp.down_proj.weight")
@@ -206,7 +210,7 @@ def _join_queries(own: SchemaRank, block: str, kind: str) -> CompositeArray:
 
 def _rename_array(name: str, dialect: NamingScheme) -> str:
     """Return what a variant calls an array."""
-    for ours, theirs in _RENAMED[dialect.text(_VARIANT)].items():
+    for ours, theirs in _NAME_REPLACEMENTS_BY_VARIANT[dialect.text(_VARIANT_KEY)].items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
@@ -215,7 +219,7 @@ def _rename_array(name: str, dialect: NamingScheme) -> str:
 def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: NamingScheme) -> SchemaEntry:
     """Build a rank's rows of the vocabulary, which GPT-NeoX pads."""
     tokens = own[tensor]
-    rows = dialect.number(_VOCABULARY) or tokens.shape[0]
+    rows = dialect.number(_VOCABULARY_ROWS_KEY) or tokens.shape[0]
     if rows < tokens.shape[0]:
         raise SourceError(
             f"{name} has {rows:,} rows, but the model has {tokens.shape[0]:,} tokens",
@@ -226,4 +230,4 @@ def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: Na
     return SchemaEntry(name, tokens.padded(rows).share(0, own.index, own.tp))
 
 
-SCHEMA: Final = Schema(_NAME, _TITLE, _check_model, _list_entries, reduction=_choose_reduction)
+SCHEMA: Final = Schema(_FORMAT_NAME, _FORMAT_TITLE, _check_model, _list_entries, reduction=_choose_reduction)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile
     from shardctl.storage import Source
 
-_MODULE: Final = "module"
-_KNOWN: Final = frozenset(
+_MODULE_KEY: Final = "module"
+_ENGINE_STATE_KEYS: Final = frozenset(
     {
-        _MODULE,
+        _MODULE_KEY,
         *("buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
         *("shared_params", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size"),
         *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers"),
@@ -78,11 +78,13 @@ def read_model_state(source: Source, path: str) -> ModelState:
     """
     saved = open_saved(source, path)
     tree = as_mapping(saved.tree)
-    if tree is None or _MODULE not in tree:
-        raise SourceError(f"{path} is not the state of a module: it has no entry {_MODULE!r}")
+    if tree is None or _MODULE_KEY not in tree:
+        raise SourceError(f"{path} is not the state of a module: it has no entry {_MODULE_KEY!r}")
     found = ModelState(path, {}, saved=replace(saved, tree=None))  # what is needed of the tree is taken out of it here
-    found.module, found.others = collect_tensors(saved, tree[_MODULE])
-    found.others += [str(key)[:200] for key, value in tree.items() if key not in _KNOWN and value is not None]
+    found.module, found.others = collect_tensors(saved, tree[_MODULE_KEY])
+    found.others += [
+        str(key)[:200] for key, value in tree.items() if key not in _ENGINE_STATE_KEYS and value is not None
+    ]
     if tree.get("buffer_names") is not None:
         found.buffers = frozenset(name for name in as_list(tree["buffer_names"]) if isinstance(name, str))
     if tree.get("param_shapes") is not None:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile
     from shardctl.storage import Source
 
-_STATE: Final = "optimizer_state_dict"
-_JOINED: Final = "single_partition_of_fp32_groups"
-_SCATTERED: Final = "fp32_flat_groups"
-_BASE: Final = "base_optimizer_state"
-_STEP: Final = "step"
+_OPTIMIZER_STATE_KEY: Final = "optimizer_state_dict"
+_FLAT_PARTITION_KEY: Final = "single_partition_of_fp32_groups"
+_FLAT_GROUPS_KEY: Final = "fp32_flat_groups"
+_BASE_STATE_KEY: Final = "base_optimizer_state"
+_STEP_KEY: Final = "step"
 WEIGHTS: Final = 3
 """The stage that parts weights, too."""
 
@@ -88,13 +88,13 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
     """
     saved = open_saved(source, path)
     tree = as_mapping(saved.tree)
-    state = as_mapping((tree or {}).get(_STATE))
+    state = as_mapping((tree or {}).get(_OPTIMIZER_STATE_KEY))
     if tree is None or state is None:
-        raise SourceError(f"{path} is not the state of an optimizer: it has no entry {_STATE!r}")
+        raise SourceError(f"{path} is not the state of an optimizer: it has no entry {_OPTIMIZER_STATE_KEY!r}")
     world = max((as_integer(n) or 0 for n in _list_part_counts(state.get("partition_count"))), default=0) or world
-    if _SCATTERED in state:
+    if _FLAT_GROUPS_KEY in state:
         found = _parse_scattered_state(saved, state, rank, world)
-    elif _JOINED in state:
+    elif _FLAT_PARTITION_KEY in state:
         found = _parse_joined_state(saved, state, rank, world)
         if _is_shuffled(tree):
             for flats in found.groups:
@@ -116,12 +116,12 @@ def _is_shuffled(tree: Mapping[Any, Any]) -> bool:
 def _parse_joined_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, world: int) -> OptimizerState:
     """Parse stages 1 and 2, and BF16_Optimizer, whose parts keep their padding and which says no stage."""
     stage = as_integer(state.get("zero_stage"))
-    base = state.get(_BASE)
+    base = state.get(_BASE_STATE_KEY)
     elastic = isinstance(base, list)
     by_group = as_list(base) if elastic else as_dict(as_dict(base).get("state"))
     groups = []
-    for place, node in enumerate(as_list(state[_JOINED])):
-        master = parse_flat_array(saved, node, f"{_JOINED}[{place}]")
+    for place, node in enumerate(as_list(state[_FLAT_PARTITION_KEY])):
+        master = parse_flat_array(saved, node, f"{_FLAT_PARTITION_KEY}[{place}]")
         padding = _take_integer(state.get("group_paddings"), place)
         length = master.size + ((padding or 0) if stage is not None else 0)
         part = _locate_partition(saved.path, _take_integer(state.get("partition_count"), place), rank, world)
@@ -132,7 +132,7 @@ def _parse_joined_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, w
         values = _take_item(by_group, place) if elastic else as_dict(by_group).get(place)
         _sort_states(saved, found, values)
         if elastic and as_integer(state.get("base_optimizer_state_step")) is not None:
-            found.numbers.setdefault(_STEP, float(state["base_optimizer_state_step"]))
+            found.numbers.setdefault(_STEP_KEY, float(state["base_optimizer_state_step"]))
         groups.append(found)
     settings = _parse_settings_and_steps([] if elastic else as_list(as_dict(base).get("param_groups")), groups)
     return OptimizerState(saved.path, stage, groups, settings)
@@ -140,12 +140,12 @@ def _parse_joined_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, w
 
 def _parse_scattered_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, world: int) -> OptimizerState:
     """Parse stage 3."""
-    base = as_dict(state.get(_STATE))
+    base = as_dict(state.get(_OPTIMIZER_STATE_KEY))
     by_group = as_dict(base.get("state"))
     parts = as_list(state.get("ds_zero_partition_groups"))
     groups = []
-    for place, node in enumerate(as_list(state[_SCATTERED])):
-        master = parse_flat_array(saved, node, f"{_SCATTERED}[{place}]")
+    for place, node in enumerate(as_list(state[_FLAT_GROUPS_KEY])):
+        master = parse_flat_array(saved, node, f"{_FLAT_GROUPS_KEY}[{place}]")
         own = as_dict(parts[place]) if place < len(parts) else {}
         count = as_integer(own.get("partition_count")) or world
         at = as_integer(own.get("partition_rank"))
@@ -197,9 +197,9 @@ def _parse_settings_and_steps(
     """Parse hyper-parameters; some optimizers keep the member of steps among them."""
     found = parse_group_settings(nodes, len(groups))
     for members, values in found:
-        step = as_integer(values.get(_STEP))
+        step = as_integer(values.get(_STEP_KEY))
         for member in members if step is not None else ():
-            groups[member].numbers.setdefault(_STEP, float(step or 0))
+            groups[member].numbers.setdefault(_STEP_KEY, float(step or 0))
     return found
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.pieces import TensorPieces
     from shardctl.storage import Source
 
-_FLOAT: Final = BY_NAME["F32"]
+_F32_DTYPE: Final = BY_NAME["F32"]
 
-_EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
+_EXPERT_NAME_PATTERN: Final = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
 
 
 class _ExpertNames:
@@ -40,7 +40,7 @@ class _ExpertNames:
         found: dict[str, set[str]] = {}
         for group in state.groups or ():
             for name in group:
-                m = _EXPERT.fullmatch(name)
+                m = _EXPERT_NAME_PATTERN.fullmatch(name)
                 if m is not None:
                     found.setdefault(m[1], set()).add(m[2])
         self._count = {prefix: len(numbers) for prefix, numbers in found.items()}
@@ -54,7 +54,7 @@ class _ExpertNames:
         """
         if part.divided == 1:
             return name, rank
-        m = _EXPERT.fullmatch(name)
+        m = _EXPERT_NAME_PATTERN.fullmatch(name)
         automatic = self._automatic.holds(name)
         if m is None and not automatic:
             raise UnsupportedError(
@@ -97,7 +97,7 @@ def add_number(pieces: TensorPieces, name: str, rank: int, number: FileArray | f
     if isinstance(number, FileArray):
         pieces.add_array(name, rank, number)
     else:
-        pieces.add_fill(name, rank, _FLOAT, struct.pack("<f", number))
+        pieces.add_fill(name, rank, _F32_DTYPE, struct.pack("<f", number))
 
 
 class _RankPartitions:

@@ -12,11 +12,11 @@ from shardctl.base.errors import HostileError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_LONGEST: Final = 1_000
-_MOST = 5_000_000
+_MAX_PATTERN_LENGTH: Final = 1_000
+_MAX_MATCHING_STEPS = 5_000_000
 """Steps of matching, at about one a microsecond; a model of 10,000 tensors takes a million."""
-_SPECIAL: Final = frozenset("[](){}|?*+^$\\")
-_CLASSES: Final[dict[str, Callable[[str], bool]]] = {
+_REGEX_SPECIAL_CHARACTERS: Final = frozenset("[](){}|?*+^$\\")
+_CHARACTER_CLASSES: Final[dict[str, Callable[[str], bool]]] = {
     "d": str.isdecimal,
     "w": lambda c: c.isalnum() or c == "_",
 }
@@ -35,7 +35,7 @@ class _PatternAtom(NamedTuple):
     def fits(self, character: str) -> bool:
         if self.kind == "is":
             return character == self.text
-        return self.kind == "any" or _CLASSES[self.text](character)
+        return self.kind == "any" or _CHARACTER_CLASSES[self.text](character)
 
 
 class NamePatterns:
@@ -81,7 +81,7 @@ class NamePatterns:
             )
             if not active:
                 return False
-            if self._spent > _MOST:
+            if self._spent > _MAX_MATCHING_STEPS:
                 raise HostileError("the checkpoint's patterns of names take too long to match")
         return len(atoms) in active
 
@@ -108,13 +108,13 @@ def _parse_pattern(pattern: str) -> tuple[tuple[_PatternAtom, ...], bool]:
     while at < len(text):
         character = text[at]
         at += 1
-        if character == "\\" and at < len(text) and (text[at] in _CLASSES or not text[at].isalnum()):
-            atoms.append(_PatternAtom(text[at], "class" if text[at] in _CLASSES else "is"))
+        if character == "\\" and at < len(text) and (text[at] in _CHARACTER_CLASSES or not text[at].isalnum()):
+            atoms.append(_PatternAtom(text[at], "class" if text[at] in _CHARACTER_CLASSES else "is"))
             at += 1
         elif character in "*+" and atoms and not atoms[-1].repeats:
             last = atoms[-1] if character == "+" else atoms.pop()
             atoms.append(last._replace(repeats=True))
-        elif character in _SPECIAL or len(text) > _LONGEST:
+        elif character in _REGEX_SPECIAL_CHARACTERS or len(text) > _MAX_PATTERN_LENGTH:
             raise UnsupportedError(
                 f"the checkpoint tells how tensor-parallel parts fit together with the pattern {ascii(pattern)[:200]}, "
                 "which shardctl does not understand"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.model_states import ModelState
 
 _Shape = tuple[int, ...]
-_KEY: Final = "affine_map"
-_VERSION: Final = 1
+_AFFINE_MAP_KEY: Final = "affine_map"
+_MAX_SUPPORTED_VERSION: Final = 1
 
 
 class _AffineMaps:
@@ -33,12 +33,12 @@ class _AffineMaps:
     """
 
     def __init__(self, info: Mapping[Any, Any]) -> None:
-        held = as_dict(info.get(_KEY))
-        version = as_integer(held.get("version")) if held else _VERSION
-        if version is None or version > _VERSION:
+        held = as_dict(info.get(_AFFINE_MAP_KEY))
+        version = as_integer(held.get("version")) if held else _MAX_SUPPORTED_VERSION
+        if version is None or version > _MAX_SUPPORTED_VERSION:
             raise UnsupportedError(
-                f"the checkpoint describes tensor-parallel parts in version {held.get('version')!r}, and {_VERSION} is "
-                "known here",
+                f"the checkpoint describes tensor-parallel parts in version {held.get('version')!r}, and"
+                f" {_MAX_SUPPORTED_VERSION} is known here",
                 hint="DeepSpeed's ds_to_universal.py makes a Universal Checkpoint of it, which shardctl reads",
             )
         self._maps = as_dict(held.get("params"))
@@ -75,15 +75,17 @@ class _AffineMaps:
 Shapes = dict[int, _Shape]
 """By tensor-parallel rank."""
 
-_WHOLE: Final = "tp_replicated_parameter_patterns"
-_MEAN: Final = "parameter_to_average_patterns"
-_ROWS: Final = "parameter_with_row_parallelism_patterns"
-_VOCABULARY: Final = "vocabulary_parameter_patterns"
-_HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
-_SEVERAL: Final = "parameter_with_sub_params"
-_WIDTHS: Final = "sub_param_shard_widths"
-_UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
-_HINT: Final = "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
+_REPLICATED_PATTERNS_KEY: Final = "tp_replicated_parameter_patterns"
+_AVERAGED_PATTERNS_KEY: Final = "parameter_to_average_patterns"
+_ROW_PARALLEL_PATTERNS_KEY: Final = "parameter_with_row_parallelism_patterns"
+_VOCABULARY_PATTERNS_KEY: Final = "vocabulary_parameter_patterns"
+_TWO_SUBPARAMETERS_KEY: Final = "parameter_with_2_sub_params_cat_dim_0"
+_SUBPARAMETERS_KEY: Final = "parameter_with_sub_params"
+_SUBPARAMETER_WIDTHS_KEY: Final = "sub_param_shard_widths"
+_UNSUPPORTED_PATTERNS_KEY: Final = "autotp_unsupported_parameter_patterns"
+_UNIVERSAL_CHECKPOINT_HINT: Final = (
+    "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
+)
 
 
 class ParallelPartitions:
@@ -147,48 +149,52 @@ class ParallelPartitions:
                 "fit together (universal_checkpoint_info)",
                 hint="trainers that support Universal Checkpoints save that; or save it with one such rank",
             )
-        if self._said(_UNSUPPORTED, name):
-            raise UnsupportedError(f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_HINT)
+        if self._said(_UNSUPPORTED_PATTERNS_KEY, name):
+            raise UnsupportedError(
+                f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_UNIVERSAL_CHECKPOINT_HINT
+            )
         described = self._maps.find(name, shapes)
         if described is not None:
             return described.shape, dict(described.parts)
-        if self._said(_WHOLE, name):
+        if self._said(_REPLICATED_PATTERNS_KEY, name):
             if len(set(shapes.values())) > 1:
                 raise SourceError(f"{name!r} should be whole on every rank, but has the shapes {list(shapes.values())}")
             return None
-        if self._said(_MEAN, name):
+        if self._said(_AVERAGED_PATTERNS_KEY, name):
             raise UnsupportedError(
                 f"{name!r} has different values on every tensor-parallel rank, and DeepSpeed uses their mean",
-                hint=_HINT,
+                hint=_UNIVERSAL_CHECKPOINT_HINT,
             )
-        if self._said(_HALVES, name):
+        if self._said(_TWO_SUBPARAMETERS_KEY, name):
             widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]
             return _interleave_parts(name, shapes, 0, widths)
-        for number, entry in enumerate(as_list(self._info.get(_SEVERAL))):
+        for number, entry in enumerate(as_list(self._info.get(_SUBPARAMETERS_KEY))):
             held = as_dict(entry)
-            pattern = self._found(f"{_SEVERAL} {number}", as_list(held.get("patterns")), name)
+            pattern = self._found(f"{_SUBPARAMETERS_KEY} {number}", as_list(held.get("patterns")), name)
             dim = as_integer(held.get("partition_dim"))
             if pattern is not None and dim is not None:
                 return _interleave_parts(name, shapes, dim, self._widths(name, pattern, held, dim))
-        dim = 1 if self._said(_ROWS, name) else 0
+        dim = 1 if self._said(_ROW_PARALLEL_PATTERNS_KEY, name) else 0
         return _interleave_parts(
             name, shapes, dim, [[shape[dim] if dim < len(shape) else 0 for shape in shapes.values()]]
         )
 
     def _widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
         """Return the extents that ranks have of each of several parts that are cut by themselves."""
-        said = as_dict(self._info.get(_WIDTHS)).get(pattern)
+        said = as_dict(self._info.get(_SUBPARAMETER_WIDTHS_KEY)).get(pattern)
         if said is not None:
             return [[as_integer(n) or 0 for n in as_list(part)] for part in as_list(said)]
         shape = as_list(held.get("shape"))
         extents = as_list(shape[dim]) if dim < len(shape) else []
         if not extents or any(not as_integer(n) or n % self.ranks for n in extents):
-            raise UnsupportedError(f"the checkpoint does not say how wide the parts of {name!r} are", hint=_HINT)
+            raise UnsupportedError(
+                f"the checkpoint does not say how wide the parts of {name!r} are", hint=_UNIVERSAL_CHECKPOINT_HINT
+            )
         return [[n // self.ranks] * self.ranks for n in extents]
 
     def _without_padding(self, name: str, shape: _Shape) -> _Shape:
         rows = as_integer(self._info.get("original_vocab_size"))
-        if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY, name):
+        if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY_PATTERNS_KEY, name):
             return (rows, *shape[1:])
         return shape
 

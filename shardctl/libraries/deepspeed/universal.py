@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.model_states import ModelState
     from shardctl.storage import Source
 
-_MASTER: Final = "fp32"
-_STEP: Final = "step"
-_REST: Final = "zero/optimizer_state.pt"
-_WHOLE: Final = "param"
+_MASTER_WEIGHTS_KEY: Final = "fp32"
+_STEP_KEY: Final = "step"
+_OPTIMIZER_STATE_FILE: Final = "zero/optimizer_state.pt"
+_PARAM_TENSOR_KEY: Final = "param"
 """The key of the tensor, where the file has a dict; a file of stage 3 is a bare flat tensor."""
 
 
@@ -53,9 +53,10 @@ def read_universal(
     for name in sorted(files.universal, key=lambda name: (order.get(name, len(order)), name)):
         if name in own and name not in shapes:
             continue
-        if _MASTER not in files.universal[name]:
+        if _MASTER_WEIGHTS_KEY not in files.universal[name]:
             raise SourceError(
-                f"{files.folder}zero/{name}/{_MASTER}.pt is missing", hint="its copy is incomplete; fetch it again"
+                f"{files.folder}zero/{name}/{_MASTER_WEIGHTS_KEY}.pt is missing",
+                hint="its copy is incomplete; fetch it again",
             )
         found.parameters[name] = None
         for kind, path in files.universal[name].items():
@@ -74,7 +75,7 @@ def _read_settings(
     source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
 ) -> None:
     """Read hyper-parameters, and at stage 3 the steps, from the file that has the rest of one rank's optimizer."""
-    path = f"{files.folder}{_REST}"
+    path = f"{files.folder}{_OPTIMIZER_STATE_FILE}"
     state = next(iter(models.values()), None)
     if path not in source.files() or state is None or state.groups is None:
         return
@@ -89,11 +90,11 @@ def _read_settings(
             names |= dict.fromkeys(state.groups[member])
     inner = as_dict(tree.get("optimizer_state_dict")).get("state")
     for place, group in enumerate(state.groups):
-        step = as_dict(as_dict(inner).get(place)).get(_STEP)
-        value = as_array(saved, step, _STEP) if step is not None else None
+        step = as_dict(as_dict(inner).get(place)).get(_STEP_KEY)
+        value = as_array(saved, step, _STEP_KEY) if step is not None else None
         if value is not None:
             for name in group:
-                add_number(found.state(_STEP), name, 0, value)
+                add_number(found.state(_STEP_KEY), name, 0, value)
 
 
 def _add_file(
@@ -102,17 +103,17 @@ def _add_file(
     """Note one file of a parameter."""
     saved = open_saved(source, path)
     tree = as_mapping(saved.tree)
-    node = saved.tree if tree is None else tree.get(_WHOLE)
-    if kind == _STEP and (said := as_number(node)) is not None:
+    node = saved.tree if tree is None else tree.get(_PARAM_TENSOR_KEY)
+    if kind == _STEP_KEY and (said := as_number(node)) is not None:
         add_number(found.state(kind), name, 0, said)
         return
     array = as_array(saved, node, name)
     if array is None:
-        raise SourceError(f"{path} is not a tensor, nor a dict with one under {_WHOLE!r}")
-    if kind == _STEP:
+        raise SourceError(f"{path} is not a tensor, nor a dict with one under {_PARAM_TENSOR_KEY!r}")
+    if kind == _STEP_KEY:
         add_number(found.state(kind), name, 0, array)
         return
-    pieces = found.master if kind == _MASTER else found.state(kind)
+    pieces = found.master if kind == _MASTER_WEIGHTS_KEY else found.state(kind)
     if tree is not None:
         if shape is not None and array.shape != shape:
             raise SourceError(f"{path} is {list(array.shape)}, but the parameter is {list(shape)}")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
 
-_FAR: Final = 1 << 63
-_LARGEST: Final = 3e38
+_INTEGER_LIMIT: Final = 1 << 63
+_MAX_FLOAT_MAGNITUDE: Final = 3e38
 """Nothing that is counted or averaged comes near."""
 
 
@@ -72,12 +72,12 @@ def as_integer(node: object) -> int | None:
     """Return a whole number, or that of a pickled enum (`ZeroStageEnum(2)`)."""
     if isinstance(node, CallNode) and isinstance(node.function, GlobalNode) and len(node.args) == 1:
         node = node.args[0]
-    return node if type(node) is int and 0 <= node < _FAR else None
+    return node if type(node) is int and 0 <= node < _INTEGER_LIMIT else None
 
 
 def as_number(node: object) -> float | None:
     """Return a number that a float of 32 bits can be near; None for anything else."""
-    if isinstance(node, bool) or not isinstance(node, int | float) or not abs(node) <= _LARGEST:
+    if isinstance(node, bool) or not isinstance(node, int | float) or not abs(node) <= _MAX_FLOAT_MAGNITUDE:
         return None
     return float(node)
 

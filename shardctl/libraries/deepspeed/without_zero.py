@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
     from shardctl.libraries.deepspeed.model_states import ModelState
 
-_INNER: Final = "optimizer_state_dict"
-_APART: Final = "fp32_groups"
-_FLAT: Final = "fp32_groups_flat"
+_OPTIMIZER_STATE_KEY: Final = "optimizer_state_dict"
+_MASTER_GROUPS_KEY: Final = "fp32_groups"
+_FLAT_MASTER_GROUPS_KEY: Final = "fp32_groups_flat"
 
 
 def read_optimizer(rank: int, state: ModelState, found: CheckpointPieces) -> None:
@@ -29,7 +29,7 @@ def read_optimizer(rank: int, state: ModelState, found: CheckpointPieces) -> Non
     behind, with a warning.
     """
     top = as_dict(state.optimizer)
-    base = as_dict(top.get(_INNER)) or top
+    base = as_dict(top.get(_OPTIMIZER_STATE_KEY)) or top
     groups = [as_dict(group) for group in as_list(base.get("param_groups"))]
     if state.saved is None or not groups:
         return
@@ -59,14 +59,14 @@ def read_optimizer(rank: int, state: ModelState, found: CheckpointPieces) -> Non
 def _read_master(rank: int, state: ModelState, top: dict[Any, Any], names: list[str], found: CheckpointPieces) -> None:
     if state.saved is None:
         return
-    apart = as_list(top.get(_APART))
+    apart = as_list(top.get(_MASTER_GROUPS_KEY))
     for name, node in zip(names, as_list(apart[0]) if len(apart) == 1 else (), strict=False):
-        array = as_array(state.saved, node, f"{_APART} of {name}")
+        array = as_array(state.saved, node, f"{_MASTER_GROUPS_KEY} of {name}")
         if array is not None and array.shape == state.module[name].shape:
             found.master.add_array(name, rank, array)
-    flats = as_list(top.get(_FLAT))
+    flats = as_list(top.get(_FLAT_MASTER_GROUPS_KEY))
     if len(flats) == 1:
-        array = parse_flat_array(state.saved, flats[0], _FLAT)
+        array = parse_flat_array(state.saved, flats[0], _FLAT_MASTER_GROUPS_KEY)
         shapes = {name: state.module[name].shape for name in names}
         for name, run in list_joined_runs(shapes, FlatPartition(0, 1), array.size):
             found.master.add_run(name, rank, shapes[name], array, run)

@@ -38,18 +38,18 @@ DEEPSPEED: Final = "0.19.8"
 """The version whose files these are like; engines refuse a checkpoint without one."""
 VERSION: Final = 0.4
 """Of Universal Checkpoints."""
-_MASTER: Final = "fp32"
-_STEP: Final = "step"
-_STATES: Final = frozenset({"exp_avg", "exp_avg_sq", _STEP})
+_MASTER_WEIGHTS_KEY: Final = "fp32"
+_STEP_KEY: Final = "step"
+_OPTIMIZER_STATE_NAMES: Final = frozenset({"exp_avg", "exp_avg_sq", _STEP_KEY})
 """All that the converter knows; the loader of stage 3 asks for these and no others."""
-_MODULE: Final = "mp_rank_00_model_states.pt"
+_MODEL_STATES_FILE: Final = "mp_rank_00_model_states.pt"
 """What engines of stages 1 and 2 ask for."""
 _MODULE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """What those of stage 3 ask for: the same, without tensors."""
-_EXPERTS: Final = re.compile(r".*\.experts\.w[123]")
+_EXPERT_ARRAY_PATTERN: Final = re.compile(r".*\.experts\.w[123]")
 """What AutoEP calls its arrays of experts (DeepSpeed `checkpoint/ds_to_universal.py`)."""
-_STACK: Final = 3
-_LONGEST: Final = 255
+_EXPERT_STACK_NDIM: Final = 3
+_MAX_FOLDER_NAME_BYTES: Final = 255
 """Bytes of the name of a folder."""
 
 
@@ -74,7 +74,7 @@ def pack_universal(request: PackRequest) -> Manifest:
     builder = _UniversalBuilder()
     for array in weights:
         if array.name in trained:
-            builder.parameter(array, array.name, _MASTER)
+            builder.parameter(array, array.name, _MASTER_WEIGHTS_KEY)
     for state, parameter, array in states:
         builder.parameter(array, parameter, state)
     shapes = {array.name: array.shape for array in weights if array.name in trained}
@@ -98,7 +98,7 @@ def _find_step_state(request: PackRequest) -> _Number | None:
     """Find the state `step` of the first parameter that has one, which engines of stage 3 take as that of all."""
     states = request.have.training.states if request.have.training is not None else {}
     for name, tensor in states.items():
-        if (split_state_name(name) or ("", name))[0] == _STEP and tensor.size == 1 and tensor.chunks:
+        if (split_state_name(name) or ("", name))[0] == _STEP_KEY and tensor.size == 1 and tensor.chunks:
             where = tensor.chunks[0].where
             if isinstance(where, ConstantFill):
                 return tensor.dtype, tensor.shape, where.unit
@@ -120,7 +120,7 @@ def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mappi
 
 def _describe_experts(parameter: str, shape: tuple[int, ...]) -> dict[Value, Value]:
     """Describe an array of experts, which engines with AutoEP divide; they know it by the name, too."""
-    if _EXPERTS.fullmatch(parameter) is None or len(shape) != _STACK:
+    if _EXPERT_ARRAY_PATTERN.fullmatch(parameter) is None or len(shape) != _EXPERT_STACK_NDIM:
         return {}
     return {"is_expert_param": True, "ep_num_experts": shape[0]}
 
@@ -134,15 +134,23 @@ class _UniversalBuilder:
 
     def parameter(self, array: TensorArray, parameter: str, kind: str) -> None:
         """Add the master or a state of a parameter, in a file of its own; a step is a bare tensor."""
-        if kind not in {_MASTER, *_STATES}:
+        if kind not in {_MASTER_WEIGHTS_KEY, *_OPTIMIZER_STATE_NAMES}:
             raise UnsupportedError(
-                f"{parameter} has a state {kind}, and Universal Checkpoints have {', '.join(sorted(_STATES))} only",
+                f"{parameter} has a state {kind}, and Universal Checkpoints have"
+                f" {', '.join(sorted(_OPTIMIZER_STATE_NAMES))} only",
                 hint="add --optimizer-states drop, or --to dcp",
             )
-        if "/" in parameter or "\0" in parameter or parameter in {"", ".", ".."} or len(parameter.encode()) > _LONGEST:
+        if (
+            "/" in parameter
+            or "\0" in parameter
+            or parameter in {"", ".", ".."}
+            or len(parameter.encode()) > _MAX_FOLDER_NAME_BYTES
+        ):
             raise UnsupportedError(f"{ascii(parameter)[:300]} cannot be the name of a folder")
         value = build_tensor_value(array.dtype, array.shape)
-        tree = value if kind == _STEP else {"cat_dim": 0, "param": value, **_describe_experts(parameter, array.shape)}
+        tree = (
+            value if kind == _STEP_KEY else {"cat_dim": 0, "param": value, **_describe_experts(parameter, array.shape)}
+        )
         self.saved(f"zero/{parameter}/{kind}.pt", tree, [replace(array, name=parameter)])
 
     def optimizer(self, groups: _Groups, step: _Number | None, parameters: int) -> None:
@@ -153,7 +161,7 @@ class _UniversalBuilder:
         """
         known: list[Value] = [{**settings, "params": [number]} for number, (_, settings) in enumerate(groups)]
         known = known or [{"params": []} for _ in range(parameters)]
-        state = {0: {_STEP: build_tensor_value(step[0], step[1])}} if step is not None else {}
+        state = {0: {_STEP_KEY: build_tensor_value(step[0], step[1])}} if step is not None else {}
         inner = {"state": state, "param_groups": known}
         shared = {"ds_version": DEEPSPEED, "param_groups": known, "optimizer_state_dict": inner}
         contents = [step[2]] if step is not None else []
@@ -189,7 +197,7 @@ class _UniversalBuilder:
             "ds_version": DEEPSPEED,
             "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
         }
-        self.saved(_MODULE, state, rest)
+        self.saved(_MODEL_STATES_FILE, state, rest)
         self.saved(_MODULE_3, state | {"module": {}}, [])
 
     def saved(self, name: str, value: Value, arrays: list[TensorArray]) -> None:

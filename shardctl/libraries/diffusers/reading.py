@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_CONFIG: Final = "config.json"
-_WEIGHTS: Final = re.compile(
+_CONFIG_FILE: Final = "config.json"
+_WEIGHT_FILE_PATTERN: Final = re.compile(
     r"(?:diffusion_pytorch_model|model|pytorch_model)(?:\.(?P<before>\w+))?(?:-\d+-of-\d+)?(?:\.(?P<after>\w+))?"
     r"\.(?:safetensors|bin)"
 )
@@ -99,7 +99,7 @@ def _list_weight_folders(source: Source) -> list[str]:
 
 def _is_model(source: Source, name: str, class_name: str) -> bool:
     """Return whether a part's folder has the config of a model; tokenizers may have one of the model beside them."""
-    path = f"{name}/{_CONFIG}"
+    path = f"{name}/{_CONFIG_FILE}"
     if path not in source.files() or "Tokenizer" in class_name or "Processor" in class_name:
         return False
     config = parse_json(read_text(source, path, CONFIG_TEXT), path, CONFIG_TEXT)
@@ -140,7 +140,7 @@ def _choose_variant(source: Source, name: str) -> tuple[tuple[str, ...], tuple[s
     variants: dict[str, list[str]] = {}
     for path in source.files():
         folder, _, file = path.partition("/")
-        match = _WEIGHTS.fullmatch(file) if folder == name else None
+        match = _WEIGHT_FILE_PATTERN.fullmatch(file) if folder == name else None
         if match is not None:
             variants.setdefault(match["before"] or match["after"] or "", []).append(file)
     others = {variant: files for variant, files in variants.items() if variant}
@@ -188,5 +188,5 @@ def _merge_metadata(found: Mapping[str, Manifest]) -> tuple[dict[str, str], list
     return merged, warnings
 
 
-_TITLE: Final = "a pipeline of diffusers"
-FORMAT: Final = Format(PIPELINE_FORMAT, _TITLE, detect_pipeline, scan_pipeline, served=True)
+_FORMAT_TITLE: Final = "a pipeline of diffusers"
+FORMAT: Final = Format(PIPELINE_FORMAT, _FORMAT_TITLE, detect_pipeline, scan_pipeline, served=True)

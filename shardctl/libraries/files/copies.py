@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Chunk, Tensor
 
-_SAMPLED: Final = 16
+_MAX_SAMPLED_TENSORS: Final = 16
 """Tensors, the largest first, of which the first bytes are compared before anything is planned: parts of ranks, which
 have the names of the whole, differ there."""
-_SAMPLE: Final = 4096
+_SAMPLE_BYTES: Final = 4096
 """Bytes of each."""
-_ALTERNATIVES: Final = (
+_ALTERNATIVE_FILES_HINT: Final = (
     "if the files are alternatives, give one of them; if they are parts of ranks, they lack what says which part each "
     "holds (DCP_SHARDING_INFO in safetensors), or need the format that wrote them"
 )
@@ -48,7 +48,7 @@ class _StoredTwice(NamedTuple):
         """How many bytes at the beginning are the same elements: of what does not lie in a row, the first element."""
         dtype, shape, strides = self.tensor.dtype, self.tensor.shape, self.one.strides
         in_a_row = strides == self.other.strides and (not strides or strides == compute_dense_strides(dtype, shape))
-        return min(self.tensor.nbytes, _SAMPLE if in_a_row else dtype.unit_bytes)
+        return min(self.tensor.nbytes, _SAMPLE_BYTES if in_a_row else dtype.unit_bytes)
 
 
 class CopyCollector:
@@ -75,7 +75,7 @@ class CopyCollector:
             raise SourceError(
                 f"tensor {copy.name!r} is {tensor.dtype} {list(tensor.shape)} in {where} "
                 f"but {copy.dtype} {list(copy.box.shape)} in {other.file}",
-                hint="--prefer-index takes the one that the index names" if decided else _ALTERNATIVES,
+                hint="--prefer-index takes the one that the index names" if decided else _ALTERNATIVE_FILES_HINT,
             )
         if not decided:
             self._undecided.append(_StoredTwice(copy.name, tensor, one, other))
@@ -88,7 +88,7 @@ class CopyCollector:
         """
         if not self._undecided:
             return ()
-        largest = sorted(self._undecided, key=lambda each: -each.tensor.nbytes)[:_SAMPLED]
+        largest = sorted(self._undecided, key=lambda each: -each.tensor.nbytes)[:_MAX_SAMPLED_TENSORS]
         source.expect((where.file, where.offset, each.sample) for each in largest for where in (each.one, each.other))
         for each in largest:
             one, other = each.one, each.other
@@ -97,7 +97,7 @@ class CopyCollector:
             ):
                 raise SourceError(
                     f"tensor {each.name!r} is in both {one.file} and {other.file}, with different values",
-                    hint=_ALTERNATIVES,
+                    hint=_ALTERNATIVE_FILES_HINT,
                 )
         names = format_first_few((repr(each.name) for each in self._undecided), 1)
         one, other = self._undecided[0].one, self._undecided[0].other

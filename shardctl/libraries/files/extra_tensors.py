@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
 
 EXTRA_FILE: Final = "extra/extra_tensors.safetensors"
-_ROOT: Final = "extra/"
+_EXTRA_TENSOR_PREFIX: Final = "extra/"
 
 
 def format_extra_name(name: str) -> str:
     """Format what an extra tensor is called where it stands among others."""
-    return f"{_ROOT}{name}"
+    return f"{_EXTRA_TENSOR_PREFIX}{name}"
 
 
 def is_extra_name(name: str) -> bool:
     """Return whether this is what an extra tensor is called among others."""
-    return name.startswith(_ROOT)
+    return name.startswith(_EXTRA_TENSOR_PREFIX)
 
 
 def read_extra_file(source: Source, stored: Manifest) -> Manifest:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_HEAD: Final = 256
-_AGAIN: Final = "fetch the file again"
-_UNFINISHED: Final = (".incomplete", ".aria2", ".part", ".partial", ".crdownload", ".download")
+_FILE_HEADER_BYTES: Final = 256
+_FETCH_AGAIN_HINT: Final = "fetch the file again"
+_PARTIAL_DOWNLOAD_SUFFIXES: Final = (".incomplete", ".aria2", ".part", ".partial", ".crdownload", ".download")
 """What download programs append while they work; `.aria2` stands *beside* a file that already has its full size."""
-_OTHERS: Final = (
+_UNSUPPORTED_FORMAT_SIGNATURES: Final = (
     (b"GGUF", "a GGUF file"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras or TensorFlow)"),
     (b"PK\x03\x04", "a zip archive, as torch.save writes"),
@@ -38,28 +38,30 @@ def refuse_impostor(source: Source, path: str, expected: str) -> None:
     """
     size = source.files()[path].size
     if not size:
-        raise SourceError(f"{path} is empty", hint=_AGAIN)
-    head = read_bytes(source, path, 0, min(size, _HEAD))
+        raise SourceError(f"{path} is empty", hint=_FETCH_AGAIN_HINT)
+    head = read_bytes(source, path, 0, min(size, _FILE_HEADER_BYTES))
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         raise SourceError(
             f"{path} is a Git LFS pointer, not the weights themselves", hint="run `git lfs pull` in the repository"
         )
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html")):
-        raise SourceError(f"{path} is a web page saved as weights", hint=f"{_AGAIN}; a gated model needs a token")
-    for magic, title in _OTHERS:
+        raise SourceError(
+            f"{path} is a web page saved as weights", hint=f"{_FETCH_AGAIN_HINT}; a gated model needs a token"
+        )
+    for magic, title in _UNSUPPORTED_FORMAT_SIGNATURES:
         if head.startswith(magic):
             raise SourceError(f"{path} is {title}, not {expected}", hint="give the file the suffix of what it is")
     if not any(head):
         raise SourceError(
             f"{path} begins with {len(head)} zero bytes, so it is not {expected}",
-            hint=f"space was reserved for it but it was never filled; {_AGAIN}",
+            hint=f"space was reserved for it but it was never filled; {_FETCH_AGAIN_HINT}",
         )
 
 
 def refuse_unfinished(source: Source, path: str) -> None:
     """Raise SourceError if a download of `path` has not ended."""
-    for suffix in _UNFINISHED:
+    for suffix in _PARTIAL_DOWNLOAD_SUFFIXES:
         if path + suffix in source.files():
             raise SourceError(
                 f"{path} is not completely downloaded: {path}{suffix} is still there",
@@ -72,7 +74,7 @@ def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
     return [
         path.removesuffix(ending)
         for path in source.files()
-        for ending in _UNFINISHED
+        for ending in _PARTIAL_DOWNLOAD_SUFFIXES
         if "/" not in path and path.endswith(suffix + ending)
     ]
 
@@ -172,13 +174,15 @@ FOREIGN: Final = {
     ".mlmodel": "Core ML",
 }
 """Suffixes of containers that shardctl knows by name and does not convert."""
-_HINTS: Final = {
+_HINTS_BY_SUFFIX: Final = {
     ".gguf": "inspect and plan describe it, given the file itself; to convert, give the model's safetensors files",
     ".ckpt": "a checkpoint of Lightning is read if its file is given instead of the directory, such as run/last.ckpt",
 }
 
 
-_NANOTRON: Final = re.compile(r"(.+/)?pp_block/(.+/)?model_(weight|bias)(_pp-rank-[0-9]+-of-[0-9]+_.*)?\.safetensors")
+_NANOTRON_FILE_PATTERN: Final = re.compile(
+    r"(.+/)?pp_block/(.+/)?model_(weight|bias)(_pp-rank-[0-9]+-of-[0-9]+_.*)?\.safetensors"
+)
 """A parameter of nanotron, in the folders of its modules (`nanotron/serialize/weights.py`)."""
 
 
@@ -189,9 +193,11 @@ def refuse_foreign(source: Source) -> None:
         if "/" not in path and suffix in FOREIGN:
             raise UnsupportedError(
                 f"{path} is a checkpoint in the format {FOREIGN[suffix]}, which shardctl does not convert",
-                hint=_HINTS.get(suffix, "give the model's safetensors or torch files; most repositories hold them too"),
+                hint=_HINTS_BY_SUFFIX.get(
+                    suffix, "give the model's safetensors or torch files; most repositories hold them too"
+                ),
             )
-    if any(map(_NANOTRON.fullmatch, source.files())):
+    if any(map(_NANOTRON_FILE_PATTERN.fullmatch, source.files())):
         raise UnsupportedError(
             f"{source.name} is a checkpoint of nanotron, one file for each parameter and rank, which shardctl does not "
             "convert",

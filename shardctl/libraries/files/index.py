@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_LARGEST: Final = 100_000_000
+_MAX_INDEX_BYTES: Final = 100_000_000
 """Bytes of an index that are still read; one of a million tensors has about 80 MB."""
-_MEMBERS: Final = 64
+_MAX_INDEX_MEMBERS: Final = 64
 """Members of the outermost object; real indexes have two or three."""
 _LONGEST_VALUE: Final = 1_000_000
 """Characters of a member that is not the weight map."""
@@ -41,7 +41,7 @@ _LONGEST_NAME: Final = 255
 """Characters of a file's name; no common file system allows more."""
 _PLAIN_ENTRY: Final = re.compile(rf'{PLAIN_KEY}"([^"\\\x00-\x1f]{{0,10000}}+)"{PLAIN_END}')
 """An entry of the weight map as every known library spells it: not a rule of its own, only quicker to read."""
-_DRIVE: Final = re.compile(r"[A-Za-z]:")
+_DRIVE_LETTER_PATTERN: Final = re.compile(r"[A-Za-z]:")
 
 
 @value_class
@@ -103,8 +103,8 @@ def read_index(source: Source, path: str) -> WeightIndex:
         HostileError: a shard's name, or the link behind it, leaves the directory.
     """
     size = source.files()[path].size
-    if size > _LARGEST:
-        raise SourceError(f"{path} has {size:,} bytes; an index of more than {_LARGEST:,} is not read")
+    if size > _MAX_INDEX_BYTES:
+        raise SourceError(f"{path} has {size:,} bytes; an index of more than {_MAX_INDEX_BYTES:,} is not read")
     check_link(source, path)
     parsed = _ParsedIndex(path)
     try:
@@ -151,7 +151,7 @@ def shard_path(source: Source, index: str, file: str) -> str:
 def check_shard_name(index: str, file: str) -> None:
     """Raise HostileError for a name that leaves the index's directory, or would on another system."""
     parts = file.split("/")
-    foreign = "\\" in file or "://" in file or any(map(_DRIVE.match, parts))
+    foreign = "\\" in file or "://" in file or any(map(_DRIVE_LETTER_PATTERN.match, parts))
     leaves = ".." in parts or file.startswith("/") or foreign
     if leaves or "\0" in file or parts[-1] in {"", "."} or any(len(part) > _LONGEST_NAME for part in parts):
         raise HostileError(
@@ -191,8 +191,10 @@ class _ParsedIndex:
         if key in self._keys:
             raise MalformedError(f"the key {key!r} appears twice")
         self._keys.add(key)
-        if len(self._keys) > _MEMBERS:
-            raise MalformedError(f"it has more than {_MEMBERS} members; an index has `metadata` and `weight_map`")
+        if len(self._keys) > _MAX_INDEX_MEMBERS:
+            raise MalformedError(
+                f"it has more than {_MAX_INDEX_MEMBERS} members; an index has `metadata` and `weight_map`"
+            )
         if key == "weight_map":
             self.weight_map = {}
             return walk_object(self._text, at, self._entry, plain=self._plain)

@@ -19,12 +19,12 @@ PLAIN_KEY: Final = r'"([^"\\\x00-\x1f]{0,10000}+)"[ \t\n\r]*+:[ \t\n\r]*+'
 """A key without escapes and its colon, as every known library spells it; the key itself is a group."""
 PLAIN_END: Final = r"[ \t\n\r]*+,[ \t\n\r]*+"
 """What stands between a value and the next key."""
-_SPACE: Final = re.compile(r"[ \t\n\r]*")
-_SPACES: Final = (" ", "\t", "\n", "\r")
+_WHITESPACE_PATTERN: Final = re.compile(r"[ \t\n\r]*")
+_WHITESPACE_CHARACTERS: Final = (" ", "\t", "\n", "\r")
 _AFTER_KEY: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 LONGEST_KEY: Final = 10_000
 """Characters of a key, such as a tensor's name; what is longer would only flood messages and manifests."""
-_EXCERPT: Final = 40
+_EXCERPT_LENGTH: Final = 40
 """Characters of the input that a message repeats."""
 
 
@@ -51,7 +51,7 @@ def _refuse_constant(name: str) -> float:
     raise MalformedError(f"{name} is not JSON")
 
 
-_DECODER: Final = json.JSONDecoder(
+_JSON_DECODER: Final = json.JSONDecoder(
     object_pairs_hook=_build_object, parse_int=_parse_integer, parse_constant=_refuse_constant
 )
 
@@ -96,7 +96,7 @@ def parse_string(text: str, at: int) -> tuple[str, int]:
     if text[at : at + 1] != '"':
         raise MalformedError(f"expected a string, found {quote_excerpt(text, at)}")
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _JSON_DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise MalformedError(f"{error.msg} in the string {quote_excerpt(text, at)}") from error
     if not is_text(value):
@@ -130,7 +130,7 @@ def parse_flat_object(text: str, at: int, longest: int) -> tuple[dict[str, Any],
 
 def _decode_value(piece: str, at: int, complaint: str) -> tuple[Any, int]:
     try:
-        value, length = _DECODER.raw_decode(piece)
+        value, length = _JSON_DECODER.raw_decode(piece)
     except json.JSONDecodeError as error:
         raise MalformedError(f"{quote_excerpt(piece, 0)} {complaint}") from error
     except RecursionError:
@@ -140,9 +140,9 @@ def _decode_value(piece: str, at: int, complaint: str) -> tuple[Any, int]:
 
 def skip_space(text: str, at: int) -> int:
     """Return the position of the first character from `at` that is not JSON white space."""
-    if text[at : at + 1] not in _SPACES:
+    if text[at : at + 1] not in _WHITESPACE_CHARACTERS:
         return at
-    space = _SPACE.match(text, at)
+    space = _WHITESPACE_PATTERN.match(text, at)
     assert space is not None  # noqa: S101 - it may match nothing at all
     return space.end()
 
@@ -158,4 +158,4 @@ def quote_excerpt(text: str, at: int) -> str:
     """Return a few characters from `at`, quoted, for a message."""
     if at >= len(text):
         return "the end"
-    return repr(text[at : at + _EXCERPT] + ("..." if at + _EXCERPT < len(text) else ""))
+    return repr(text[at : at + _EXCERPT_LENGTH] + ("..." if at + _EXCERPT_LENGTH < len(text) else ""))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_BLOB: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_BLOB_NAME_PATTERN: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """A blob is named by its git SHA-1, its SHA-256 or its Xet hash."""
 
 
@@ -58,7 +58,7 @@ def _list_folders(root: Path, path: str) -> Iterator[Path]:
 
 
 def _is_blob(target: Path) -> bool:
-    if not _BLOB.fullmatch(target.name):
+    if not _BLOB_NAME_PATTERN.fullmatch(target.name):
         return False
     folder = target.parent
     return folder.name == "blobs" or (folder.name == target.name[:2] and folder.parent.name == "blobs")

@@ -10,14 +10,16 @@ from shardctl.libraries.files.file_names import DCP, DCP_METADATA, SAFETENSORS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_OPTIMIZER: Final = re.compile(r"optim(izer)?s?([_-].*)?|.*[_-]optim(izer)?s?")
+_OPTIMIZER_FOLDER_PATTERN: Final = re.compile(r"optim(izer)?s?([_-].*)?|.*[_-]optim(izer)?s?")
 """Names of folders with states of an optimizer, and of those that hold such folders."""
-_MODEL: Final = re.compile(r"(pytorch_)?model(_fsdp)?([_-][0-9]+)?")
+_MODEL_FOLDER_PATTERN: Final = re.compile(r"(pytorch_)?model(_fsdp)?([_-][0-9]+)?")
 """Names of folders that are read together with that of an optimizer beside them."""
-_FURTHER: Final = frozenset({"dcp", "fsdp", "lr_scheduler", "scheduler", "extra_state", "dataloader", "ema"})
+_AUXILIARY_FOLDER_NAMES: Final = frozenset(
+    {"dcp", "fsdp", "lr_scheduler", "scheduler", "extra_state", "dataloader", "ema"}
+)
 """Folders beside a model's that hold something else."""
 _TORCH_WEIGHTS: Final = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")
-_NUMBER: Final = re.compile(r"([0-9]+)")
+_NUMBER_PATTERN: Final = re.compile(r"([0-9]+)")
 
 
 def list_nested_saves(paths: Iterable[str]) -> list[str]:
@@ -59,19 +61,23 @@ def choose_nested_save(paths: Iterable[str]) -> str:
         if folder and (name.endswith(SAFETENSORS) or _TORCH_WEIGHTS.fullmatch(name))
     }
     weights = sorted((folder for folder in folders if not _is_optimizer(folder)), key=_split_numbers)
-    plain = [folder for folder in weights if folder.rpartition("/")[2] not in _FURTHER] or weights
+    plain = [folder for folder in weights if folder.rpartition("/")[2] not in _AUXILIARY_FOLDER_NAMES] or weights
     if not plain:
         return ""
     above, _, name = plain[-1].rpartition("/")
     beside = {folder.rpartition("/")[2] for folder in folders if folder.rpartition("/")[0] == above}
-    return above if above and _MODEL.fullmatch(name) and any(map(_OPTIMIZER.fullmatch, beside)) else plain[-1]
+    return (
+        above
+        if above and _MODEL_FOLDER_PATTERN.fullmatch(name) and any(map(_OPTIMIZER_FOLDER_PATTERN.fullmatch, beside))
+        else plain[-1]
+    )
 
 
 def _is_optimizer(folder: str) -> bool:
     """Return whether a word of a path says so; `model_and_optim` has both."""
-    return any(_OPTIMIZER.fullmatch(word) and not word.startswith("model") for word in folder.split("/"))
+    return any(_OPTIMIZER_FOLDER_PATTERN.fullmatch(word) and not word.startswith("model") for word in folder.split("/"))
 
 
 def _split_numbers(text: str) -> list[tuple[int, str]]:
     """Return a key by which numbers in a name are compared as numbers."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(text)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER_PATTERN.split(text)]

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["model", "optimizer", "other"]
 
-_NAME: Final = re.compile(r"(|.*?[._-])rank[._-]?([0-9]{1,6})([._-][^/]*)?\.(bin|pt|pth)")
-_DEEPSPEED: Final = re.compile(r".*(model|optim)_states\.pt")
-_OPTIMIZER: Final = frozenset({"opt", "optim", "optimizer"})
-_OTHERS: Final = frozenset({"args", "dataloader", "extra", "random", "rng", "scaler", "scheduler", "states"})
+_RANK_FILE_PATTERN: Final = re.compile(r"(|.*?[._-])rank[._-]?([0-9]{1,6})([._-][^/]*)?\.(bin|pt|pth)")
+_DEEPSPEED_FILE_PATTERN: Final = re.compile(r".*(model|optim)_states\.pt")
+_OPTIMIZER_FILE_WORDS: Final = frozenset({"opt", "optim", "optimizer"})
+_TRAINER_STATE_WORDS: Final = frozenset(
+    {"args", "dataloader", "extra", "random", "rng", "scaler", "scheduler", "states"}
+)
 """Words in the names of files with counters, random numbers and schedules (verl: `extra_state_..._rank_0.pt`)."""
 
 
@@ -40,9 +42,9 @@ class RankFileName:
     def kind(self) -> Kind:
         """What it seems to hold."""
         words = set(re.split("[^a-z]+", f"{self.before}{self.after}".lower()))
-        if words & _OTHERS:
+        if words & _TRAINER_STATE_WORDS:
             return "other"
-        return "optimizer" if words & _OPTIMIZER else "model"
+        return "optimizer" if words & _OPTIMIZER_FILE_WORDS else "model"
 
     @property
     def family(self) -> tuple[str, str]:
@@ -56,8 +58,8 @@ class RankFileName:
 
 def parse_rank_file_name(path: str) -> RankFileName | None:
     """Parse the parts of such a name; None if it is another name, or one of DeepSpeed's, or in a folder."""
-    found = _NAME.fullmatch(path)
-    if found is None or "/" in path or _DEEPSPEED.fullmatch(path):
+    found = _RANK_FILE_PATTERN.fullmatch(path)
+    if found is None or "/" in path or _DEEPSPEED_FILE_PATTERN.fullmatch(path):
         return None
     return RankFileName(path, path[: found.start(2)], int(found[2]), path[found.end(2) :])
 

@@ -26,13 +26,15 @@ COMMON: Final = "common.pt"
 """What all ranks have alike, a file of torch.save."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Beside the folders of iterations: the number of the last one, or `release`."""
-_FOLDERS: Final = ("weights", "model_weights")
+_WEIGHT_FOLDER_NAMES: Final = ("weights", "model_weights")
 """Where NeMo 2 and NeMo 1 have one, beside the model's description."""
-_LARGEST: Final = 1 << 16
-_KEY: Final = "sharded_backend"
-_HEAD: Final = 1 << 20
-_FSDP: Final = re.compile(rb"model[0-9]*\.(?:module\.)*decoder\.layers\.[0-9]+\.(?:self_attention|mlp)\.linear_")
-_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_MAX_TEXT_FILE_BYTES: Final = 1 << 16
+_SHARDED_BACKEND_KEY: Final = "sharded_backend"
+_METADATA_HEAD_BYTES: Final = 1 << 20
+_FSDP_KEY_PATTERN: Final = re.compile(
+    rb"model[0-9]*\.(?:module\.)*decoder\.layers\.[0-9]+\.(?:self_attention|mlp)\.linear_"
+)
+_ITERATION_NUMBER_PATTERN: Final = re.compile(r"[0-9]{1,18}")
 
 
 def encode_integrity(files: Mapping[str, str]) -> bytes:
@@ -67,8 +69,10 @@ def read_sharded_backend(source: Source) -> ShardedBackend | None:
     for folder in _list_folders(source):
         said = _read_metadata(source, folder + MARK)
         if said is not None:
-            name = said.get(_KEY)
-            return ShardedBackend(folder, str(name), said.get(f"{_KEY}_version"), said.get("common_backend"))
+            name = said.get(_SHARDED_BACKEND_KEY)
+            return ShardedBackend(
+                folder, str(name), said.get(f"{_SHARDED_BACKEND_KEY}_version"), said.get("common_backend")
+            )
     return None
 
 
@@ -90,13 +94,13 @@ def find_fsdp_folder(source: Source) -> str | None:
         path = f"{folder}{DCP_METADATA}"
         if path in files and not {f"{folder}{MARK}", f"{folder}{COMMON}"} & set(files):
             check_link(source, path)
-            if _FSDP.search(read_bytes(source, path, 0, min(files[path].size, _HEAD))):
+            if _FSDP_KEY_PATTERN.search(read_bytes(source, path, 0, min(files[path].size, _METADATA_HEAD_BYTES))):
                 return folder
     return None
 
 
 def _list_folders(source: Source) -> tuple[str, ...]:
-    return ("", *filter(None, (read_tracker(source),)), *(f"{name}/" for name in _FOLDERS))
+    return ("", *filter(None, (read_tracker(source),)), *(f"{name}/" for name in _WEIGHT_FOLDER_NAMES))
 
 
 def read_tracker(source: Source) -> str | None:
@@ -107,12 +111,12 @@ def read_tracker(source: Source) -> str | None:
     text = _read_text(source, TRACKER) or ""
     if text == "release":
         return "release/"
-    return f"iter_{int(text):07d}/" if _NUMBER.fullmatch(text) else None
+    return f"iter_{int(text):07d}/" if _ITERATION_NUMBER_PATTERN.fullmatch(text) else None
 
 
 def _read_text(source: Source, path: str) -> str | None:
     stat = source.files().get(path)
-    if stat is None or stat.size > _LARGEST:
+    if stat is None or stat.size > _MAX_TEXT_FILE_BYTES:
         return None
     check_link(source, path)
     return read_bytes(source, path).decode("ascii", "replace").strip()
@@ -126,4 +130,4 @@ def _read_metadata(source: Source, path: str) -> dict[str, object] | None:
         said = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) and _KEY in said else None
+    return said if isinstance(said, dict) and _SHARDED_BACKEND_KEY in said else None

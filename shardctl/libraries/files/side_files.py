@@ -16,32 +16,34 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest, Policy
 
-_REMADE: Final = frozenset({"shardctl.json", "SHA256SUMS"})
+_REGENERATED_FILES: Final = frozenset({"shardctl.json", "SHA256SUMS"})
 """Files of the root that describe the files beside them, so that the ones of the source would be wrong."""
-_INDEX: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index(\.[^.]+)?\.json")
+_WEIGHT_INDEX_PATTERN: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index(\.[^.]+)?\.json")
 """Indexes of weights, also those of variants (`model.safetensors.index.fp16.json`); also remade."""
-_NAMED: Final = 8
+_MAX_FILES_SHOWN: Final = 8
 """Files that one warning names."""
-_HIDDEN: Final = frozenset({".git", ".cache", ".shardctl", "__pycache__"})
+_INTERNAL_FOLDER_NAMES: Final = frozenset({".git", ".cache", ".shardctl", "__pycache__"})
 """Folders that programs keep for themselves."""
-_EXPORTS: Final = re.compile(
+_EXPORTED_WEIGHTS_PATTERN: Final = re.compile(
     r".+(\.onnx|[._]onnx[._]data(_[0-9]+)?|\.h5|\.keras|\.msgpack|\.ot|\.tflite|\.gguf|\.ggml|\.pdparams|\.mlmodel"
     r"|\.ckpt[-.][-.a-z0-9]+|\.llamafile|\.engine)|openvino_.+\.(bin|xml)"
 )
 """The same weights for other programs, wherever they lie."""
 _EXPORT_FOLDERS: Final = frozenset({"onnx", "openvino", "coreml", "flax", "tf", "tflite", "saved_model", "gguf"})
 """Folders of the root with nothing but such exports and what they need."""
-_REPEATS: Final = frozenset({"original", "metal", "sharded"})
+_DUPLICATE_WEIGHT_FOLDERS: Final = frozenset({"original", "metal", "sharded"})
 """Folders of the root whose weights are the model's again: Meta's layout, gpt-oss's, and what torch consolidates."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
-_TRAINED: Final = re.compile(
+_TRAINER_CHECKPOINT_PATTERN: Final = re.compile(
     r".*/(\.metadata|__\d+_\d+\.distcp|common\.pt|model_optim_rng\.pt|mp_rank_\d+(_\w+)?_model_states\.pt"
     r"|layer_\d+-model_\d+-model_states\.pt|(\w+_)?zero_pp_rank_\w+_states\.pt|zero/[^/]+/(fp32|exp_avg|exp_avg_sq)\.pt)"
 )
 """Files by which the folder of a trainer's checkpoint is known: torch's DCP, Megatron's, DeepSpeed's."""
-_TRACKERS: Final = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+_TRACKER_FILES: Final = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
 """Files of the root that name such a folder."""
-_WEIGHTS: Final = re.compile(f".+({'|'.join(map(re.escape, (*WEIGHT_SUFFIXES, '.ckpt')))})|{re.escape(DCP_METADATA)}")
+_WEIGHT_FILE_PATTERN: Final = re.compile(
+    f".+({'|'.join(map(re.escape, (*WEIGHT_SUFFIXES, '.ckpt')))})|{re.escape(DCP_METADATA)}"
+)
 
 
 def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
@@ -62,11 +64,11 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     folders: dict[str, int] = {}
     own = set(map(_get_folder, weights))
     adapters = list_adapter_files(source)
-    trained = {_get_folder(path) for path in source.files() if _TRAINED.fullmatch(path)} - own
+    trained = {_get_folder(path) for path in source.files() if _TRAINER_CHECKPOINT_PATTERN.fullmatch(path)} - own
     for path, stat in source.files().items():
         if path in weights or _is_remade(path):
             continue
-        of_another = _get_folder(path) in trained or (bool(trained) and path in _TRACKERS)
+        of_another = _get_folder(path) in trained or (bool(trained) and path in _TRACKER_FILES)
         policy, warn = _choose_policy(path)
         if path in adapters:
             policy, warn = "carry", False
@@ -77,7 +79,7 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
         folder = _get_folder(path)
         if warn and folder:
             folders[folder] = folders.get(folder, 0) + 1
-        elif warn and path not in _TRACKERS:
+        elif warn and path not in _TRACKER_FILES:
             unused.append(path)
         objects.append(OpaqueObject(path, policy, file=path, size=stat.size))
     warnings = [_describe_unused(unused)] if unused else []
@@ -104,14 +106,17 @@ def _get_folder(path: str) -> str:
 def _describe_unused(paths: list[str]) -> str:
     if len(paths) == 1:
         return f"{paths[0]} holds weights that are not part of this checkpoint; it is left behind"
-    return f"{format_first_few(paths, _NAMED)} hold weights that are not part of this checkpoint; they are left behind"
+    return (
+        f"{format_first_few(paths, _MAX_FILES_SHOWN)} hold weights that are not part of this checkpoint; they are left"
+        " behind"
+    )
 
 
 def _is_remade(path: str) -> bool:
     *folders, name = path.split("/")
-    if not _HIDDEN.isdisjoint(folders):
+    if not _INTERNAL_FOLDER_NAMES.isdisjoint(folders):
         return True
-    return not folders and (name in _REMADE or _INDEX.fullmatch(name) is not None)
+    return not folders and (name in _REGENERATED_FILES or _WEIGHT_INDEX_PATTERN.fullmatch(name) is not None)
 
 
 def _choose_policy(path: str) -> tuple[Policy, bool]:
@@ -120,10 +125,10 @@ def _choose_policy(path: str) -> tuple[Policy, bool]:
     top = folders[0] if folders else ""
     if _TRAINER_FOLDERS.fullmatch(top):
         return "drop", True
-    if _EXPORTS.fullmatch(name) or TRAINER_FILES.fullmatch(name) or top in _EXPORT_FOLDERS:
+    if _EXPORTED_WEIGHTS_PATTERN.fullmatch(name) or TRAINER_FILES.fullmatch(name) or top in _EXPORT_FOLDERS:
         return "drop", False
-    if top in _REPEATS and _WEIGHTS.fullmatch(name):
+    if top in _DUPLICATE_WEIGHT_FOLDERS and _WEIGHT_FILE_PATTERN.fullmatch(name):
         return "drop", False
-    if not folders and _WEIGHTS.fullmatch(name) and name not in ADAPTERS:
+    if not folders and _WEIGHT_FILE_PATTERN.fullmatch(name) and name not in ADAPTERS:
         return "drop", True
     return "carry", False

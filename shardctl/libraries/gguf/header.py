@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 MAGIC: Final = b"GGUF"
-_VERSIONS: Final = (2, 3)
-_NUMBERS: Final = {
+_SUPPORTED_VERSIONS: Final = (2, 3)
+_NUMBER_FORMATS_BY_TYPE: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"
 }  # fmt: skip
 """By its number in a header, the type of a setting, as `struct` calls it."""
 _TEXT, _LIST = 8, 9
-_WINDOW: Final = 1 << 20
+_READ_WINDOW_BYTES: Final = 1 << 20
 """Bytes that are read at once."""
 _MOST_HEADER: Final = 256 << 20
 """Bytes of a header; a vocabulary of 256,000 words with its merges takes some 15 MB."""
@@ -39,8 +39,8 @@ _LONGEST_NAME: Final = 1 << 10
 _LONGEST_KEPT: Final = 1 << 12
 """Bytes of a text that is kept."""
 _MOST_DIMS: Final = 4
-_ALIGNMENT: Final = 32
-_LARGEST: Final = 1 << 62
+_DEFAULT_ALIGNMENT_BYTES: Final = 32
+_MAX_ELEMENTS_OR_OFFSET: Final = 1 << 62
 
 
 @value_class
@@ -70,9 +70,9 @@ def read_header(source: Source, path: str) -> GgufHeader:
     if reader.take(4) != MAGIC:
         raise SourceError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     version = reader.number("<I")
-    if version not in _VERSIONS:
+    if version not in _SUPPORTED_VERSIONS:
         raise UnsupportedError(
-            f"{path} is GGUF version {version}; shardctl reads versions {' and '.join(map(str, _VERSIONS))}",
+            f"{path} is GGUF version {version}; shardctl reads versions {' and '.join(map(str, _SUPPORTED_VERSIONS))}",
             hint="big-endian files have huge versions; older files are converted by llama.cpp",
         )
     tensors = reader.count("tensors", "<Q", _MOST_TENSORS)
@@ -82,8 +82,8 @@ def read_header(source: Source, path: str) -> GgufHeader:
         value = reader.value(reader.number("<I"))
         if value is not None:
             settings[key] = value
-    alignment = settings.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= _WINDOW:
+    alignment = settings.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
+    if not isinstance(alignment, int) or not 0 < alignment <= _READ_WINDOW_BYTES:
         raise SourceError(f"{path} states {alignment!r} as the alignment of its tensors")
     rows = [reader.tensor() for _ in range(tensors)]
     start = -(-reader.place // alignment) * alignment
@@ -118,7 +118,9 @@ class _HeaderReader:
             self._pass(count)
             self.place -= count
             self._start, at = self.place, 0
-            self._window = read_bytes(self._source, self._path, self.place, min(_WINDOW, self.size - self.place))
+            self._window = read_bytes(
+                self._source, self._path, self.place, min(_READ_WINDOW_BYTES, self.size - self.place)
+            )
         self.place += count
         return self._window[at : at + count]
 
@@ -139,8 +141,8 @@ class _HeaderReader:
 
     def value(self, kind: int) -> int | float | str | None:
         """Return the next setting, or None for a list or a long text, which are passed over."""
-        if kind in _NUMBERS:
-            return self.number(_NUMBERS[kind])
+        if kind in _NUMBER_FORMATS_BY_TYPE:
+            return self.number(_NUMBER_FORMATS_BY_TYPE[kind])
         if kind == _TEXT:
             length = self.count("bytes of a text", "<Q", _MOST_HEADER)
             if length <= _LONGEST_KEPT:
@@ -150,8 +152,8 @@ class _HeaderReader:
         if kind != _LIST:
             raise SourceError(f"{self._path} has a setting of the unknown type {kind}", hint="the file is damaged")
         kind, length = self.number("<I"), self.count("values of a list", "<Q", _MOST_HEADER)
-        if kind in _NUMBERS:
-            self._pass(length * struct.calcsize(_NUMBERS[kind]))
+        if kind in _NUMBER_FORMATS_BY_TYPE:
+            self._pass(length * struct.calcsize(_NUMBER_FORMATS_BY_TYPE[kind]))
             return None
         self._texts += length
         if kind != _TEXT or self._texts > _MOST_TEXTS:
@@ -171,7 +173,7 @@ class _HeaderReader:
         elements = 1
         for extent in shape:
             elements *= extent
-        if elements > _LARGEST or offset > _LARGEST:
+        if elements > _MAX_ELEMENTS_OR_OFFSET or offset > _MAX_ELEMENTS_OR_OFFSET:
             raise SourceError(
                 f"{self._path} says that {name!r} has the shape {list(shape)}", hint="the file is damaged"
             )

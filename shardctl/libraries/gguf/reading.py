@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 NAME: Final = "gguf"
 SUFFIX: Final = ".gguf"
-_CLASSES: Final = {
+_MODEL_CLASSES_BY_ARCHITECTURE: Final = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
 """By `general.architecture`, the class of transformers whose layers they are."""
-_KEYS: Final = {
+_CONFIG_KEYS_BY_SETTING: Final = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -33,9 +33,9 @@ _KEYS: Final = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_EMBEDDING: Final = "token_embd.weight"
-_EXPERTS: Final = "num_experts"
-_CACHE: Final = "float16"
+_EMBEDDING_NAME: Final = "token_embd.weight"
+_EXPERT_COUNT_KEY: Final = "num_experts"
+_DEFAULT_CACHE_DTYPE: Final = "float16"
 """What llama.cpp keeps keys and values in, unless it is told otherwise."""
 
 
@@ -71,14 +71,21 @@ def _list_warnings(header: GgufHeader) -> list[str]:
 
 def _build_config(header: GgufHeader) -> dict[str, Any] | None:
     settings, kind = header.settings, header.settings.get("general.architecture")
-    if kind not in _CLASSES:
+    if kind not in _MODEL_CLASSES_BY_ARCHITECTURE:
         return None
-    values = {new: settings[f"{kind}.{old}"] for old, new in _KEYS.items() if f"{kind}.{old}" in settings}
-    rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == _EMBEDDING), None)
+    values = {
+        new: settings[f"{kind}.{old}"] for old, new in _CONFIG_KEYS_BY_SETTING.items() if f"{kind}.{old}" in settings
+    }
+    rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == _EMBEDDING_NAME), None)
     if rows is None or not all(isinstance(value, int) for value in values.values()):
         return None
-    if kind == "llama" and values.get(_EXPERTS):
+    if kind == "llama" and values.get(_EXPERT_COUNT_KEY):
         return None
-    if not values.get(_EXPERTS):
+    if not values.get(_EXPERT_COUNT_KEY):
         values = {key: value for key, value in values.items() if "expert" not in key and not key.startswith("moe")}
-    return {"architectures": [_CLASSES[str(kind)]], **values, "vocab_size": rows, "dtype": _CACHE}
+    return {
+        "architectures": [_MODEL_CLASSES_BY_ARCHITECTURE[str(kind)]],
+        **values,
+        "vocab_size": rows,
+        "dtype": _DEFAULT_CACHE_DTYPE,
+    }

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_TITLE: Final = "Grok-2's *-TP-common.safetensors and *-TP-NNN.safetensors"
-_FILE: Final = re.compile(r"(.+-)TP-(common|[0-9]{3})\.safetensors")
-_NUMBER: Final = re.compile(r".*?-([0-9]{5})-")
-_COMMON: Final = "common"
-_CONFIG: Final = "config.json"
-_EXPERT: Final = ("moe_intermediate_size", "intermediate_size")
-_CUTS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
-    **dict.fromkeys(("w1", "w3"), (0, _EXPERT)),
-    "w2": (1, _EXPERT),
+_FORMAT_TITLE: Final = "Grok-2's *-TP-common.safetensors and *-TP-NNN.safetensors"
+_RANK_FILE_PATTERN: Final = re.compile(r"(.+-)TP-(common|[0-9]{3})\.safetensors")
+_FILE_NUMBER_PATTERN: Final = re.compile(r".*?-([0-9]{5})-")
+_COMMON_FILE_LABEL: Final = "common"
+_CONFIG_FILE: Final = "config.json"
+_EXPERT_WIDTH_KEYS: Final = ("moe_intermediate_size", "intermediate_size")
+_PARTITIONS_BY_MODULE: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
+    **dict.fromkeys(("w1", "w3"), (0, _EXPERT_WIDTH_KEYS)),
+    "w2": (1, _EXPERT_WIDTH_KEYS),
     **dict.fromkeys(("gate_proj", "up_proj"), (0, ("intermediate_size",))),
     "down_proj": (1, ("intermediate_size",)),
     **dict.fromkeys(("embed_tokens", "lm_head"), (0, ("vocab_size",))),
@@ -41,15 +41,17 @@ _CUTS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
 
 Parts of attention are not among them: if there are more ranks than key/value heads, some of them repeat others.
 """
-_UNCUT: Final = "SGLang takes experts for parts of one rank, where tp is above 1, unless config.json says "
-_MOST: Final = 1 << 20
+_UNSHARDED_EXPERTS_WARNING: Final = (
+    "SGLang takes experts for parts of one rank, where tp is above 1, unless config.json says "
+)
+_MAX_LISTED_EXPERTS: Final = 1 << 20
 """Experts of all layers of which the names are still listed."""
-_FETCH: Final = "every file is needed; fetch the rest"
+_FETCH_FILES_HINT: Final = "every file is needed; fetch the rest"
 
 
 def detect_grok(source: Source) -> bool:
     """Detect whether the directory holds such files and no other safetensors files."""
-    return has_only_rank_files(source, _FILE)
+    return has_only_rank_files(source, _RANK_FILE_PATTERN)
 
 
 def scan_grok(source: Source) -> Manifest:
@@ -72,9 +74,13 @@ def scan_grok(source: Source) -> Manifest:
         tensors[name] = _join_parts(name, found, config)
     missing = [name for name in _list_expected(config) if name not in tensors]
     if missing:
-        raise SourceError(f"the files lack {format_first_few(missing)}", hint=_FETCH)
+        raise SourceError(f"the files lack {format_first_few(missing)}", hint=_FETCH_FILES_HINT)
     side, left = list_side_files(source, {*sizes, *more})
-    warning = (f'{_UNCUT}"load_presharded_moe": false',) if parts and config.get("load_presharded_moe", True) else ()
+    warning = (
+        (f'{_UNSHARDED_EXPERTS_WARNING}"load_presharded_moe": false',)
+        if parts and config.get("load_presharded_moe", True)
+        else ()
+    )
     return Manifest(
         format=FORMAT.name,
         tensors=tensors,
@@ -90,12 +96,12 @@ def _list_files(source: Source) -> tuple[list[str], list[list[str]]]:
     common: list[str] = []
     found: dict[str, dict[int, str]] = {}
     numbers: dict[int, str] = {}
-    for match in match_files(source, _FILE, _TITLE):
-        if match[2] == _COMMON:
+    for match in match_files(source, _RANK_FILE_PATTERN, _FORMAT_TITLE):
+        if match[2] == _COMMON_FILE_LABEL:
             common.append(match[0])
         else:
             found.setdefault(match[1], {})[int(match[2])] = match[0]
-        if (number := _NUMBER.fullmatch(match[1])) is not None:
+        if (number := _FILE_NUMBER_PATTERN.fullmatch(match[1])) is not None:
             numbers[int(number[1])] = match[0]
     count = 1 + max((rank for files in found.values() for rank in files), default=-1)
     gaps = [
@@ -103,16 +109,16 @@ def _list_files(source: Source) -> tuple[list[str], list[list[str]]]:
     ]
     gaps += [f"a file numbered {n:05d}" for n in range(max(numbers, default=0)) if n not in numbers]
     if gaps:
-        raise SourceError(describe_missing(gaps), hint=_FETCH)
+        raise SourceError(describe_missing(gaps), hint=_FETCH_FILES_HINT)
     return sorted(common), [[files[rank] for _, files in sorted(found.items())] for rank in range(count)]
 
 
 def _read_config(source: Source) -> Mapping[str, Any]:
     """Return what the config says that lies there; one that cannot be read is for whoever needs it to refuse."""
-    if _CONFIG not in source.files():
+    if _CONFIG_FILE not in source.files():
         return {}
     try:
-        found = parse_json(read_text(source, _CONFIG, CONFIG_TEXT), _CONFIG, CONFIG_TEXT)
+        found = parse_json(read_text(source, _CONFIG_FILE, CONFIG_TEXT), _CONFIG_FILE, CONFIG_TEXT)
     except SourceError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -126,7 +132,8 @@ def _group_parts(arrays: Mapping[str, Tensor], ranks: Sequence[Sequence[str]]) -
     for name, parts in found.items():
         if len(parts) != len(ranks):
             raise SourceError(
-                f"{len(parts)} of {len(ranks)} ranks have {name}, which is in {parts[0].files[0]}", hint=_FETCH
+                f"{len(parts)} of {len(ranks)} ranks have {name}, which is in {parts[0].files[0]}",
+                hint=_FETCH_FILES_HINT,
             )
     return found
 
@@ -135,10 +142,10 @@ def _join_parts(name: str, parts: Sequence[Tensor], config: Mapping[str, Any]) -
     """Return the tensor whose equal parts these are; raises SourceError if they are not, or not all of them."""
     module = name.removesuffix(".weight").rpartition(".")[2]
     first = parts[0]
-    if module not in _CUTS or not name.endswith(".weight") or len(first.shape) != 2:  # noqa: PLR2004
+    if module not in _PARTITIONS_BY_MODULE or not name.endswith(".weight") or len(first.shape) != 2:  # noqa: PLR2004
         raise UnsupportedError(
             f"{name} is divided over {len(parts)} files, and how is not known here",
-            hint=f"known are parts of {', '.join(_CUTS)}",
+            hint=f"known are parts of {', '.join(_PARTITIONS_BY_MODULE)}",
         )
     unlike = next((part for part in parts if (part.dtype, part.shape) != (first.dtype, first.shape)), None)
     if unlike is not None:
@@ -146,12 +153,12 @@ def _join_parts(name: str, parts: Sequence[Tensor], config: Mapping[str, Any]) -
             f"{name} is {unlike.dtype} {list(unlike.shape)} in {unlike.files[0]}, "
             f"but {first.dtype} {list(first.shape)} in {first.files[0]}"
         )
-    dim, keys = _CUTS[module]
+    dim, keys = _PARTITIONS_BY_MODULE[module]
     shape = tuple(extent * (len(parts) if at == dim else 1) for at, extent in enumerate(first.shape))
     said = next((config[key] for key in keys if type(config.get(key)) is int), shape[dim])
     if said != shape[dim]:
         raise SourceError(
-            f"the {len(parts)} parts of {name} make {shape[dim]:,} of {said:,}, which {_CONFIG} says",
+            f"the {len(parts)} parts of {name} make {shape[dim]:,} of {said:,}, which {_CONFIG_FILE} says",
             hint="files of the last ranks may be missing",
         )
     chunks = []
@@ -167,7 +174,7 @@ def _list_expected(config: Mapping[str, Any]) -> Iterator[str]:
     layers, experts = config.get("num_hidden_layers"), config.get("num_local_experts")
     classes = config.get("architectures")
     named = isinstance(classes, list) and any(str(name).startswith("Grok1") for name in classes)
-    if not named or type(layers) is not int or type(experts) is not int or layers * experts > _MOST:
+    if not named or type(layers) is not int or type(experts) is not int or layers * experts > _MAX_LISTED_EXPERTS:
         return
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     modules = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -179,4 +186,4 @@ def _list_expected(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"model.layers.{layer}.{module}.weight" for module in modules)
 
 
-FORMAT: Final = Format("grok", _TITLE, detect_grok, scan_grok, names_safetensors=True, served=True)
+FORMAT: Final = Format("grok", _FORMAT_TITLE, detect_grok, scan_grok, names_safetensors=True, served=True)

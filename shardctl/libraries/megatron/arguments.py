@@ -28,7 +28,7 @@ PART: Final = "rotary_percent"
 SOME_WINDOWS: Final = "window_attn_skip_freq"
 WITHOUT_ROTATION: Final = "no_rope_freq"
 LINEAR: Final = "linear_attention_freq"
-_VARIANT: Final = "experimental_attention_variant"
+_ATTENTION_VARIANT_ARG: Final = "experimental_attention_variant"
 LISTS: Final = frozenset({"moe_layer_freq", "spec", LINEAR, SOME_WINDOWS, WITHOUT_ROTATION})
 """Args that are lists: of a one or a zero for each layer, but for that which says where layers are specified."""
 USUAL: Final[dict[str, Setting]] = {
@@ -41,24 +41,24 @@ USUAL: Final[dict[str, Setting]] = {
     "hybrid_override_pattern": None,
 }
 """What most models have; a field that is absent has it, too."""
-_UNKNOWN: Final[dict[str, Setting]] = {
+_OPTIONAL_ARG_DEFAULTS: Final[dict[str, Setting]] = {
     SOME_WINDOWS: None,
     WITHOUT_ROTATION: None,
     "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
-    _VARIANT: None,
+    _ATTENTION_VARIANT_ARG: None,
 }
 """The same of args that shardctl writes for those models only that have something else."""
-_CENTRED: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_ZERO_CENTERED_NORM_ARGS: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 TURNING: Final[dict[str, Setting]] = {
     "softmax_type": "learnable",
     "activation_func_clamp_value": LIMIT,
     "glu_linear_offset": 1.0,
 }
 """What gpt-oss has in place of those."""
-_OWN: Final = {
+_FAMILY_SPECIFIC_ARGS: Final = {
     "arcee": {"squared_relu"},
     "dots1": {SOME_WINDOWS},
     "ernie4_5": {"rotary_interleaved"},
@@ -68,8 +68,8 @@ _OWN: Final = {
     "phi3": {PART},
     "qwen2": {SOME_WINDOWS},
     "qwen3": {SOME_WINDOWS},
-    "qwen3_5_text": {PART, "attention_output_gate", _VARIANT},
-    "qwen3_next": {PART, "attention_output_gate", _VARIANT},
+    "qwen3_5_text": {PART, "attention_output_gate", _ATTENTION_VARIANT_ARG},
+    "qwen3_next": {PART, "attention_output_gate", _ATTENTION_VARIANT_ARG},
     "smollm3": {WITHOUT_ROTATION},
 }
 """By family, which of these may have other values."""
@@ -99,7 +99,7 @@ LATENT: Final = {
 }
 
 
-_ASSUMED: Final = frozenset({"architectures", "model_type"})
+_ASSUMED_CONFIG_KEYS: Final = frozenset({"architectures", "model_type"})
 """What args never say: they describe an architecture, and several classes may have it."""
 
 
@@ -115,10 +115,14 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         found = convert_hybrid_arguments(ModelConfig(arguments), tied=tied)
         if found is None:
             return None
-        return OwnConfig(found, (_warn_of_class(str(found["model_type"])),), _ASSUMED)
+        return OwnConfig(found, (_warn_of_class(str(found["model_type"])),), _ASSUMED_CONFIG_KEYS)
     family = _find_model_type(arguments)
-    own = _OWN.get(family or "", set())
-    if any(arguments.get(name, value) != value for name, value in (USUAL | _UNKNOWN).items() if name not in own):
+    own = _FAMILY_SPECIFIC_ARGS.get(family or "", set())
+    if any(
+        arguments.get(name, value) != value
+        for name, value in (USUAL | _OPTIONAL_ARG_DEFAULTS).items()
+        if name not in own
+    ):
         return None
     window = arguments.get("window_size")
     left = window[0] if isinstance(window, tuple) and window else None
@@ -140,7 +144,7 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
     elif isinstance(left, int):
         values |= {"use_sliding_window": True, "sliding_window": left + 1, "layer_types": _list_layer_types(said)}
-    return OwnConfig(values, (_warn_of_class(family),), _ASSUMED)
+    return OwnConfig(values, (_warn_of_class(family),), _ASSUMED_CONFIG_KEYS)
 
 
 def _warn_of_class(family: str) -> str:
@@ -152,7 +156,7 @@ def _warn_of_class(family: str) -> str:
 
 def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
     """Return whether norms keep their weights less one."""
-    return any(arguments.get(name) is True for name in _CENTRED)
+    return any(arguments.get(name) is True for name in _ZERO_CENTERED_NORM_ARGS)
 
 
 def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:
@@ -190,7 +194,7 @@ def _find_ungated_type(said: ModelConfig, *, learned: bool, rms: bool, gated: bo
         return None
     if rms:
         return "arcee"
-    return "nemotron" if any(said.switch(name, default=False) for name in _CENTRED) else None
+    return "nemotron" if any(said.switch(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS) else None
 
 
 def _find_dense_type(said: ModelConfig) -> str | None:
@@ -234,9 +238,11 @@ def _find_routed_type(said: ModelConfig) -> str | None:
 
 def _has_delta_layers(said: ModelConfig) -> bool:
     """Return whether there is gated DeltaNet, beside attention with gates and norms less one, as Qwen has it."""
-    if said.text(_VARIANT, "") != "gated_delta_net" or not said.switch("attention_output_gate", default=False):
+    if said.text(_ATTENTION_VARIANT_ARG, "") != "gated_delta_net" or not said.switch(
+        "attention_output_gate", default=False
+    ):
         return False
-    return any(said.switch(name, default=False) for name in _CENTRED)
+    return any(said.switch(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS)
 
 
 def _count_dense_layers(said: ModelConfig) -> int | None:

@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.arrays.schema import ModelParts
 
-_KINDS: Final = ("query", "key", "value", "z", "beta", "alpha")
+_PROJECTION_COMPONENT_NAMES: Final = ("query", "key", "value", "z", "beta", "alpha")
 """What core calls the parts of the projection."""
 
 
 def list_delta_arrays(parts: ModelParts, have: str) -> Iterator[WholeArray]:
     """List the arrays of a layer's linear attention, whose tensors are called `have`."""
-    yield WholeArray("self_attention.in_proj.weight", _divide_projection(parts, have), 0, parts=_KINDS)
+    yield WholeArray(
+        "self_attention.in_proj.weight", _divide_projection(parts, have), 0, parts=_PROJECTION_COMPONENT_NAMES
+    )
     convolution = tuple(parts.divide(f"{have}.conv1d.weight"))
-    yield WholeArray("self_attention.conv1d.weight", convolution, 0, parts=_KINDS[:3])
+    yield WholeArray("self_attention.conv1d.weight", convolution, 0, parts=_PROJECTION_COMPONENT_NAMES[:3])
     for name in ("A_log", "dt_bias"):
         yield WholeArray(f"self_attention.{name}", (parts[f"{have}.{name}"],), 0)
     norm = parts[f"{have}.norm.weight"]  # the only one of such a model that transformers keeps as it is meant

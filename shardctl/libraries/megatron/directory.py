@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 FILES: Final = (FILE, "model_rng.pt")
 """What a rank's weights are in; the second where an old distributed optimizer has a file of its own."""
-_FOLDER: Final = re.compile(r"((?:iter_[0-9]{7,12}|release)/)?(mp_rank_[0-9]{2,5}(?:_[0-9]{3,5}){0,2})/([^/]+)")
-_SHOWN: Final = 5
+_RANK_FOLDER_PATTERN: Final = re.compile(
+    r"((?:iter_[0-9]{7,12}|release)/)?(mp_rank_[0-9]{2,5}(?:_[0-9]{3,5}){0,2})/([^/]+)"
+)
+_MAX_ITERATIONS_SHOWN: Final = 5
 
 
 @value_class
@@ -37,7 +39,7 @@ class RankDirectory:
 
 def has_ranks(source: Source) -> bool:
     """Return whether there is a folder of a rank with its weights."""
-    return any(found[3] in FILES for path in source.files() if (found := _FOLDER.fullmatch(path)))
+    return any(found[3] in FILES for path in source.files() if (found := _RANK_FOLDER_PATTERN.fullmatch(path)))
 
 
 def choose_iteration(source: Source) -> RankDirectory:
@@ -47,7 +49,7 @@ def choose_iteration(source: Source) -> RankDirectory:
     """
     found: dict[str, dict[str, str]] = {}
     for path in source.files():
-        match = _FOLDER.fullmatch(path)
+        match = _RANK_FOLDER_PATTERN.fullmatch(path)
         if match is not None and match[3] in FILES:
             found.setdefault(match[1] or "", {})[match[2]] = path
     if not found:
@@ -57,7 +59,8 @@ def choose_iteration(source: Source) -> RankDirectory:
         raise SourceError(f"{TRACKER} holds neither a number nor release")
     if folder is None and len(found) > 1:
         raise SourceError(
-            f"{source.name} holds several iterations and no {TRACKER}: {', '.join(sorted(found)[:_SHOWN])}",
+            f"{source.name} holds several iterations and no {TRACKER}:"
+            f" {', '.join(sorted(found)[:_MAX_ITERATIONS_SHOWN])}",
             hint=f"give one of them, such as {source.name}/{max(found).rstrip('/')}",
         )
     folder = folder if folder is not None else next(iter(found))

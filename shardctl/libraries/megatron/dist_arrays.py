@@ -47,9 +47,9 @@ MODULES: Final = "modules"
 """The fact that says that norms have the names of one kind of layers alone: `OWN` or `ENGINE`."""
 OWN, ENGINE = "own", "engine"
 """megatron-core's local layers, and Transformer Engine's."""
-_FIRST: Final = ".linear_fc1."
-_HALVES: Final = ("_w", "_v")
-_NORMS: Final = (
+_LINEAR_FC1_INFIX: Final = ".linear_fc1."
+_GATE_UP_SUFFIXES: Final = ("_w", "_v")
+_FUSED_NORM_NAMES: Final = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
@@ -171,8 +171,12 @@ def _list_array_cells(
         yield StackCell(f"{name}.{part}", (piece,), whole.dim, place, counts, layer, None, optional, whole.dtype)
     if whole.parts:
         return
-    pieces = whole.pieces if _FIRST in name else (whole.content,)
-    halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(pieces) == len(_HALVES) else ()
+    pieces = whole.pieces if _LINEAR_FC1_INFIX in name else (whole.content,)
+    halves = (
+        _GATE_UP_SUFFIXES
+        if dialect.switch(HALVES) and _LINEAR_FC1_INFIX in name and len(pieces) == len(_GATE_UP_SUFFIXES)
+        else ()
+    )
     if not halves:
         yield StackCell(name, pieces, whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
     for half, piece in zip(halves, pieces, strict=False):
@@ -188,7 +192,7 @@ def _list_array_names(
     says of which layers, the name of their module.
     """
     asked = local
-    for alone, fused in _NORMS[projection != QKV :] if not latent else ():
+    for alone, fused in _FUSED_NORM_NAMES[projection != QKV :] if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
     engine = find_engine_name(f".{local}", experts=experts, latent=latent, projection=projection).removeprefix(".")
     if dialect.switch(HYBRID):  # of which core has no local layers, but whose norms ModelOpt keeps in modules

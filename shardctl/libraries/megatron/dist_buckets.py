@@ -32,7 +32,7 @@ KEY: Final = re.compile(
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(\w+)"
 )
 """The key of a bucket: optimizer, group of ranks, buffer, type of its parameters, bucket and state."""
-_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
+_FLOAT_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
 
 
 @state_class
@@ -105,7 +105,7 @@ def _sort_buckets(buckets: Mapping[str, Tensor]) -> dict[tuple[int, int], list[_
         match = KEY.fullmatch(key)
         if match is None:
             raise UnknownOrderError(f"the key {key!r} is not known")
-        if tensor.dtype.name not in _FLOATS or len(tensor.shape) != 1:
+        if tensor.dtype.name not in _FLOAT_DTYPES or len(tensor.shape) != 1:
             raise UnknownOrderError(f"{key!r} is {tensor.dtype} {list(tensor.shape)}, which are no plain values")
         chain, rank, number, dtype, bucket, state = match.groups()
         buffers = found.setdefault((int(chain or 0), int(rank)), {})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
     from shardctl.tensors.naming_scheme import NamingScheme
 
-_NOTHING: Final = encode_object([None])
+_EMPTY_EXTRA_STATE: Final = encode_object([None])
 
 
 class CellWriter:
@@ -82,7 +82,7 @@ class CellWriter:
                 for key in self._list_objects(cell) if not index else ():
                     if key not in written:
                         written.add(key)
-                        self.files.object(key, _NOTHING)
+                        self.files.object(key, _EMPTY_EXTRA_STATE)
 
     def _shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
         """Yield the ranks that write a part of a cell, each with the part's index among how many."""

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from shardctl.libraries.reader import Weights
     from shardctl.tensors.manifest import OwnConfig, Tensor
 
-_MASTERS: Final = ("param", "fp32_param")
+_MASTER_WEIGHT_STATES: Final = ("param", "fp32_param")
 """What optimizers call their own copy of the weights."""
-_VERSIONS: Final = (None, 2.0, 3.0)
+_SUPPORTED_VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
-_FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
-_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, INTEGRITY, "modelopt_run_config.yaml"})
-_EXTRA: Final = "._extra_state/"
-_SHOWN: Final = 3
+_ITERATION_FOLDER_PATTERN: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
+_FRAMEWORK_FILES: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, INTEGRITY, "modelopt_run_config.yaml"})
+_EXTRA_STATE_INFIX: Final = "._extra_state/"
+_MAX_NAMES_SHOWN: Final = 3
 
-_MOST: Final = 1 << 20
+_PARALLEL_DEGREE_LIMIT: Final = 1 << 20
 
 
 def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, fsdp: bool = False) -> Manifest:
@@ -61,11 +61,13 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
     Raises as `scan` of the format says.
     """
     common = read_fsdp_common(save) if fsdp else read_common(save, folder)
-    if common is not None and common.version not in _VERSIONS:
+    if common is not None and common.version not in _SUPPORTED_VERSIONS:
         raise UnsupportedError(f"{common.file or 'the common state'} has checkpoint_version {common.version:g}")
     keys = sort_fsdp_keys(save.tensors) if fsdp else sort_keys(save.tensors)
     if not keys.weights:
-        raise SourceError(f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_SHOWN])}")
+        raise SourceError(
+            f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_MAX_NAMES_SHOWN])}"
+        )
     tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
     warnings: list[str] = []
     states = dict(_build_states(save, keys, tensors, warnings))
@@ -139,7 +141,7 @@ def _build_states(
 def _take_masters(states: dict[str, Tensor], tensors: Iterable[str]) -> dict[str, Tensor]:
     """Take the optimizer's copies of weights out of `states`, where two of one weight are replicas."""
     found: dict[str, Tensor] = {}
-    for kind in _MASTERS:
+    for kind in _MASTER_WEIGHT_STATES:
         for parameter in tensors:
             copy = states.pop(format_state_name(kind, parameter), None)
             if copy is not None:
@@ -159,7 +161,9 @@ def _unpack_states(
     mine = {name: tensor for name, tensor in tensors.items() if name not in others}
 
     def check(found: Mapping[str, Tensor]) -> int:
-        masters = {p: s for p in tensors for kind in _MASTERS if (s := found.get(format_state_name(kind, p)))}
+        masters = {
+            p: s for p in tensors for kind in _MASTER_WEIGHT_STATES if (s := found.get(format_state_name(kind, p)))
+        }
         return compare_samples(save.source, masters, tensors)
 
     try:
@@ -179,11 +183,13 @@ def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], 
     """List files beside the checkpoint's own; those of other iterations are not even listed."""
     own = {*save.files, *(each.path for each in save.metadata)}
     files = save.source.files()
-    own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK}
-    own |= {path for path in files if path in _FRAMEWORK or (folder and _FOLDER.fullmatch(path))}
+    own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK_FILES}
+    own |= {
+        path for path in files if path in _FRAMEWORK_FILES or (folder and _ITERATION_FOLDER_PATTERN.fullmatch(path))
+    }
     others = {path for path in files if path not in own and path.endswith(DCP)}
     return [o for o in list_side_files(save.source, own)[0] if o.name not in others], tuple(
-        f"{path} is not part of this checkpoint; it is left behind" for path in sorted(others)[:_SHOWN]
+        f"{path} is not part of this checkpoint; it is left behind" for path in sorted(others)[:_MAX_NAMES_SHOWN]
     )
 
 
@@ -192,12 +198,16 @@ def _list_objects(
 ) -> Iterator[OpaqueObject]:
     """List what is not read; `trained` says whether optimizer states are, and with them the settings of groups."""
     objects = save.metadata[0].objects
-    left = (key for key in objects if _EXTRA not in key and not is_read(key) and not is_used(key, trained=trained))
+    left = (
+        key
+        for key in objects
+        if _EXTRA_STATE_INFIX not in key and not is_read(key) and not is_used(key, trained=trained)
+    )
     for key in (*left, *buckets):
         yield OpaqueObject(key, "drop")
-    extra = sum(_EXTRA in key for key in objects)
+    extra = sum(_EXTRA_STATE_INFIX in key for key in objects)
     if extra:
-        yield OpaqueObject(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
+        yield OpaqueObject(f"{_EXTRA_STATE_INFIX.strip('./')} of {extra} modules", "drop")
     if common is not None:
         used = USED | USED_OF_STATES if trained else USED
         for name in (each for each in common.names if each not in used):
@@ -243,7 +253,7 @@ def _build_written_mesh(common: CommonState | None) -> Mesh:
 
     def degree(name: str, default: int = 1) -> int:
         value = arguments.get(name)
-        return value if type(value) is int and 0 < value < _MOST else default
+        return value if type(value) is int and 0 < value < _PARALLEL_DEGREE_LIMIT else default
 
     tp, pp = degree("tensor_model_parallel_size"), degree("pipeline_model_parallel_size")
     routed = bool(arguments.get("num_experts"))

@@ -32,15 +32,17 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 ITEM: Final = "common_state/shard_0_1"
-_LOCAL: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\.optimizer/shard_0_1")
-_ARGUMENTS: Final = ("args", "arguments")
-USED: Final = frozenset({*_ARGUMENTS, "checkpoint_version", "iteration"})
+_DISTRIBUTED_OPTIMIZER_PATTERN: Final = re.compile(
+    r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\.optimizer/shard_0_1"
+)
+_ARGUMENTS_KEYS: Final = ("args", "arguments")
+USED: Final = frozenset({*_ARGUMENTS_KEYS, "checkpoint_version", "iteration"})
 """What is read of any checkpoint."""
 USED_OF_STATES: Final = frozenset({"optimizer", "opt_param_scheduler"})
 """What is read where there are optimizer states."""
-_COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
-_SHOWN: Final = 80
-_DEPTH: Final = 4
+_CONSUMED_SAMPLES_KEYS: Final = ("consumed_train_samples", "consumed_valid_samples")
+_MAX_NAME_LENGTH: Final = 80
+_MAX_NESTING_DEPTH: Final = 4
 """Dicts and lists in one another between the optimizer's state and its groups."""
 
 
@@ -88,7 +90,9 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
     if found is None:
         raise SourceError(f"{where} is not the dict that Megatron-LM keeps there")
     iteration, version = found.get("iteration"), found.get("checkpoint_version")
-    arguments: Mapping[str, Setting] = next((parse_namespace(found[name]) for name in _ARGUMENTS if name in found), {})
+    arguments: Mapping[str, Setting] = next(
+        (parse_namespace(found[name]) for name in _ARGUMENTS_KEYS if name in found), {}
+    )
     return CommonState(
         file=file,
         arguments=arguments,
@@ -99,7 +103,7 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
         progress=collect_progress(
             arguments, iteration if type(iteration) is int else None, parse_namespace(found.get("opt_param_scheduler"))
         ),
-        names=tuple(str(name)[:_SHOWN] for name in found),
+        names=tuple(str(name)[:_MAX_NAME_LENGTH] for name in found),
     )
 
 
@@ -112,7 +116,7 @@ def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str,
     groups: list[Mapping[str, Setting]] = []
     items = save.metadata[0].items
     for key in sorted(items):
-        found = _LOCAL.fullmatch(key)
+        found = _DISTRIBUTED_OPTIMIZER_PATTERN.fullmatch(key)
         if found is None or int(found[1]):
             continue
         for item in items[key].values():
@@ -125,7 +129,7 @@ def read_local_optimizers(save: DcpSave) -> tuple[int | None, tuple[Mapping[str,
 
 def is_used(key: str, *, trained: bool) -> bool:
     """Return whether an object holds what is read: all of it, or, if there are states, the settings of an optimizer."""
-    return key == ITEM or (trained and _LOCAL.fullmatch(key) is not None)
+    return key == ITEM or (trained and _DISTRIBUTED_OPTIMIZER_PATTERN.fullmatch(key) is not None)
 
 
 def collect_progress(
@@ -133,7 +137,7 @@ def collect_progress(
 ) -> dict[str, Setting]:
     """Collect what the training loop goes on from."""
     return {
-        **{name: arguments[name] for name in _COUNTS if name in arguments},
+        **{name: arguments[name] for name in _CONSUMED_SAMPLES_KEYS if name in arguments},
         **({"iteration": iteration} if iteration is not None else {}),
         **{f"opt_param_scheduler/{name}": value for name, value in schedule.items()},
     }
@@ -141,7 +145,7 @@ def collect_progress(
 
 def find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
     """Find the number of steps, which groups of parameters or their common state say."""
-    for node in _walk_dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
+    for node in _walk_dicts(optimizer, _MAX_NESTING_DEPTH, VisitCounter(saved.path)):
         for name in ("common_step", "step"):
             done = as_steps(_read_number(node.get(name), saved, source))
             if done is not None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shardctl.base.settings import Setting
 
 GROUPS: Final = "param_groups"
-_DEPTH: Final = 3
-_MOST: Final = 64
-_EXPERT: Final = ".mlp.experts."
-_PART: Final = re.compile(r"bias\.[A-Za-z]+$")
+_MAX_NESTING_DEPTH: Final = 3
+_MAX_PARAM_GROUPS: Final = 64
+_EXPERTS_INFIX: Final = ".mlp.experts."
+_BIAS_COMPONENT_PATTERN: Final = re.compile(r"bias\.[A-Za-z]+$")
 """A bias of which each part is in an array of its own."""
 UNASSIGNED: Final = (
     "the optimizer has several groups of one kind, and no file says which parameters are in which: their settings, "
@@ -36,7 +36,7 @@ UNASSIGNED: Final = (
 
 def list_groups(optimizer: object) -> Iterator[dict[str, Setting]]:
     """List the settings of every group in an optimizer's state, those of chained optimizers one behind another."""
-    yield from _walk_groups(optimizer, _DEPTH)
+    yield from _walk_groups(optimizer, _MAX_NESTING_DEPTH)
 
 
 def _walk_groups(node: object, depth: int) -> Iterator[dict[str, Setting]]:
@@ -45,9 +45,9 @@ def _walk_groups(node: object, depth: int) -> Iterator[dict[str, Setting]]:
         return
     groups = held.get(GROUPS)
     if isinstance(groups, list):
-        yield from map(read_settings, groups[:_MOST])
+        yield from map(read_settings, groups[:_MAX_PARAM_GROUPS])
         return
-    for part in list(held.values())[:_MOST]:
+    for part in list(held.values())[:_MAX_PARAM_GROUPS]:
         yield from _walk_groups(part, depth - 1)
 
 
@@ -81,7 +81,7 @@ def assign_parameters(
             return ()
         found.setdefault(kind, ([], group))
     for name in arrays:
-        routed = _EXPERT in name and any(expert for expert, *_ in found)
+        routed = _EXPERTS_INFIX in name and any(expert for expert, *_ in found)
         kind = routed, not is_vector(name), name in by_momentum
         if kind not in found:
             return ()
@@ -112,4 +112,6 @@ def is_vector(name: str) -> bool:
     >>> is_vector("decoder.layers.0.mixer.A_log"), is_vector("decoder.layers.0.mixer.conv1d.bias.x")
     (True, True)
     """
-    return _PART.sub("bias", name).endswith(("bias", "norm.weight", "layer_norm_weight", ".A_log", ".D"))
+    return _BIAS_COMPONENT_PATTERN.sub("bias", name).endswith(
+        ("bias", "norm.weight", "layer_norm_weight", ".A_log", ".D")
+    )

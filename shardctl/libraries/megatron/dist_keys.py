@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.naming_scheme import Fact
 
-_STATE: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_OPTIMIZER: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\..+")
-_WRAPPERS: Final = ("model.module.module.", "model.module.", "module.module.", "module.", "model.")
+_OPTIMIZER_STATE_PATTERN: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER_KEY_PATTERN: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\..+")
+_WRAPPER_PREFIXES: Final = ("model.module.module.", "model.module.", "module.module.", "module.", "model.")
 """What training loops put before Megatron-LM's names: NeMo 2 and Lightning, wrappers of data parallelism."""
-_ROOTS: Final = ("decoder.", "embedding.", "encoder.")
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_ROOT_MODULE_PREFIXES: Final = ("decoder.", "embedding.", "encoder.")
+_EMBEDDING_NAME: Final = "embedding.word_embeddings.weight"
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.[0-9]+\..+")
 _OF_EXPERT: Final = re.compile(r".+\.mlp\.experts\.experts\.[0-9]+\..+")
-_HALF: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
+_GATE_UP_NAME_PATTERN: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
 
 
 @state_class
@@ -49,12 +49,14 @@ class MegatronKeys:
 
 def sort_keys(tensors: Collection[str]) -> MegatronKeys:
     """Return what each key is, from its name alone."""
-    found = MegatronKeys(next((w for w in _WRAPPERS if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), ""))
+    found = MegatronKeys(
+        next((w for w in _WRAPPER_PREFIXES if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), "")
+    )
     for key in tensors:
-        state = _STATE.fullmatch(key)
+        state = _OPTIMIZER_STATE_PATTERN.fullmatch(key)
         if state is not None:
             found.states[key] = state[1], state[2].removeprefix(found.wrapper)
-        elif _OPTIMIZER.fullmatch(key):
+        elif _OPTIMIZER_KEY_PATTERN.fullmatch(key):
             found.buckets.append(key)
         else:
             found.weights[key] = key.removeprefix(found.wrapper)
@@ -62,7 +64,7 @@ def sort_keys(tensors: Collection[str]) -> MegatronKeys:
 
 
 def _is_ours(key: str, wrapper: str) -> bool:
-    return key.removeprefix(wrapper).startswith(_ROOTS)
+    return key.removeprefix(wrapper).startswith(_ROOT_MODULE_PREFIXES)
 
 
 def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> NamingScheme:
@@ -73,11 +75,11 @@ def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred:
     facts: dict[str, Fact] = {
         LAYERS: _has_match(_OF_LAYER, shapes),
         EXPERTS: _has_match(_OF_EXPERT, shapes),
-        HALVES: _has_match(_HALF, shapes),
+        HALVES: _has_match(_GATE_UP_NAME_PATTERN, shapes),
         ZERO_CENTRED: centred,
         COUNT: count_stored_layers(shapes),
     }
-    embedding = shapes.get(_EMBEDDING)
+    embedding = shapes.get(_EMBEDDING_NAME)
     if embedding:
         facts[VOCABULARY] = embedding[0]
     return NamingScheme(NAME, mesh, facts=facts)

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.pickle_writer import Value
     from shardctl.tensors.manifest import TrainingState
 
-_ENDS: Final = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_MATRIX: Final = 2
-_SETTINGS: Final = frozenset(
+_NON_LAYER_WEIGHTS: Final = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+_MATRIX_NDIM: Final = 2
+_MUON_SETTING_KEYS: Final = frozenset(
     {
         *("lr", "weight_decay", "momentum", "max_lr", "min_lr", "wd_mult", "lr_mult", "start_wd", "end_wd"),
         *("is_expert_parallel", "is_decoupled_lr", "default_config"),
     }
 )
 """What a group of Megatron-LM's Muon has; the rest are settings of others, or of its command line."""
-_DROP: Final = "add --optimizer-states drop, or write --to dcp, which has a place for every state"
+_DROP_STATES_HINT: Final = "add --optimizer-states drop, or write --to dcp, which has a place for every state"
 
 
 def list_copies(cell: StackCell, states: tuple[str, ...], dtype: DType) -> tuple[str, ...]:
@@ -41,14 +41,14 @@ def list_copies(cell: StackCell, states: tuple[str, ...], dtype: DType) -> tuple
 
     Raises UnsupportedError if Megatron-LM gives the array to the other optimizer.
     """
-    theirs = len(cell.pieces[0].shape) == _MATRIX and cell.name not in _ENDS
+    theirs = len(cell.pieces[0].shape) == _MATRIX_NDIM and cell.name not in _NON_LAYER_WEIGHTS
     if theirs != (MOMENTUM in states):
         mine, other = ("Adam", "Muon") if theirs else ("Muon", "Adam")
         first = cell.pieces[0].pieces[0].tensor
         raise UnsupportedError(
             f"{first} has the states of {mine}, and {TITLE} trains it with {other}: "
             "its Muon has all matrices but the embedding and the head",
-            hint=_DROP,
+            hint=_DROP_STATES_HINT,
         )
     return COPIES[: 1 if theirs else 2] if is_half(dtype) else ()
 
@@ -63,7 +63,8 @@ def build_muon_state(
     """
     if not any(set(STATES) <= set(states) for states in trained.values()):
         raise UnsupportedError(
-            f"all parameters have the states of Muon, but {TITLE}'s has no embeddings and no vectors", hint=_DROP
+            f"all parameters have the states of Muon, but {TITLE}'s has no embeddings and no vectors",
+            hint=_DROP_STATES_HINT,
         )
     muon = [_build_muon_group(training, expert=expert) for expert in (False, True)[: 1 + routed]]
     adam: list[Value] = [
@@ -82,7 +83,7 @@ def build_muon_state(
 def _build_muon_group(training: TrainingState, *, expert: bool) -> Value:
     """Build the settings of a group of Muon's, which has no use for what only other Muons have."""
     found = build_group(training, expert=expert, decayed=True, momentum=True)
-    return {"momentum": 0.95} | {name: value for name, value in found.items() if name in _SETTINGS}
+    return {"momentum": 0.95} | {name: value for name, value in found.items() if name in _MUON_SETTING_KEYS}
 
 
 def set_optimizer(args: Value, *, halves: bool) -> None:

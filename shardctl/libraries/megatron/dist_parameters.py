@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?([^0-9].*)")
 _OF_EXPERT: Final = re.compile(r"(mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
-_PART: Final = re.compile(r"(.+\.(?:weight|bias))(_w|_v|\.z|\.x|\.B|\.C|\.dt)")
-_PARTS: Final = ("", "_w", "_v", ".z", ".x", ".B", ".C", ".dt")
+_PARAMETER_COMPONENT_PATTERN: Final = re.compile(r"(.+\.(?:weight|bias))(_w|_v|\.z|\.x|\.B|\.C|\.dt)")
+_PARAMETER_COMPONENT_SUFFIXES: Final = ("", "_w", "_v", ".z", ".x", ".B", ".C", ".dt")
 """What the arrays of a parameter's parts end with, in the order in which they lie in it."""
 BUFFERS: Final = (".expert_bias", ".local_tokens_per_expert")
 """How the names of arrays end that no optimizer trains."""
-_EMBEDDINGS: Final = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
+_EMBEDDING_NAMES: Final = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _LAST_NORMS: Final = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
-_HEAD: Final = "output_layer.weight"
-_KINDS: Final = (
+_OUTPUT_LAYER_NAME: Final = "output_layer.weight"
+_ORDERED_PARAMETER_NAMES: Final = (
     *("gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias"),
     *("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"),
 )
-_MODULES: Final = (
+_ORDERED_MODULE_NAMES: Final = (
     *("mixer", "mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm"),
     "input_layernorm",
     "self_attention.linear_proj",
@@ -60,9 +60,9 @@ _FUSED_NORMS: Final = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 """Names that local layers write for norms of their own."""
-_CONVOLUTION: Final = ("mixer.conv1d.", "mixer.conv1d_")
+_CONVOLUTION_PREFIXES: Final = ("mixer.conv1d.", "mixer.conv1d_")
 """Mamba's convolution as a module, and as parameters of Mamba's own, which it has been since megatron-core 0.19."""
-_EXPERTS: Final = "mlp.experts"
+_EXPERTS_MODULE: Final = "mlp.experts"
 
 
 class UnknownOrderError(Exception):
@@ -127,7 +127,7 @@ class StoredModules:
         self._layers: dict[int, dict[tuple[str, int], _Cell]] = {}
         for name in sorted(arrays, key=_find_part):
             self._add_array(name, arrays[name])
-        self._tied = _HEAD not in self._ends
+        self._tied = _OUTPUT_LAYER_NAME not in self._ends
         self._experts = any(expert >= 0 for layer in self._layers.values() for _, expert in layer)
         if sorted(self._layers) != list(range(len(self._layers))):
             raise UnknownOrderError("not all layers are here")
@@ -136,8 +136,8 @@ class StoredModules:
         if name.endswith(BUFFERS):
             return
         found = _OF_LAYER.fullmatch(name)
-        half = _PART.fullmatch(name)
-        if found is None and name not in {*_EMBEDDINGS, *_LAST_NORMS, _HEAD}:
+        half = _PARAMETER_COMPONENT_PATTERN.fullmatch(name)
+        if found is None and name not in {*_EMBEDDING_NAMES, *_LAST_NORMS, _OUTPUT_LAYER_NAME}:
             raise UnknownOrderError(f"where {name!r} stands among parameters is not known")
         for chunk in sorted(tensor.chunks, key=lambda each: each.box.origin):
             if found is None:
@@ -145,7 +145,7 @@ class StoredModules:
             else:
                 origin = iter(chunk.box.origin)
                 layer = int(found[1]) if found[1] is not None else next(origin)
-                local, expert = _PART.sub(r"\1", found[2]), -1
+                local, expert = _PARAMETER_COMPONENT_PATTERN.sub(r"\1", found[2]), -1
                 inner = _OF_EXPERT.fullmatch(local)
                 if inner is not None:
                     local, expert = inner[1] + inner[3], int(inner[2]) if inner[2] is not None else next(origin)
@@ -161,7 +161,7 @@ class StoredModules:
     def list_orders(self) -> list[ModuleOrder]:
         """List the orders that parameters may have."""
         grouped = (False, True) if self._experts else (False,)
-        mamba = any(local.startswith(_CONVOLUTION) for layer in self._layers.values() for local, _ in layer)
+        mamba = any(local.startswith(_CONVOLUTION_PREFIXES) for layer in self._layers.values() for local, _ in layer)
         convolved = (False, True) if mamba else (False,)
         return [ModuleOrder(*each) for each in product((False, True), grouped, convolved)]
 
@@ -208,13 +208,15 @@ class StoredModules:
             return found
         tp = self.mesh.degree("tp")
         if layers.start == 0:
-            found += [self._ends[name].share(index, tp) for name in _EMBEDDINGS if name in self._ends]
+            found += [self._ends[name].share(index, tp) for name in _EMBEDDING_NAMES if name in self._ends]
         for layer in layers:
             found += self._list_layer(order, layer, index, tp)
         if last:
-            found += [self._ends[name].share(index, tp) for name in (*_LAST_NORMS, _HEAD) if name in self._ends]
+            found += [
+                self._ends[name].share(index, tp) for name in (*_LAST_NORMS, _OUTPUT_LAYER_NAME) if name in self._ends
+            ]
             if self._tied and layers.start > 0:
-                copy = self._ends[_EMBEDDINGS[0]].share(index, tp)
+                copy = self._ends[_EMBEDDING_NAMES[0]].share(index, tp)
                 found.append(RankParameter((), copy.size, copy.dtype))
         return found
 
@@ -224,9 +226,9 @@ class StoredModules:
         if not self._divided and any(expert >= 0 for _, expert in self._layers[layer]):
             if self.mesh.etp != tp:
                 raise UnknownOrderError("experts are divided in another way than the layers that they are in")
-            names.add(f"{_EXPERTS}.weight")
+            names.add(f"{_EXPERTS_MODULE}.weight")
         for name in sorted(names, key=lambda local: find_position(local, order)):
-            if name == f"{_EXPERTS}.weight":
+            if name == f"{_EXPERTS_MODULE}.weight":
                 yield from self._list_experts(order, layer, 0, index)
             else:
                 yield self._layers[layer][name, -1].share(index, tp)
@@ -244,16 +246,16 @@ class StoredModules:
 
 def _find_part(name: str) -> tuple[str, int]:
     """Find whose part an array is, and which."""
-    part = _PART.fullmatch(name)
-    return (part[1], _PARTS.index(part[2])) if part is not None else (name, 0)
+    part = _PARAMETER_COMPONENT_PATTERN.fullmatch(name)
+    return (part[1], _PARAMETER_COMPONENT_SUFFIXES.index(part[2])) if part is not None else (name, 0)
 
 
 def find_position(local: str, order: ModuleOrder) -> tuple[int, int]:
     """Find where a parameter stands in its layer; raises UnknownOrderError if that is not known."""
     for fused, alone in _FUSED_NORMS if not order.fused else ():
         local = local.replace(fused, alone) if local.startswith(fused) else local
-    local = local if order.convolved else local.replace(*_CONVOLUTION)
+    local = local if order.convolved else local.replace(*_CONVOLUTION_PREFIXES)
     module, _, kind = local.rpartition(".")
-    if module not in _MODULES or kind not in _KINDS:
+    if module not in _ORDERED_MODULE_NAMES or kind not in _ORDERED_PARAMETER_NAMES:
         raise UnknownOrderError(f"where {local!r} stands among parameters is not known")
-    return _MODULES.index(module), _KINDS.index(kind)
+    return _ORDERED_MODULE_NAMES.index(module), _ORDERED_PARAMETER_NAMES.index(kind)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_NAME: Final = "torch_dist"
-_VERSION: Final = 1
+_FORMAT_NAME: Final = "torch_dist"
+_SUPPORTED_VERSION: Final = 1
 
 
 def detect_torch_dist(source: Source) -> bool:
@@ -48,7 +48,7 @@ def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
     flat = find_fsdp_folder(source) if backend is None else None
     if flat is not None:
         save = DcpSave(source, [read_metadata(source, f"{flat}{DCP_METADATA}")])
-        return build_manifest(_NAME, save, flat, weights, fsdp=True)
+        return build_manifest(_FORMAT_NAME, save, flat, weights, fsdp=True)
     if backend is None:
         raise SourceError(
             f"{source.name} has no {MARK} of Megatron-LM that can be read; it is written last",
@@ -58,7 +58,7 @@ def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
     path = f"{backend.folder}{DCP_METADATA}"
     if path not in source.files():
         raise SourceError(f"{backend.folder}{MARK} is there, but {path} is not", hint="a copy left out hidden files")
-    return build_manifest(_NAME, DcpSave(source, [read_metadata(source, path)]), backend.folder, weights)
+    return build_manifest(_FORMAT_NAME, DcpSave(source, [read_metadata(source, path)]), backend.folder, weights)
 
 
 def _check_backend(backend: ShardedBackend) -> None:
@@ -68,16 +68,17 @@ def _check_backend(backend: ShardedBackend) -> None:
             f"{where} says that tensors are stored as zarr, which Megatron-LM core wrote until 0.15",
             hint="load it with that version of Megatron-LM and save it with --dist-ckpt-format torch_dist",
         )
-    if backend.name != _NAME or backend.common not in (None, "torch"):
+    if backend.name != _FORMAT_NAME or backend.common not in (None, "torch"):
         raise UnsupportedError(
             f"{where} has the backends {backend.name!r} and {ascii(backend.common)[:40]}, which are not known"
         )
-    if backend.version != _VERSION:
+    if backend.version != _SUPPORTED_VERSION:
         raise UnsupportedError(
-            f"{where} has version {ascii(backend.version)[:40]} of {_NAME}; version {_VERSION} is known"
+            f"{where} has version {ascii(backend.version)[:40]} of {_FORMAT_NAME}; version {_SUPPORTED_VERSION} is"
+            " known"
         )
 
 
 FORMAT: Final = Format(
-    _NAME, "Megatron-LM's distributed checkpoints", detect_torch_dist, scan_torch_dist, scan_torch_dist
+    _FORMAT_NAME, "Megatron-LM's distributed checkpoints", detect_torch_dist, scan_torch_dist, scan_torch_dist
 )

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from shardctl.tensors.box import Box
     from shardctl.tensors.manifest import Tensor
 
-_VALUES: Final = 16
+_MAX_SAMPLED_VALUES: Final = 16
 """Values of each."""
-_ROUNDING: Final = 2.0**-7
+_RELATIVE_TOLERANCE: Final = 2.0**-7
 """What a value in bfloat16 may differ by from the one that it was rounded from, twice over."""
-_SMALL: Final = 1e-6
-_FORMATS: Final = {"F32": "f", "F16": "e", "BF16": "H"}
+_ABSOLUTE_TOLERANCE: Final = 1e-6
+_STRUCT_FORMATS_BY_DTYPE: Final = {"F32": "f", "F16": "e", "BF16": "H"}
 
 
 def compare_samples(
@@ -39,12 +39,12 @@ def compare_samples(
     ]
     step, compared = max(len(pairs) // boxes, 1), 0
     for master, weight in pairs[::step]:
-        count = min(_VALUES, master.box.shape[-1])
+        count = min(_MAX_SAMPLED_VALUES, master.box.shape[-1])
         ours, theirs = (_read_values(source, chunk, master.box, count) for chunk in (master, weight))
         if ours is None or theirs is None:
             continue
         for one, other in zip(ours, theirs, strict=True):
-            if abs(one - other) > _ROUNDING * abs(other) + _SMALL or isnan(one) != isnan(other):
+            if abs(one - other) > _RELATIVE_TOLERANCE * abs(other) + _ABSOLUTE_TOLERANCE or isnan(one) != isnan(other):
                 raise UnknownOrderError(
                     f"what would be the optimizer's copy of {weight.name} has {one:g} at {master.box}, where the "
                     f"weight is {other:g}"
@@ -70,7 +70,7 @@ def _holds_origin(box: Box, other: Box) -> bool:
 
 def _read_values(source: Source, chunk: Chunk, box: Box, count: int) -> list[float] | None:
     """Read the first values of the last dim of a box inside a chunk; None for types that have no plain values."""
-    form = _FORMATS.get(chunk.dtype.name)
+    form = _STRUCT_FORMATS_BY_DTYPE.get(chunk.dtype.name)
     if form is None or not isinstance(chunk.where, Region) or not chunk.where.strides:
         return None
     step = chunk.where.strides[-1]

@@ -38,17 +38,17 @@ SCHEDULE: Final = "opt_param_scheduler"
 STATES: Final = ("exp_avg", "exp_avg_sq")
 STORED: Final = BY_NAME["F32"]
 """The type of states and of the optimizer's own weights."""
-_STEP: Final = "step"
-_HALVES: Final = frozenset({"F16", "BF16"})
-_COUNTS: Final = ("consumed_train_samples", "consumed_valid_samples")
-_KEY: Final = re.compile(r"optimizer\.state\.[^.]+\.(.+)")
-_PLAIN: Final[dict[str | int, Value]] = {
+_STEP_KEY: Final = "step"
+_HALF_PRECISION_DTYPES: Final = frozenset({"F16", "BF16"})
+_CONSUMED_SAMPLES_KEYS: Final = ("consumed_train_samples", "consumed_valid_samples")
+_OPTIMIZER_STATE_PATTERN: Final = re.compile(r"optimizer\.state\.[^.]+\.(.+)")
+_PARAM_GROUP_DEFAULTS: Final[dict[str | int, Value]] = {
     "wd_mult": 1.0,
     "lr_mult": 1.0,
     "is_decoupled_lr": False,
     "default_config": True,
 }
-_ADAM: Final[dict[str | int, Value]] = {
+_ADAM_GROUP_DEFAULTS: Final[dict[str | int, Value]] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "bias_correction": True,
@@ -61,7 +61,9 @@ _ADAM: Final[dict[str | int, Value]] = {
     "decoupled_weight_decay": True,
 }
 """What torch's Adam and Transformer Engine's expect in a group."""
-_NOT_SETTINGS: Final = frozenset({"params", "initial_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", _STEP})
+_NOT_SETTINGS: Final = frozenset(
+    {"params", "initial_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", _STEP_KEY}
+)
 
 
 def find_array_name(key: str) -> str:
@@ -70,7 +72,7 @@ def find_array_name(key: str) -> str:
     >>> find_array_name("optimizer.state.exp_avg.output_layer.weight"), find_array_name("output_layer.weight")
     ('output_layer.weight', 'output_layer.weight')
     """
-    found = _KEY.fullmatch(key)
+    found = _OPTIMIZER_STATE_PATTERN.fullmatch(key)
     return found[1] if found is not None else key
 
 
@@ -80,19 +82,19 @@ def list_trained(order: PackRequest, *, muon: bool = False) -> dict[str, tuple[s
     Raises UnsupportedError for a state that Megatron-LM's optimizer has not, or that a parameter has alone.
     """
     kinds = (STATES, *(((MOMENTUM,),) if muon else ()))
-    known = {_STEP, *(state for kind in kinds for state in kind)}
+    known = {_STEP_KEY, *(state for kind in kinds for state in kind)}
     held: dict[str, set[str]] = {}
     for name in order.have.training.states if order.have.training is not None else ():
         state, parameter = split_state_name(name) or ("", name)
         if state not in known:
             raise UnsupportedError(
                 f"{parameter} has a state {state}, and {TITLE}'s optimizer has only "
-                f"{' and '.join(sorted(known - {_STEP}))}{'' if muon else ' here'}",
+                f"{' and '.join(sorted(known - {_STEP_KEY}))}{'' if muon else ' here'}",
                 hint="add --optimizer-states drop, or write --to dcp, which has a place for every state"
                 + (", or --to torch_dist, which has one for Muon's" if state == MOMENTUM else ""),
             )
         held.setdefault(parameter, set()).add(state)
-    return {parameter: _choose_kind(parameter, states - {_STEP}, kinds) for parameter, states in held.items()}
+    return {parameter: _choose_kind(parameter, states - {_STEP_KEY}, kinds) for parameter, states in held.items()}
 
 
 def _choose_kind(parameter: str, states: set[str], kinds: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def has_muon(trained: Mapping[str, tuple[str, ...]]) -> bool:
 
 def is_half(dtype: DType) -> bool:
     """Return whether weights of a type have copies in fp32."""
-    return dtype.name in _HALVES
+    return dtype.name in _HALF_PRECISION_DTYPES
 
 
 def is_trained(cell: StackCell, trained: Collection[str]) -> bool:
@@ -185,7 +187,7 @@ def find_iteration(training: TrainingState | None) -> int:
 def add_progress(args: Value, training: TrainingState, *, distributed: bool = True) -> None:
     """Change `args` to those of a run that has come as far as the training has, with a distributed optimizer or not."""
     assert isinstance(args, PickleObject)  # noqa: S101 - as `build_arguments` makes it
-    number = {name: training.progress[name] for name in _COUNTS if name in training.progress}
+    number = {name: training.progress[name] for name in _CONSUMED_SAMPLES_KEYS if name in training.progress}
     said = args.state if isinstance(args.state, dict) else {}
     said |= {"use_distributed_optimizer": distributed, "no_save_optim": False, "no_save_rng": True, **number}
     said["iteration"] = find_iteration(training)
@@ -212,10 +214,10 @@ def build_group(
     rate = settings.get("lr", 0.0)
     kept: dict[str | int, Value] = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
     found: dict[str | int, Value] = {
-        **_PLAIN,
+        **_PARAM_GROUP_DEFAULTS,
         "max_lr": settings.get("initial_lr", rate),
         "min_lr": 0.0,
-        **_ADAM,
+        **_ADAM_GROUP_DEFAULTS,
         "lr": rate,
         "weight_decay": 0.0,
         **kept,

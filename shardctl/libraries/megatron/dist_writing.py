@@ -65,22 +65,22 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.naming_scheme import Fact
 
-_BACKEND: Final = {
+_BACKEND_METADATA: Final = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_CONTENT_METADATA: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
-_FOLDER: Final = "folder"
+_FOLDER_KEY: Final = "folder"
 """The fact that says in which folder the files are."""
-_WEIGHT: Final = re.compile(r"\.weight(_w|_v|\.[a-z]+)?$")
-_LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
+_WEIGHT_SUFFIX_PATTERN: Final = re.compile(r"\.weight(_w|_v|\.[a-z]+)?$")
+_LAYER_PATTERN: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
 _BEHIND_ATTENTION: Final = ".linear_proj"
-_STATELESS: Final = ("router", "embeddings", "output_layer")
+_STATELESS_MODULES: Final = ("router", "embeddings", "output_layer")
 """Modules that keep no extra state, whatever layers are used."""
-_HEAD: Final = "output_layer"
+_OUTPUT_LAYER_MODULE: Final = "output_layer"
 """The one of these that does in a hybrid model, which does not take its state away, as a GPT model does."""
 
 
@@ -103,7 +103,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
         HALVES: False,
         VOCABULARY: padded,
         SPELT: True,
-        _FOLDER: folder,
+        _FOLDER_KEY: folder,
     }
     further = count_complete_layers(order)
     facts[COUNT] = further
@@ -127,7 +127,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
     for path, content in (
         (f"{folder}common.pt", encode_object(common)),
         (TRACKER, (str(find_iteration(training)) if trained else "release").encode()),
-        (f"{folder}metadata.json", json.dumps(_BACKEND).encode()),
+        (f"{folder}metadata.json", json.dumps(_BACKEND_METADATA).encode()),
     ):
         files[path] = CheckpointFile(path, len(content), ((0, content),))
     states = training.states if training is not None else {}
@@ -198,7 +198,7 @@ def _build_training_state(
         "iteration": find_iteration(training),
         "optimizer": state,
         SCHEDULE: build_schedule(training),
-        "content_metadata": {**_CONTENT, "distrib_optim_sharding_type": SHARDING},
+        "content_metadata": {**_CONTENT_METADATA, "distrib_optim_sharding_type": SHARDING},
     }
 
 
@@ -206,7 +206,7 @@ def _has_unlike_layers(order: PackRequest) -> bool:
     """Return whether layers are of several kinds, so that Megatron-LM gives each its own arrays (`moe_layer_freq`)."""
     kinds: dict[str, set[str]] = {}
     for tensor in order.model.own():
-        found = _LAYER.fullmatch(tensor.name)
+        found = _LAYER_PATTERN.fullmatch(tensor.name)
         if found is not None:
             kinds.setdefault(found[1], set()).add(found[2])
     return len(set(map(frozenset, kinds.values()))) > 1
@@ -217,10 +217,10 @@ def _list_extra_states(cell: StackCell, *, hybrid: bool) -> Iterator[str]:
 
     Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
     """
-    module = re.sub(_WEIGHT, "", cell.name)
+    module = re.sub(_WEIGHT_SUFFIX_PATTERN, "", cell.name)
     if module == cell.name or cell.name != find_array_name(cell.name):
         return
-    if any(word in module for word in _STATELESS) and not (hybrid and module == _HEAD):
+    if any(word in module for word in _STATELESS_MODULES) and not (hybrid and module == _OUTPUT_LAYER_MODULE):
         return
     place = ".".join(map(str, cell.place or (0,))) + "_" + ".".join(map(str, cell.counts or (1,)))
     yield f"{module}.{EXTRA_STATE}/shard_{place}"
@@ -246,12 +246,12 @@ def _build_common_state(
         "checkpoint_version": VERSION,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
-        "content_metadata": dict(_CONTENT),
+        "content_metadata": dict(_CONTENT_METADATA),
     }
 
 
 def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
-    return dialect.text(_FOLDER, FOLDER) + format_file_prefix(rank)
+    return dialect.text(_FOLDER_KEY, FOLDER) + format_file_prefix(rank)
 
 
 LAYOUT: Final = Layout(

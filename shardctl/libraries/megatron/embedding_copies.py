@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
     from shardctl.tensors.manifest import Tensor
 
-_ROWS: Final = 64
+_COMPARED_ROW_COUNT: Final = 64
 """Rows that are compared of a tensor and what it is a copy of."""
 
 
@@ -49,7 +49,7 @@ def note_copies(order: PackRequest, count: int) -> tuple[tuple[str, ...], tuple[
     if alike:
         said.append(
             f"{format_first_few(alike)} are left behind: {TITLE}'s layers use the model's own embedding and head, with "
-            f"which {_ROWS} rows of each were compared; --complete-from puts them back"
+            f"which {_COMPARED_ROW_COUNT} rows of each were compared; --complete-from puts them back"
         )
     return tuple(left), tuple(said)
 
@@ -58,7 +58,7 @@ def _has_same_rows(one: Tensor, other: Tensor, read: Callable[[str, int, int], b
     """Return whether rows of two tensors, spread over all of them, have the same bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    rows = sorted({at * (one.shape[0] - 1) // max(_ROWS - 1, 1) for at in range(_ROWS)})
+    rows = sorted({at * (one.shape[0] - 1) // max(_COMPARED_ROW_COUNT - 1, 1) for at in range(_COMPARED_ROW_COUNT)})
     return all(_read_row(one, row, read) == _read_row(other, row, read) for row in rows)
 
 

@@ -49,7 +49,7 @@ class CoreFeatures:
     """What else the config class of a family with latents or balanced routers assumes where a config is silent."""
 
 
-_LATENT: Final = {
+_DEEPSEEK_V3_DEFAULTS: Final = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -60,8 +60,8 @@ _LATENT: Final = {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
 }
-_LITE: Final = {
-    **_LATENT,
+_GLM4_MOE_LITE_DEFAULTS: Final = {
+    **_DEEPSEEK_V3_DEFAULTS,
     "q_lora_rank": 768,
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
@@ -71,15 +71,15 @@ _LITE: Final = {
     "routed_scaling_factor": 1.8,
     "rms_norm_eps": 1e-5,
 }
-_GLM: Final = {"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+_GLM4_MOE_DEFAULTS: Final = {"num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
 _QWEN3_NEXT: Final = CoreFeatures(part=0.25, centred=True, delta=True)
 TRAITS: Final = {
     "arcee": CoreFeatures(activation="relu2", gated=False),
-    "deepseek_v3": CoreFeatures(balanced=True, assumed=_LATENT),
+    "deepseek_v3": CoreFeatures(balanced=True, assumed=_DEEPSEEK_V3_DEFAULTS),
     "dots1": CoreFeatures(balanced=True, assumed={"norm_topk_prob": False}),
     "ernie4_5": CoreFeatures(interleaved=True, theta=500_000.0),
-    "glm4_moe": CoreFeatures(balanced=True, part=0.5, assumed=_GLM),
-    "glm4_moe_lite": CoreFeatures(balanced=True, assumed=_LITE),
+    "glm4_moe": CoreFeatures(balanced=True, part=0.5, assumed=_GLM4_MOE_DEFAULTS),
+    "glm4_moe_lite": CoreFeatures(balanced=True, assumed=_GLM4_MOE_LITE_DEFAULTS),
     "gpt_oss": CoreFeatures(theta=150_000.0, turning=True, assumed={"num_experts_per_tok": 4, "rms_norm_eps": 1e-5}),
     "gpt2": CoreFeatures(activation="gelu_new", gated=False, layer_norm=True),
     "llama": CoreFeatures(),
@@ -99,35 +99,37 @@ TRAITS: Final = {
     "smollm3": CoreFeatures(theta=2_000_000.0, skips_rotation=True),
 }
 """By family: those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
-_AFTER: Final = "norms between what attention and MLP give and the sum, where its layers have norms before them only"
+_POST_NORMS_REASON: Final = (
+    "norms between what attention and MLP give and the sum, where its layers have norms before them only"
+)
 _WHOLE_NORMS: Final = "norms over all heads of queries and keys at once, where its layers have norms of each head"
 _LATER_NORMS: Final = "norms of queries and keys behind the rotation, where its layers have them before it"
-_GEMMA: Final = f"{_AFTER}, and multiplies embeddings"
+_GEMMA_REASON: Final = f"{_POST_NORMS_REASON}, and multiplies embeddings"
 _FIRST_MAMBA: Final = "layers of Mamba 1, where its layers are of Mamba 2"
-_SHORT: Final = "short convolutions in place of attention"
+_SHORT_CONVOLUTIONS_REASON: Final = "short convolutions in place of attention"
 MISSING: Final = {
     "apertus": "the activation xIELU, whose numbers are learned",
     "ernie4_5_moe": "routers that choose by softmaxes and a bias, where its routers have a bias with sigmoids only",
-    "exaone4": _AFTER,
+    "exaone4": _POST_NORMS_REASON,
     "falcon_h1": "Mamba and attention side by side in each layer, for which Megatron-Bridge has layers of its own",
     "falcon_mamba": _FIRST_MAMBA,
     "gemma": "embeddings that are multiplied",
-    "gemma2": f"{_GEMMA}; scores and logits are bounded",
-    "gemma3": _GEMMA,
-    "gemma3_text": _GEMMA,
+    "gemma2": f"{_GEMMA_REASON}; scores and logits are bounded",
+    "gemma3": _GEMMA_REASON,
+    "gemma3_text": _GEMMA_REASON,
     "granitemoehybrid": "sums of which one part is multiplied (residual_multiplier)",
     "hunyuan_v1_dense": _LATER_NORMS,
     "hunyuan_v1_moe": _LATER_NORMS,
     "jamba": _FIRST_MAMBA,
-    "lfm2": _SHORT,
-    "lfm2_moe": _SHORT,
+    "lfm2": _SHORT_CONVOLUTIONS_REASON,
+    "lfm2_moe": _SHORT_CONVOLUTIONS_REASON,
     "llama4": "attention in chunks, and queries that are multiplied more the later they stand",
     "llama4_text": "attention in chunks, and queries that are multiplied more the later they stand",
     "mamba": _FIRST_MAMBA,
     "minimax_m2": _WHOLE_NORMS,
     "ministral3": "queries that are multiplied more the later they stand",
-    "olmo2": f"{_AFTER}, and {_WHOLE_NORMS}",
-    "olmo3": f"{_AFTER}, and {_WHOLE_NORMS}",
+    "olmo2": f"{_POST_NORMS_REASON}, and {_WHOLE_NORMS}",
+    "olmo3": f"{_POST_NORMS_REASON}, and {_WHOLE_NORMS}",
     "olmoe": _WHOLE_NORMS,
     "zamba2": "attention and an MLP that several layers share, with adapters for each",
 }

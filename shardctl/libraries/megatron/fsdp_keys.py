@@ -26,16 +26,18 @@ if TYPE_CHECKING:
     from shardctl.base.settings import Setting
     from shardctl.libraries.dcp.save import DcpSave
 
-_WEIGHT: Final = re.compile(r"model[0-9]*\.(?:module\.)*(.+)")
-_STATE: Final = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
-_SETTING: Final = re.compile(r"(optimizer\.param_to_group_meta\.(?:module\.)*(.+))\.([^.]+)")
-_PROGRESS: Final = re.compile(r"opt_param_scheduler\.[^.]+")
-_GROUPED: Final = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
-_SEQUENTIAL: Final = re.compile(r"(.+\.mlp\.experts)\.local_experts\.([0-9]+)\.(.+)")
-_EXPERT: Final = re.compile(r"(.+\.mlp\.experts)\.experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))(_[wv])?")
-_FURTHER: Final = re.compile(r"(mtp\.layers\.[0-9]+\.)mtp_model_layer\.(.+)")
-_STEP: Final = "step"
-_STAGES: Final = "pipeline_model_parallel_size"
+_WEIGHT_KEY_PATTERN: Final = re.compile(r"model[0-9]*\.(?:module\.)*(.+)")
+_OPTIMIZER_STATE_PATTERN: Final = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
+_GROUP_SETTING_PATTERN: Final = re.compile(r"(optimizer\.param_to_group_meta\.(?:module\.)*(.+))\.([^.]+)")
+_SCHEDULER_STATE_PATTERN: Final = re.compile(r"opt_param_scheduler\.[^.]+")
+_GROUPED_EXPERT_PATTERN: Final = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
+_SEQUENTIAL_EXPERT_PATTERN: Final = re.compile(r"(.+\.mlp\.experts)\.local_experts\.([0-9]+)\.(.+)")
+_EXPERT_NAME_PATTERN: Final = re.compile(
+    r"(.+\.mlp\.experts)\.experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))(_[wv])?"
+)
+_MTP_LAYER_PATTERN: Final = re.compile(r"(mtp\.layers\.[0-9]+\.)mtp_model_layer\.(.+)")
+_STEP_KEY: Final = "step"
+_PIPELINE_STAGES_ARG: Final = "pipeline_model_parallel_size"
 
 
 SAVED: Final = "saved by Megatron-FSDP (fsdp_dtensor); its weights are the optimizer's"
@@ -43,7 +45,7 @@ SAVED: Final = "saved by Megatron-FSDP (fsdp_dtensor); its weights are the optim
 
 def is_read(key: str) -> bool:
     """Return whether an object has settings of the optimizer or its schedule, which are read."""
-    return _SETTING.fullmatch(key) is not None or _PROGRESS.fullmatch(key) is not None
+    return _GROUP_SETTING_PATTERN.fullmatch(key) is not None or _SCHEDULER_STATE_PATTERN.fullmatch(key) is not None
 
 
 def find_global_name(name: str) -> str:
@@ -54,9 +56,9 @@ def find_global_name(name: str) -> str:
     >>> find_global_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight")
     'decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight'
     """
-    name = _FURTHER.sub(r"\1transformer_layer.\2", name)
-    name = _GROUPED.sub(lambda found: f"{found[1]}.experts.{found[3]}.{found[2]}{found[4] or ''}", name)
-    return _SEQUENTIAL.sub(r"\1.experts.\2.\3", name)
+    name = _MTP_LAYER_PATTERN.sub(r"\1transformer_layer.\2", name)
+    name = _GROUPED_EXPERT_PATTERN.sub(lambda found: f"{found[1]}.experts.{found[3]}.{found[2]}{found[4] or ''}", name)
+    return _SEQUENTIAL_EXPERT_PATTERN.sub(r"\1.experts.\2.\3", name)
 
 
 def find_module_name(name: str, *, grouped: bool, older: bool = False) -> str:
@@ -69,7 +71,7 @@ def find_module_name(name: str, *, grouped: bool, older: bool = False) -> str:
     >>> find_module_name("decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight", grouped=False)
     'decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight'
     """
-    expert = _EXPERT.fullmatch(name)
+    expert = _EXPERT_NAME_PATTERN.fullmatch(name)
     if expert is not None:
         local = f"{expert[3]}{expert[2]}" if grouped else f"local_experts.{expert[2]}.{expert[3]}"
         name = f"{expert[1]}.{local}{expert[4] or ''}"
@@ -80,10 +82,10 @@ def sort_fsdp_keys(tensors: Iterable[str]) -> MegatronKeys:
     """Return what each key is, from its name alone."""
     found = MegatronKeys()
     for key in tensors:
-        weight, state = _WEIGHT.fullmatch(key), _STATE.fullmatch(key)
+        weight, state = _WEIGHT_KEY_PATTERN.fullmatch(key), _OPTIMIZER_STATE_PATTERN.fullmatch(key)
         if weight is not None:
             found.weights[key] = find_global_name(weight[1])
-        elif state is not None and state[2] != _STEP:
+        elif state is not None and state[2] != _STEP_KEY:
             found.states[key] = state[2], find_global_name(state[1])
     return found
 
@@ -99,16 +101,20 @@ def read_fsdp_common(save: DcpSave) -> CommonState:
         read_torch_zip(save.source, item.file, start=item.offset, size=item.length).tree if item is not None else None
     )
     arguments = parse_namespace(tree)
-    stages = arguments.get(_STAGES)
+    stages = arguments.get(_PIPELINE_STAGES_ARG)
     if isinstance(stages, int) and stages > 1:
         raise UnsupportedError(
             f"the layers of {stages} stages are in one fsdp_dtensor checkpoint, and how Megatron-FSDP numbers them is "
             "not known",
-            hint=f"load it with Megatron-LM and save it with {_STAGES} 1, or as torch_dist",
+            hint=f"load it with Megatron-LM and save it with {_PIPELINE_STAGES_ARG} 1, or as torch_dist",
         )
     groups = _read_groups(save, items)
-    steps = {as_steps(save.value(key)) for key in save.tensors if _STATE.fullmatch(key) and key.endswith(f".{_STEP}")}
-    steps |= {as_steps(group[_STEP]) for group in groups if _STEP in group}
+    steps = {
+        as_steps(save.value(key))
+        for key in save.tensors
+        if _OPTIMIZER_STATE_PATTERN.fullmatch(key) and key.endswith(f".{_STEP_KEY}")
+    }
+    steps |= {as_steps(group[_STEP_KEY]) for group in groups if _STEP_KEY in group}
     if len(steps) > 1:
         raise UnsupportedError(
             f"the parameters of {save.source.name} were trained for different numbers of steps, and torch_dist has one",
@@ -124,7 +130,7 @@ def read_fsdp_common(save: DcpSave) -> CommonState:
         progress={
             **{k: arguments[k] for k in ("consumed_train_samples", "consumed_valid_samples") if k in arguments},
             **({"iteration": iteration} if type(iteration) is int else {}),
-            **{key.replace(".", "/"): save.value(key) for key in items if _PROGRESS.fullmatch(key)},
+            **{key.replace(".", "/"): save.value(key) for key in items if _SCHEDULER_STATE_PATTERN.fullmatch(key)},
         },
     )
 
@@ -134,7 +140,7 @@ def _read_groups(save: DcpSave, keys: Iterable[str]) -> list[dict[str, Setting]]
     chosen: dict[tuple[bool, bool], str] = {}
     found: dict[str, dict[str, Setting]] = {}
     for key in keys:
-        setting = _SETTING.fullmatch(key)
+        setting = _GROUP_SETTING_PATTERN.fullmatch(key)
         if setting is None:
             continue
         kind = ".mlp.experts." in setting[2], is_vector(find_global_name(setting[2]))

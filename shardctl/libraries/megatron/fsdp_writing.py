@@ -66,13 +66,13 @@ if TYPE_CHECKING:
     from shardctl.tensors.naming_scheme import Fact
 
 NAME: Final = "fsdp_dtensor"
-_FOLDER: Final = "folder"
-_WEIGHT: Final = "model.module."
-_WRAPPED: Final = "module.module.module."
+_FOLDER_KEY: Final = "folder"
+_WEIGHT_KEY_PREFIX: Final = "model.module."
+_HALF_PRECISION_WRAPPER_PREFIX: Final = "module.module.module."
 """What stands before the names of parameters in the optimizer: wrappers of FSDP, its adapter, and of 16 bits."""
-_BARE: Final = "module.module."
+_FP32_WRAPPER_PREFIX: Final = "module.module."
 """The same in fp32, where nothing wraps the model for 16 bits."""
-_HALF: Final = re.compile(r"_[wv]$")
+_GATE_UP_SUFFIX_PATTERN: Final = re.compile(r"_[wv]$")
 _TYPES_OF_16_BITS: Final = frozenset({"BF16", "F16"})
 _NOT_IN_FP32: Final = (
     f"the names of optimizer states are those of a run in bfloat16, whatever --dtype says: {TITLE} 0.19 can neither "
@@ -102,7 +102,7 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
         VOCABULARY: padded,
         MODULES: OWN if wanted.local else ENGINE,
         COUNT: further,
-        _FOLDER: folder,
+        _FOLDER_KEY: folder,
     }
     dialect = NamingScheme(ARRAYS, order.mesh, stages=(order.model.layers,), facts=facts)
     named = [_rename_cell(cell, trained, wanted) for cell in list_cells(order.model, dialect)]
@@ -111,14 +111,14 @@ def pack_fsdp_dtensor(order: PackRequest) -> Manifest:
     warnings: tuple[str, ...] = ()
     if trained and training is not None:
         add_progress(args, training)
-        gated = any(_HALF.search(cell.name) for cell in named)
+        gated = any(_GATE_UP_SUFFIX_PATTERN.search(cell.name) for cell in named)
         if gated and not in_16_bits:
             in_16_bits = _ask_for_16_bits(args)
             warnings = (_NOT_IN_FP32,)
         warnings += tuple(note_unknown_progress(training))
-    wrapper = _WRAPPED if in_16_bits else _BARE
+    wrapper = _HALF_PRECISION_WRAPPER_PREFIX if in_16_bits else _FP32_WRAPPER_PREFIX
     states = [
-        build_state_cell(cell, state, f"optimizer.state.{wrapper}{cell.name.removeprefix(_WEIGHT)}.{state}")
+        build_state_cell(cell, state, f"optimizer.state.{wrapper}{cell.name.removeprefix(_WEIGHT_KEY_PREFIX)}.{state}")
         for cell in named
         if is_trained(cell, trained)
         for state in STATES
@@ -180,7 +180,7 @@ def _rename_cell(cell: StackCell, trained: Collection[str], wanted: MegatronOpti
     from shardctl.libraries.megatron.fsdp_keys import find_module_name  # loads what reads torch_dist
 
     name = find_module_name(cell.name, grouped=wanted.grouped, older=wanted.older)
-    return replace(cell, name=f"{_WEIGHT}{name}", dtype=STORED if is_trained(cell, trained) else cell.dtype)
+    return replace(cell, name=f"{_WEIGHT_KEY_PREFIX}{name}", dtype=STORED if is_trained(cell, trained) else cell.dtype)
 
 
 def _build_more_arguments(padded: int, further: int, wanted: MegatronOptions) -> dict[str, Value]:
@@ -220,9 +220,9 @@ def _write_settings(writer: CellWriter, cells: list[StackCell], training: Traini
     }
     parameters: dict[str, tuple[bool, bool]] = {}
     for cell in cells:
-        name = cell.name.removeprefix(_WEIGHT)
+        name = cell.name.removeprefix(_WEIGHT_KEY_PREFIX)
         writer.files.scalar(f"optimizer.state.{wrapper}{name}.step", STORED, step)
-        whole = _HALF.sub("", name)
+        whole = _GATE_UP_SUFFIX_PATTERN.sub("", name)
         parameters[whole] = cell.expert is not None and divided, not is_vector(whole)
     for name, kind in parameters.items():
         for setting, item in items[kind].items():
@@ -232,7 +232,7 @@ def _write_settings(writer: CellWriter, cells: list[StackCell], training: Traini
 
 
 def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
-    return dialect.text(_FOLDER, FOLDER) + format_file_prefix(rank)
+    return dialect.text(_FOLDER_KEY, FOLDER) + format_file_prefix(rank)
 
 
 LAYOUT: Final = Layout(

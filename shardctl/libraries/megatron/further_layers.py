@@ -25,21 +25,21 @@ COUNT: Final = "further_layers"
 """The fact that says how many such layers the files hold."""
 INNER: Final = "transformer_layer."
 """What stands before the names of the layer proper; core 0.17 and later call the module `mtp_model_layer`."""
-_HYBRID: Final = "mtp_model_layer."
+_HYBRID_LAYER_PREFIX: Final = "mtp_model_layer."
 """The same in hybrid models, which predict since core 0.17 only; each of the module's layers is of one kind."""
 LEFT_BEHIND: Final = re.compile(r"(?:.*/)?mtp\..+")
 """Names of arrays that are left behind where the model has no such layers."""
-_LAYER: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
-_JOINING: Final = (("enorm", None), ("hnorm", None), ("eh_proj", 0))
+_MTP_LAYER_PATTERN: Final = re.compile(r"(?:.*/)?mtp\.layers\.(\d+)\..+")
+_MTP_INPUT_MODULES: Final = (("enorm", None), ("hnorm", None), ("eh_proj", 0))
 """What joins a token's hidden state and the next token, and the dim along which it is divided."""
-_WITHIN: Final = "mtp"
-_JOINED: Final = {
-    "enorm": f"{_WITHIN}.pre_fc_norm_embedding",
-    "hnorm": f"{_WITHIN}.pre_fc_norm_hidden",
-    "eh_proj": f"{_WITHIN}.fc",
+_MTP_MODULE_NAME: Final = "mtp"
+_QWEN_MODULE_NAMES: Final = {
+    "enorm": f"{_MTP_MODULE_NAME}.pre_fc_norm_embedding",
+    "hnorm": f"{_MTP_MODULE_NAME}.pre_fc_norm_hidden",
+    "eh_proj": f"{_MTP_MODULE_NAME}.fc",
 }
 """What Qwen3-Next and Qwen3.5 call these; all of their layers that predict share them, core's have each its own."""
-_ENDS: Final = {*(f"{name}.weight" for name, _ in _JOINING), "shared_head.norm.weight"}
+_MTP_NON_LAYER_WEIGHTS: Final = {*(f"{name}.weight" for name, _ in _MTP_INPUT_MODULES), "shared_head.norm.weight"}
 COPIES: Final = (
     ("embed_tokens.weight", "model.embed_tokens.weight"),
     ("shared_head.head.weight", "lm_head.weight"),
@@ -53,7 +53,7 @@ def count_stored_layers(names: Iterable[str]) -> int:
     >>> count_stored_layers(["mtp.layers.0.enorm.weight", "decoder.layers.7.pre_mlp_layernorm.weight"])
     1
     """
-    return len({found[1] for name in names if (found := _LAYER.fullmatch(name)) is not None})
+    return len({found[1] for name in names if (found := _MTP_LAYER_PATTERN.fullmatch(name)) is not None})
 
 
 def count_complete_layers(order: PackRequest) -> int:
@@ -67,13 +67,19 @@ def count_complete_layers(order: PackRequest) -> int:
         return int(bool(own) and names >= own and order.config.get("num_nextn_predict_layers") == 1)
     needed = (name for name, tensor in model.tensors.items() if not tensor.optional)
     last = {name.partition(f"layers.{model.layers - 1}.")[2] for name in needed}
-    if f"{_JOINED['eh_proj']}.weight" in model.tensors:
-        own = {name.removeprefix(f"{_WITHIN}.layers.0.") for name in model.tensors if name.startswith(f"{_WITHIN}.")}
-        ends = {f"{name}.weight" for name in (*_JOINED.values(), f"{_WITHIN}.norm")}
-        return int(own - ends == last - {""} and all(n in names for n in model.tensors if n.startswith(f"{_WITHIN}.")))
+    if f"{_QWEN_MODULE_NAMES['eh_proj']}.weight" in model.tensors:
+        own = {
+            name.removeprefix(f"{_MTP_MODULE_NAME}.layers.0.")
+            for name in model.tensors
+            if name.startswith(f"{_MTP_MODULE_NAME}.")
+        }
+        ends = {f"{name}.weight" for name in (*_QWEN_MODULE_NAMES.values(), f"{_MTP_MODULE_NAME}.norm")}
+        return int(
+            own - ends == last - {""} and all(n in names for n in model.tensors if n.startswith(f"{_MTP_MODULE_NAME}."))
+        )
     while wanted := _list_layer_names(model, count):
         prefix = f"model.layers.{model.layers + count}."
-        inner = {name.removeprefix(prefix) for name in wanted} - _ENDS
+        inner = {name.removeprefix(prefix) for name in wanted} - _MTP_NON_LAYER_WEIGHTS
         if not names >= set(wanted) or inner != last - {""}:
             break
         count += 1
@@ -87,7 +93,7 @@ def list_further_modules(
 
     Of its routed experts only those that are `held`, if that is given. None, if the model has no such layer.
     """
-    if f"{_JOINED['eh_proj']}.weight" in parts:
+    if f"{_QWEN_MODULE_NAMES['eh_proj']}.weight" in parts:
         if not index:
             yield from _list_joined_modules(parts, variant, held)
         return
@@ -99,10 +105,13 @@ def list_further_modules(
         first, last, ending = f"{FURTHER}0", f"{FURTHER}{depth - 1}", "final_layernorm"
     if f"{first}.enorm.weight" not in parts or (hybrid and not depth):
         return
-    yield "", (WholeArray(f"{name}.weight", (parts[f"{first}.{name}.weight"],), dim) for name, dim in _JOINING)
+    yield (
+        "",
+        (WholeArray(f"{name}.weight", (parts[f"{first}.{name}.weight"],), dim) for name, dim in _MTP_INPUT_MODULES),
+    )
     if hybrid:
         for inner in range(depth):
-            yield f"{_HYBRID}layers.{inner}.", list_hybrid_arrays(parts, f"{FURTHER}{inner}", held)
+            yield f"{_HYBRID_LAYER_PREFIX}layers.{inner}.", list_hybrid_arrays(parts, f"{FURTHER}{inner}", held)
     else:
         yield INNER, list_layer_arrays(parts, number, variant, held)
     yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{last}.{ending}.weight"],)),))
@@ -112,9 +121,15 @@ def _list_joined_modules(
     parts: ModelParts, variant: LayerVariant, held: range | None
 ) -> Iterator[tuple[str, Iterator[WholeArray]]]:
     """List the modules of Qwen's layer that predicts, beside which stands what joins and what ends it."""
-    yield "", (WholeArray(f"{name}.weight", (parts[f"{_JOINED[name]}.weight"],), dim) for name, dim in _JOINING)
-    yield INNER, list_layer_arrays(parts, 0, variant, held, within=_WITHIN)
-    yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{_WITHIN}.norm.weight"],)),))
+    yield (
+        "",
+        (
+            WholeArray(f"{name}.weight", (parts[f"{_QWEN_MODULE_NAMES[name]}.weight"],), dim)
+            for name, dim in _MTP_INPUT_MODULES
+        ),
+    )
+    yield INNER, list_layer_arrays(parts, 0, variant, held, within=_MTP_MODULE_NAME)
+    yield "", iter((WholeArray("final_layernorm.weight", (parts[f"{_MTP_MODULE_NAME}.norm.weight"],)),))
 
 
 def _list_layer_names(model: Model, index: int) -> list[str]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardctl.base.settings import Setting
     from shardctl.models import Model
 
-_SPECIFICATION: Final = ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
+_MAMBA_LAYER_SPEC: Final = ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
 """Where core says what the layers are made of, which newer versions have under this name, too."""
-_EPSILON: Final = 1e-5
+_MAMBA_NORM_EPSILON: Final = 1e-5
 """That of the norm behind Mamba."""
 
 
@@ -51,7 +51,7 @@ def build_hybrid_arguments(config: Mapping[str, object], model: Model) -> dict[s
         "add_position_embedding": False,
         "use_rotary_position_embeddings": False,
         "normalization": "RMSNorm",
-        "norm_epsilon": _read_number(said, "layer_norm_epsilon", _EPSILON),
+        "norm_epsilon": _read_number(said, "layer_norm_epsilon", _MAMBA_NORM_EPSILON),
         "swiglu": False,
         "squared_relu": True,
         "openai_gelu": False,
@@ -63,7 +63,7 @@ def build_hybrid_arguments(config: Mapping[str, object], model: Model) -> dict[s
         "fp32_residual_connection": said.switch("residual_in_fp32", default=False),
         "untie_embeddings_and_output_weights": not is_tied(model),
         "is_hybrid_model": True,
-        "spec": _SPECIFICATION,
+        "spec": _MAMBA_LAYER_SPEC,
         **patterns,
         **{arg: said.size(name, usual) for arg, (name, usual) in MAMBA.items()},
         "mamba_num_heads": said.size("mamba_num_heads", 128),
@@ -75,10 +75,11 @@ def _check_config(said: ModelConfig, model: Model) -> None:
     for key, usual in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         if said.text(key, usual) != usual and not (usual == "silu" and said.text(key, usual) == "swish"):
             raise UnsupportedError(f"{TITLE}'s args have no {key} {said.values[key]!r} for models like this")
-    epsilon = _read_number(said, "layer_norm_epsilon", _EPSILON)
-    if epsilon != _EPSILON and any(name.endswith(".mixer.A_log") for name in model.tensors):
+    epsilon = _read_number(said, "layer_norm_epsilon", _MAMBA_NORM_EPSILON)
+    if epsilon != _MAMBA_NORM_EPSILON and any(name.endswith(".mixer.A_log") for name in model.tensors):
         raise UnsupportedError(
-            f"{TITLE}'s core has an epsilon of {_EPSILON:g} in the norm behind Mamba, but this config has {epsilon:g}"
+            f"{TITLE}'s core has an epsilon of {_MAMBA_NORM_EPSILON:g} in the norm behind Mamba, but this config has"
+            f" {epsilon:g}"
         )
     if not count_experts(model):
         return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FAMILY: Final = "nemotron_h"
 PATTERNS: Final = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_LATER: Final = "mtp_hybrid_override_pattern"
+_MTP_PATTERN_ARG: Final = "mtp_hybrid_override_pattern"
 _STAGE, _NEXT = "|", "/"
 """What patterns have between stages, and before the kinds of layers that predict a further token."""
 MAMBA: Final = {
@@ -25,7 +25,7 @@ MAMBA: Final = {
     "mamba_num_groups": ("n_groups", 8),
 }
 """The sizes of Mamba, what transformers calls them, and what both assume where they are not said."""
-_NEEDED: Final = {
+_REQUIRED_ARG_VALUES: Final = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "apply_layernorm_1p": False,
@@ -45,8 +45,8 @@ _NEEDED: Final = {
 }
 """What Nemotron-H has; a field that is absent has it, too."""
 _OF_EXPERTS: Final = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-_KINDS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_EXPANSION: Final = 2
+_LAYER_TYPES_BY_LETTER: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_MAMBA_EXPANSION_FACTOR: Final = 2
 """How many times as wide as the hidden state core's Mamba is, if its heads are not counted."""
 
 
@@ -60,14 +60,20 @@ def convert_hybrid_arguments(said: ModelConfig, *, tied: bool) -> dict[str, obje
     """Return the config of the model that args describe; None if no config here can."""
     pattern = next((said.text(name, "") for name in PATTERNS if said.values.get(name)), "")
     own, *further = pattern.split(_NEXT)
-    further = [each for each in further if each] or [said.text(_LATER, "")] * said.count("mtp_num_layers", 0)
+    further = [each for each in further if each] or [said.text(_MTP_PATTERN_ARG, "")] * said.count("mtp_num_layers", 0)
     letters = own.replace(_STAGE, "")
     routed = "E" in letters + "".join(further)
-    needed = _NEEDED | (_OF_EXPERTS if routed else {})
+    needed = _REQUIRED_ARG_VALUES | (_OF_EXPERTS if routed else {})
     if len(further) == 1:  # a layer that is used again for each token is one all the same
         needed.pop("mtp_use_repeated_layer")
     strange = any(said.values.get(name, value) != value for name, value in needed.items())
-    if tied or strange or not letters or not {*letters, *"".join(further)} <= _KINDS.keys() or len({*further}) > 1:
+    if (
+        tied
+        or strange
+        or not letters
+        or not {*letters, *"".join(further)} <= _LAYER_TYPES_BY_LETTER.keys()
+        or len({*further}) > 1
+    ):
         return None
     dtype = str(said.values.get("params_dtype") or "").removeprefix("torch.")
     heads, hidden = said.size("num_attention_heads"), said.size("hidden_size")
@@ -80,7 +86,7 @@ def convert_hybrid_arguments(said: ModelConfig, *, tied: bool) -> dict[str, obje
         **({"dtype": dtype} if dtype else {}),
         "hidden_size": hidden,
         "intermediate_size": said.size("ffn_hidden_size", 4 * hidden),
-        "layers_block_type": [_KINDS[letter] for letter in letters],
+        "layers_block_type": [_LAYER_TYPES_BY_LETTER[letter] for letter in letters],
         "num_attention_heads": heads,
         "num_key_value_heads": said.size("num_query_groups", heads) if grouped else heads,
         "head_dim": said.size("kv_channels", hidden // heads),
@@ -91,10 +97,10 @@ def convert_hybrid_arguments(said: ModelConfig, *, tied: bool) -> dict[str, obje
         **{name: said.size(arg, usual) for arg, (name, usual) in MAMBA.items()},
     }
     head = said.size("mamba_head_dim", MAMBA["mamba_head_dim"][1])
-    values["mamba_num_heads"] = said.size("mamba_num_heads", _EXPANSION * hidden // head)
+    values["mamba_num_heads"] = said.size("mamba_num_heads", _MAMBA_EXPANSION_FACTOR * hidden // head)
     if further:
         values["num_nextn_predict_layers"] = len(further)
-        values["mtp_layers_block_type"] = [_KINDS[letter] for letter in further[0]]
+        values["mtp_layers_block_type"] = [_LAYER_TYPES_BY_LETTER[letter] for letter in further[0]]
     return {**values, **(_build_experts(said) if routed else {})}
 
 

@@ -30,10 +30,10 @@ LETTERS: Final = {"A_log": "M", "q_proj.weight": "*", "gate.weight": "E", "up_pr
 """By a tensor that only a layer of one kind has, what patterns of layers call the kind."""
 WINDOW: Final = 4
 """How many tokens core's convolutions see; no arg says another number."""
-_PROJECTED: Final = ("z", "x", "B", "C", "dt")
+_PROJECTION_COMPONENT_NAMES: Final = ("z", "x", "B", "C", "dt")
 """What core calls the parts of the projection, of which the convolution has the middle three."""
-_CONVOLVED: Final = _PROJECTED[1:4]
-_LATENTS: Final = ("fc1_latent_proj", "fc2_latent_proj")
+_CONVOLUTION_COMPONENT_NAMES: Final = _PROJECTION_COMPONENT_NAMES[1:4]
+_LATENT_PROJECTION_NAMES: Final = ("fc1_latent_proj", "fc2_latent_proj")
 _OF_CONVOLUTION: Final = ".conv1d.bias"
 
 
@@ -135,10 +135,12 @@ def _find_state_size(parts: ModelParts, name: str) -> int:
 
 
 def _list_mamba(parts: ModelParts, mixer: str) -> Iterator[WholeArray]:
-    yield WholeArray("mixer.in_proj.weight", tuple(parts.divide(f"{mixer}.in_proj.weight")), 0, parts=_PROJECTED)
+    yield WholeArray(
+        "mixer.in_proj.weight", tuple(parts.divide(f"{mixer}.in_proj.weight")), 0, parts=_PROJECTION_COMPONENT_NAMES
+    )
     for kind in ("weight", "bias"):
         pieces = tuple(parts.divide(f"{mixer}.conv1d.{kind}"))
-        yield WholeArray(f"mixer.conv1d.{kind}", pieces, 0, parts=_CONVOLVED)
+        yield WholeArray(f"mixer.conv1d.{kind}", pieces, 0, parts=_CONVOLUTION_COMPONENT_NAMES)
     for name in ("dt_bias", "A_log", "D", "norm.weight"):
         yield WholeArray(f"mixer.{name}", (parts[f"{mixer}.{name}"],), 0)
     yield WholeArray("mixer.out_proj.weight", (parts[f"{mixer}.out_proj.weight"],), 1)
@@ -154,7 +156,7 @@ def _list_experts(parts: ModelParts, mixer: str, held: range | None) -> Iterator
     yield WholeArray("mlp.router.weight", (router,))
     balance = parts[f"{mixer}.gate.e_score_correction_bias"]
     yield WholeArray("mlp.router.expert_bias", (balance,), dtype=BY_NAME["F32"])
-    for name in _LATENTS:
+    for name in _LATENT_PROJECTION_NAMES:
         if f"{mixer}.{name}.weight" in parts:
             yield WholeArray(f"mlp.{name}.weight", (parts[f"{mixer}.{name}.weight"],))
     for expert in held or range(router.shape[0]):

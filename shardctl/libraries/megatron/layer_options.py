@@ -9,14 +9,14 @@ from shardctl.base.value import value_class
 from shardctl.libraries.megatron.args_writing import DIVISIBLE
 
 OPTION: Final = "megatron"
-_CHOICES: Final = {
+_CHOICES_BY_OPTION: Final = {
     "layers": ("transformer-engine", "local"),
     "experts": ("sequential", "grouped"),
     "padding": ("zeros", "last-row"),
     "core": ("0.19", "0.17", "0.16"),
     "optimizer": ("distributed", "replicated"),
 }
-_NUMBERS: Final = ("virtual", "multiple")
+_NUMERIC_OPTIONS: Final = ("virtual", "multiple")
 
 
 @value_class
@@ -52,12 +52,12 @@ class MegatronOptions:
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
             key, _, value = part.partition("=")
-            number = key in _NUMBERS and value.isascii() and value.isdigit() and int(value) > 0
-            if (not number and value not in _CHOICES.get(key, ())) or key in given:
-                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES.items()]
+            number = key in _NUMERIC_OPTIONS and value.isascii() and value.isdigit() and int(value) > 0
+            if (not number and value not in _CHOICES_BY_OPTION.get(key, ())) or key in given:
+                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES_BY_OPTION.items()]
                 raise UsageError(
                     f"cannot read part {part!r} of --megatron",
-                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMBERS)))}",
+                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMERIC_OPTIONS)))}",
                 )
             given[key] = value
         return cls(

@@ -37,8 +37,8 @@ queries of a rank stand before all its keys (`fix_query_key_value_ordering` of `
 """
 ZERO_CENTRED: Final = "zero_centred"
 """The fact that says whether norms keep their weights less one (`--apply-layernorm-1p`)."""
-_KINDS: Final = ("weight", "bias")
-_LATENT: Final = (
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_LATENT_PROJECTIONS: Final = (
     ("linear_q_proj", "q_proj", True),
     ("linear_q_down_proj", "q_a_proj", False),
     ("linear_q_up_proj", "q_b_proj", True),
@@ -47,13 +47,13 @@ _LATENT: Final = (
 )
 """Projections of latent attention, and whether they are those of heads, which are cut in any case."""
 _LATENT_NORMS: Final = (("q_layernorm", "q_a_layernorm"), ("kv_layernorm", "kv_a_layernorm"))
-_ROUTED: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
-ROUTERS: Final = (*(f"{module}.gate" for module, _ in _ROUTED), "mixer.gate", "mlp.router")
+_MOE_MODULES: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+ROUTERS: Final = (*(f"{module}.gate" for module, _ in _MOE_MODULES), "mixer.gate", "mlp.router")
 """How routers of layers are called."""
-_BLOCKS: Final = ".experts.down_proj_blocks"
+_MXFP4_BLOCKS_SUFFIX: Final = ".experts.down_proj_blocks"
 """How gpt-oss's experts in MXFP4 end, which its table has beside the others."""
-_SHARED: Final = ("shared_expert", "shared_experts")
-_GPT2: Final = (
+_SHARED_EXPERT_MODULES: Final = ("shared_expert", "shared_experts")
+_GPT2_MODULES: Final = (
     ("input_layernorm", "ln_1", None),
     ("self_attention.linear_proj", "attn.c_proj", 1),
     ("self_attention.linear_qkv", "attn.c_attn", 0),
@@ -108,7 +108,7 @@ def list_layer_arrays(
     if f"{have}.mlp.router.weight" in parts:
         yield from list_turning_experts(parts, f"{have}.mlp", held)
         return
-    routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
+    routed = next((each for each in _MOE_MODULES if f"{have}.{each[0]}.gate.weight" in parts), None)
     if routed is None:
         yield from _list_gated_mlp(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
     else:
@@ -168,7 +168,7 @@ def count_experts(model: Model) -> int:
 
 def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
-    if model.encodings or any(name.endswith(_BLOCKS) for name in model.tensors):
+    if model.encodings or any(name.endswith(_MXFP4_BLOCKS_SUFFIX) for name in model.tensors):
         raise UnsupportedError(
             f"{TITLE} stores quantized weights in formats that shardctl does not know",
             hint="add --dtype bf16, which decodes them on the way",
@@ -187,14 +187,14 @@ def check_model(model: Model) -> None:
 
 
 def _list_norm(parts: ModelParts, have: str, new: str) -> Iterator[WholeArray]:
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{have}.{kind}" in parts:
             yield WholeArray(f"{new}.{kind}", (parts[f"{have}.{kind}"],))
 
 
 def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
     yield from list_sinks(parts, have)
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{have}.o_proj.{kind}" in parts:
             yield WholeArray(
                 f"self_attention.linear_proj.{kind}", (parts[f"{have}.o_proj.{kind}"],), _choose_input_dim(kind)
@@ -202,7 +202,7 @@ def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iter
     if f"{have}.kv_b_proj.weight" in parts:
         yield from _list_latent_attention(parts, have, variant)
         return
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{have}.q_proj.{kind}" in parts:
             q, k, v = (parts[f"{have}.{part}_proj.{kind}"] for part in "qkv")
             head = parts.unit(f"{have}.k_proj.weight")
@@ -219,8 +219,8 @@ def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iter
 
 
 def _list_latent_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
-    for name, old, of_heads in _LATENT:
-        for kind in _KINDS:
+    for name, old, of_heads in _LATENT_PROJECTIONS:
+        for kind in _PARAMETER_NAMES:
             if f"{have}.{old}.{kind}" in parts:
                 dim = 0 if of_heads or variant.latents_cut else None
                 yield WholeArray(f"self_attention.{name}.{kind}", (parts[f"{have}.{old}.{kind}"],), dim)
@@ -243,13 +243,13 @@ def _list_gated_mlp(
     parts: ModelParts, have: str, new: str, names: tuple[str, str, str], expert: int | None = None
 ) -> Iterator[WholeArray]:
     gate, up, down = (f"{have}.{name}" for name in names)
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         pieces = tuple(parts[f"{name}.{kind}"] for name in (gate, up) if f"{name}.{kind}" in parts)
         if f"{have}.gate_up_proj.{kind}" in parts:
             pieces = tuple(parts.divide(f"{have}.gate_up_proj.{kind}"))
         if pieces:
             yield WholeArray(f"{new}.linear_fc1.{kind}", pieces, 0, expert)
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{down}.{kind}" in parts:
             yield WholeArray(f"{new}.linear_fc2.{kind}", (parts[f"{down}.{kind}"],), _choose_input_dim(kind), expert)
 
@@ -264,7 +264,7 @@ def _list_experts(
         yield WholeArray("mlp.router.expert_bias", (parts[balance],), dtype=_BIAS_OF_ROUTER)
     for expert in held or range(router.shape[0]):
         yield from _list_gated_mlp(parts, f"{have}.{module}.experts.{expert}", "mlp.experts", names, expert)
-    for shared in _SHARED:
+    for shared in _SHARED_EXPERT_MODULES:
         if f"{have}.mlp.{shared}.gate_proj.weight" in parts:
             yield from _list_gated_mlp(parts, f"{have}.mlp.{shared}", "mlp.shared_experts", names)
     if f"{have}.mlp.shared_expert_gate.weight" in parts:
@@ -274,8 +274,8 @@ def _list_experts(
 def _list_gpt2_layer(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
     """List a layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
     heads = parts[f"{have}.attn.c_proj.weight"].shape[0] // parts.unit(f"{have}.attn.c_proj.weight")
-    for new, old, dim in _GPT2:
-        for kind in _KINDS:
+    for new, old, dim in _GPT2_MODULES:
+        for kind in _PARAMETER_NAMES:
             stored = parts[f"{have}.{old}.{kind}"]
             whole = stored.transposed if dim is not None and kind == "weight" else stored
             if old == "attn.c_attn":

@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.mesh import Mesh
 
-_ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
+_QKV_ROW_ORDERS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
 """How rows of queries, keys and values follow each other, by `checkpoint_version`."""
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
-_HEAD: Final = "output_layer.weight"
+_EMBEDDING_SUFFIX: Final = "embedding.word_embeddings.weight"
+_OUTPUT_LAYER_SUFFIX: Final = "output_layer.weight"
 _OF_RANKS: Final = re.compile(
     r"(iter_[0-9]+|release)/.*|(.*/)?mp_rank_[^/]*/.*|(.*/)?train_dataloader_dprank[0-9]+\.pt"
 )
 _LAYER_WISE: Final = "layer_wise_optimizer_"
-_OPTIMIZER: Final = re.compile(rf".*/(distrib_optim|{_LAYER_WISE}[0-9]+|optim)\.pt")
-_LAYERED: Final = (
+_OPTIMIZER_FILE_PATTERN: Final = re.compile(rf".*/(distrib_optim|{_LAYER_WISE}[0-9]+|optim)\.pt")
+_LAYER_WISE_HINT: Final = (
     f"; {_LAYER_WISE}N.pt numbers the parameters of each rank: Megatron-LM's --ckpt-format torch_dist saves names, by "
     "which these states are read"
 )
-_MOST: Final = 1 << 20
-_ETP: Final = "expert_tensor_parallel_size"
+_PARALLEL_DEGREE_LIMIT: Final = 1 << 20
+_ETP_ARGUMENT: Final = "expert_tensor_parallel_size"
 
-_SECOND: Final = re.compile(r".*\.mlp\.experts\.local_experts\.0\.linear_fc2\.weight")
+_EXPERT_FC2_PATTERN: Final = re.compile(r".*\.mlp\.experts\.local_experts\.0\.linear_fc2\.weight")
 """An expert's projection back, of which a rank has columns: ``[hidden, inner / etp]``."""
-_GROUPED: Final = re.compile(r".*\.mlp\.experts\.weight2")
+_GROUPED_FC2_PATTERN: Final = re.compile(r".*\.mlp\.experts\.weight2")
 """The same of all of a rank's experts, one behind another: ``[experts / ep * inner / etp, hidden]``."""
 
 
@@ -122,13 +122,13 @@ def _build_mesh(files: Mapping[str, MegatronRankFile], etp: int | None) -> Mesh:
         found = next((value for name in names if (value := said.get(name)) is not None), None)
         if found is None:
             return None
-        if not isinstance(found, int) or not 0 < found < _MOST:
+        if not isinstance(found, int) or not 0 < found < _PARALLEL_DEGREE_LIMIT:
             raise SourceError(f"{file.path} has {names[0]} {ascii(found)[:40]} among its args, which is not a degree")
         return found
 
     tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
     pp, ep = degree("pipeline_model_parallel_size") or 1, degree("expert_model_parallel_size") or 1
-    etp = etp if etp is not None else _choose_etp(files, degree(_ETP), tp, ep)
+    etp = etp if etp is not None else _choose_etp(files, degree(_ETP_ARGUMENT), tp, ep)
     try:
         return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=etp)
     except UsageError as error:
@@ -148,20 +148,20 @@ def _has_experts(files: Mapping[str, MegatronRankFile]) -> bool:
 
 def _note_expert_degree(files: Mapping[str, MegatronRankFile], etp: int | None, mesh: Mesh) -> Iterator[str]:
     """Note that etp is assumed: the args do not say it, and nothing says how large an expert is."""
-    said = next(iter(files.values())).arguments.get(_ETP)
+    said = next(iter(files.values())).arguments.get(_ETP_ARGUMENT)
     if etp is None and said is None and _has_experts(files) and _infer_expert_degree(files.values(), mesh.ep) is None:
         yield (
-            f"the args say neither {_ETP} nor the size of an expert: etp={mesh.etp} is assumed, as Megatron-LM does; "
-            "--source-etp gives another"
+            f"the args say neither {_ETP_ARGUMENT} nor the size of an expert: etp={mesh.etp} is assumed, as Megatron-LM"
+            " does; --source-etp gives another"
         )
 
 
 def _check_version(file: MegatronRankFile) -> None:
-    if file.version not in _ROWS:
+    if file.version not in _QKV_ROW_ORDERS:
         raise UnsupportedError(
             f"{file.path} has a checkpoint_version that is not known ({file.version:g}): how rows of queries, keys and "
             "values follow each other is not known",
-            hint=f"known are {', '.join(f'{version:g}' for version in _ROWS)}",
+            hint=f"known are {', '.join(f'{version:g}' for version in _QKV_ROW_ORDERS)}",
         )
 
 
@@ -201,14 +201,14 @@ def _is_tied(
     if isinstance(untied, bool):
         return not untied
     last = next(files[name] for rank, name in ranks.items() if mesh.coordinate(rank)["pp"] == mesh.degree("pp") - 1)
-    return mesh.degree("pp") == 1 and not any(name.endswith(_HEAD) for name in last.views)
+    return mesh.degree("pp") == 1 and not any(name.endswith(_OUTPUT_LAYER_SUFFIX) for name in last.views)
 
 
 def _collect_facts(
     first: MegatronRankFile, files: Mapping[str, MegatronRankFile], mesh: Mesh
 ) -> dict[str, str | int | bool]:
     """Collect what else decides how the arrays are made."""
-    rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING)), 0)
+    rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING_SUFFIX)), 0)
     latents = next((v.shape[0] for n, v in first.views.items() if n.endswith("linear_kv_down_proj.weight")), None)
     whole = [first.arguments.get(name) for name in ("kv_lora_rank", "qk_pos_emb_head_dim")]
     cut = latents is not None and latents != sum(part for part in whole if isinstance(part, int))
@@ -216,7 +216,7 @@ def _collect_facts(
     return {
         megatron.VOCABULARY: rows * mesh.degree("tp"),
         megatron.LAST_ROW: first.arguments.get(LAST_ROW) is True,
-        megatron.ROWS: _ROWS[first.version],
+        megatron.ROWS: _QKV_ROW_ORDERS[first.version],
         megatron.LATENTS_CUT: cut,
         megatron.GROUPED: grouped,
         COUNT: count_stored_layers(name for each in files.values() for name in each.views),
@@ -267,10 +267,10 @@ def _warn_of_states(
     others = sorted(
         path
         for path in source.files()
-        if path.startswith(found.folder) and _OPTIMIZER.fullmatch(path) and path not in held.files
+        if path.startswith(found.folder) and _OPTIMIZER_FILE_PATTERN.fullmatch(path) and path not in held.files
     )
     if held.left:
-        hint = _LAYERED if any(_LAYER_WISE in path for path in others) else ""
+        hint = _LAYER_WISE_HINT if any(_LAYER_WISE in path for path in others) else ""
         yield f"the optimizer's states are left behind: {held.left}{hint}"
     if others and not held.left:
         yield f"{format_first_few(others)}, which an optimizer keeps in a way that is not known, is left behind"
@@ -327,9 +327,9 @@ def _infer_expert_degree(files: Iterable[MegatronRankFile], ep: int) -> int | No
         if not isinstance(whole, int) or not isinstance(experts, int):
             continue
         for name, view in each.views.items():
-            if _SECOND.fullmatch(name):
+            if _EXPERT_FC2_PATTERN.fullmatch(name):
                 part = view.shape[1]
-            elif _GROUPED.fullmatch(name):
+            elif _GROUPED_FC2_PATTERN.fullmatch(name):
                 part = view.shape[0] // max(experts // ep, 1)
             else:
                 continue

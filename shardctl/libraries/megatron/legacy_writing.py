@@ -60,10 +60,12 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 NAME: Final = "megatron"
-_FOLDER: Final = "folder"
+_RANKS_FOLDER_KEY: Final = "folder"
 """The fact that says in which folder the ranks' folders are."""
 _NO_RANDOM_STATES: Final = f"start {TITLE} with --no-load-rng: no random states are written"
-_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|(?:in|out)_proj|eh_proj|output_layer)\.(weight|bias)")
+_LINEAR_PARAMETER_PATTERN: Final = re.compile(
+    r"(.*\.)?(linear_[a-z0-9_]+|(?:in|out)_proj|eh_proj|output_layer)\.(weight|bias)"
+)
 
 
 def pack_megatron(order: PackRequest) -> Manifest:
@@ -107,7 +109,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
             megatron.GROUPED: wanted.grouped and wanted.local,
             megatron.DTYPE: order.dtypes[embedding].name,
             COUNT: further,
-            _FOLDER: folder,
+            _RANKS_FOLDER_KEY: folder,
         },
     )
     arguments = _build_arguments(order, wanted, dialect)
@@ -329,7 +331,7 @@ def _build_file(
         is_copy = writer is not None and not name.endswith(BUFFERS) and writer.has_masters(array)
         number = archive.add(array.nbytes, [StoragePart(array, name=name, aside=is_copy)])
         model[name] = build_tensor_value(array.dtype, array.box.shape, number)
-        linear = _LINEAR.fullmatch(name) if wanted.local else None
+        linear = _LINEAR_PARAMETER_PATTERN.fullmatch(name) if wanted.local else None
         if linear is not None:
             extra = f"{linear[1] or ''}{linear[2]}.{EXTRA_STATE}"
             model.pop(extra, None)  # it stands behind a bias
@@ -345,7 +347,7 @@ def _build_file(
 
 
 def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
-    return f"{dialect.text(_FOLDER, FOLDER)}{dialect.ranks.get(rank, '?/')}"
+    return f"{dialect.text(_RANKS_FOLDER_KEY, FOLDER)}{dialect.ranks.get(rank, '?/')}"
 
 
 LAYOUT: Final = Layout(

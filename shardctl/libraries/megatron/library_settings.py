@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shardctl.base.settings import Setting
     from shardctl.models import Model
 
-_GROUPS: Final = "num_query_groups"
-_UNCOMPARED: Final = frozenset(
+_QUERY_GROUPS_ARGUMENT: Final = "num_query_groups"
+_UNCOMPARED_ARGUMENTS: Final = frozenset(
     {
         *("add_position_embedding", "use_rotary_position_embeddings"),
         *("mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
@@ -36,4 +36,8 @@ def _expect_arguments(config: Mapping[str, object], model: Model) -> Mapping[str
         return {}
     found = convert_config_to_arguments(config, model)
     grouped = found.get("group_query_attention") is not False
-    return {key: value for key, value in found.items() if key not in _UNCOMPARED and (grouped or key != _GROUPS)}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in _UNCOMPARED_ARGUMENTS and (grouped or key != _QUERY_GROUPS_ARGUMENT)
+    }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.rope import RotaryEmbedding
     from shardctl.models.tables.windows import WindowRule
 
-_BEST: Final = 2
+_EXPERTS_PER_GROUP_SCORE: Final = 2
 """Experts of a group by whose scores DeepSeek-V3's routers and their like choose it."""
 
 
@@ -182,10 +182,10 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
             f"{TITLE} divides the sigmoids of chosen experts by their sum, which this config does not"
         )
     groups, chosen = said.size("n_group", 1), said.size("topk_group", 1)
-    if groups > 1 and said.size("num_experts_per_tok") // chosen != _BEST:
+    if groups > 1 and said.size("num_experts_per_tok") // chosen != _EXPERTS_PER_GROUP_SCORE:
         raise UnsupportedError(
             f"{TITLE} chooses groups by the {said.size('num_experts_per_tok') // chosen} best experts of each, which "
-            f"is num_experts_per_tok / topk_group; this model does so by the best {_BEST}"
+            f"is num_experts_per_tok / topk_group; this model does so by the best {_EXPERTS_PER_GROUP_SCORE}"
         )
     return {
         **found,

@@ -15,27 +15,32 @@ if TYPE_CHECKING:
 
 EXTRA_STATE: Final = "_extra_state"
 """How the names end under which layers keep what is no weight: nothing, or Transformer Engine's scales of 8 bits."""
-_FURTHER: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)(.+)")
+_NEWER_MTP_PATTERN: Final = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)(.+)")
 """Names in layers that predict further tokens, as of core 0.17; before, and in `torch_dist`, the module has another."""
-_OLDER: Final = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
+_OLDER_MTP_PATTERN: Final = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
 QKV: Final = "self_attention.linear_qkv."
 """The projection that has the first norm of a layer, where it is none of `PROJECTIONS`."""
 MAMBA: Final = "mixer.in_proj."
 PROJECTIONS: Final = ("self_attention.in_proj.", MAMBA)
 """Those of gated DeltaNet and of Mamba, which only such layers have."""
-_NORM: Final = "layer_norm_"
+_FUSED_NORM_PREFIX: Final = "layer_norm_"
 _INNER_NORM: Final = "mixer.norm."
 """The norm behind Mamba, which is a module of its own in any case."""
-_LAYER: Final = re.compile(r"(.*layers\.\d+)\.")
-_FUSED: Final = (
-    (QKV + _NORM, "input_layernorm."),
-    *((projection + _NORM, "norm." if projection == MAMBA else "input_layernorm.") for projection in PROJECTIONS),
+_LAYER_PATTERN: Final = re.compile(r"(.*layers\.\d+)\.")
+_FUSED_NORM_NAMES: Final = (
+    (QKV + _FUSED_NORM_PREFIX, "input_layernorm."),
+    *(
+        (projection + _FUSED_NORM_PREFIX, "norm." if projection == MAMBA else "input_layernorm.")
+        for projection in PROJECTIONS
+    ),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-_GROUPED: Final = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
-_SEQUENTIAL: Final = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED_EXPERT_PATTERN: Final = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_SEQUENTIAL_EXPERT_PATTERN: Final = re.compile(
+    r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))"
+)
 _BEFORE_CORE: Final = (
     ("language_model.embedding.", "embedding."),
     ("language_model.encoder.", "decoder."),
@@ -75,11 +80,11 @@ def find_local_name(name: str) -> str:
         for old, new in _BEFORE_CORE:
             name = name.replace(old, new)
         return name
-    name = _FURTHER.sub(r"\1transformer_layer.\2", name).replace(".mixer.conv1d_", ".mixer.conv1d.")
-    for fused, alone in _FUSED:
+    name = _NEWER_MTP_PATTERN.sub(r"\1transformer_layer.\2", name).replace(".mixer.conv1d_", ".mixer.conv1d.")
+    for fused, alone in _FUSED_NORM_NAMES:
         if fused in name:
             return name.replace(fused, alone)
-    grouped = _GROUPED.fullmatch(name)
+    grouped = _GROUPED_EXPERT_PATTERN.fullmatch(name)
     return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
 
 
@@ -94,7 +99,7 @@ def find_layer(name: str) -> str:
     >>> find_layer("decoder.layers.3.mixer.in_proj.weight")
     'decoder.layers.3'
     """
-    found = _LAYER.match(name)
+    found = _LAYER_PATTERN.match(name)
     return found[1] if found is not None else name
 
 
@@ -108,12 +113,12 @@ def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = 
     >>> find_engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
     """
-    single = _SEQUENTIAL.fullmatch(name)
+    single = _SEQUENTIAL_EXPERT_PATTERN.fullmatch(name)
     if single is not None and grouped:
         return f"{single[1]}.{single[3]}{single[2]}"
-    for fused, alone in _FUSED:
+    for fused, alone in _FUSED_NORM_NAMES:
         of_latents, first = "_up_proj" in fused, fused.startswith((QKV, *PROJECTIONS))
-        if first and fused != projection + _NORM:
+        if first and fused != projection + _FUSED_NORM_PREFIX:
             continue
         kept = latent if first else not latent if of_latents else experts
         if f".{alone}" in name and f".{_INNER_NORM}" not in name and not kept:
@@ -136,4 +141,4 @@ def find_newer_name(name: str) -> str:
     >>> find_newer_name("mtp.layers.0.transformer_layer.mlp.router.weight")
     'mtp.layers.0.mtp_model_layer.mlp.router.weight'
     """
-    return _OLDER.sub(r"\1mtp_model_layer.\2", name)
+    return _OLDER_MTP_PATTERN.sub(r"\1mtp_model_layer.\2", name)

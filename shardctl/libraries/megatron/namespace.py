@@ -10,7 +10,7 @@ from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_m
 if TYPE_CHECKING:
     from shardctl.base.settings import Setting
 
-_LONGEST: Final = 80
+_MAX_VALUE_CHARACTERS: Final = 80
 
 
 def parse_namespace(node: object) -> dict[str, Setting]:
@@ -25,4 +25,10 @@ def parse_namespace(node: object) -> dict[str, Setting]:
 def _as_plain_value(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree
     """Return a plain value as it is, and of anything else what it is: types and functions are texts."""
     found = as_setting(node)
-    return found[0] if found is not None else str(node)[:_LONGEST] if isinstance(node, GlobalNode | CallNode) else ""
+    return (
+        found[0]
+        if found is not None
+        else str(node)[:_MAX_VALUE_CHARACTERS]
+        if isinstance(node, GlobalNode | CallNode)
+        else ""
+    )

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source
 
-_MODEL: Final = re.compile(r"model([0-9]{1,4})?")
-_LAYER: Final = re.compile(r"decoder\.layers\.([0-9]{1,9})\..*")
-_COMPUTED: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq")
-_DEPTH: Final = 6
+_MODEL_KEY_PATTERN: Final = re.compile(r"model([0-9]{1,4})?")
+_LAYER_PATTERN: Final = re.compile(r"decoder\.layers\.([0-9]{1,9})\..*")
+_ROTARY_BUFFER_PATTERN: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq")
+_MAX_NESTING_DEPTH: Final = 6
 
 
 @value_class
@@ -69,23 +69,25 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
     """
     saved = open_saved(source, path)
     top = as_mapping(saved.tree)
-    chunks = sorted((int(m[1] or 0), key) for key in top or {} if isinstance(key, str) and (m := _MODEL.fullmatch(key)))
+    chunks = sorted(
+        (int(m[1] or 0), key) for key in top or {} if isinstance(key, str) and (m := _MODEL_KEY_PATTERN.fullmatch(key))
+    )
     if top is None or not chunks:
         raise SourceError(f"{path} holds no model of Megatron-LM", hint="its dictionary has no key 'model' or 'model0'")
     views: dict[str, StorageView] = {}
     stored: dict[str, str] = {}
-    others = {str(key): 1 for key in top if not isinstance(key, str) or not _MODEL.fullmatch(key)}
+    others = {str(key): 1 for key in top if not isinstance(key, str) or not _MODEL_KEY_PATTERN.fullmatch(key)}
     layers, scales, old = [], False, False
     visits = VisitCounter(path)
     for number, key in chunks:
         count = 0
-        for own, node in _walk_leaves(top[key], _DEPTH, visits):
+        for own, node in _walk_leaves(top[key], _MAX_NESTING_DEPTH, visits):
             if own.endswith(EXTRA_STATE):
                 others[EXTRA_STATE] = others.get(EXTRA_STATE, 0) + 1
                 scales = scales or node is not None
                 continue
             name, old = find_local_name(own), old or is_before_core(own)
-            view = None if _COMPUTED.fullmatch(name) else as_tensor(node, f"{path}: tensor {own!r}")
+            view = None if _ROTARY_BUFFER_PATTERN.fullmatch(name) else as_tensor(node, f"{path}: tensor {own!r}")
             if view is None:
                 others[own] = others.get(own, 0) + 1
                 continue
@@ -93,7 +95,7 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
             if full in views:
                 raise SourceError(f"{path} has {stored[full]} and {own}, which are the same array")
             views[full], stored[full] = view, own
-            layer = _LAYER.fullmatch(name)
+            layer = _LAYER_PATTERN.fullmatch(name)
             count = max(count, int(layer[1]) + 1) if layer else count
         layers.append(count)
     check_total_size(source, path, views.values())

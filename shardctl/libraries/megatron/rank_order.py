@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
     from shardctl.libraries.megatron.rank_state_writing import NamedArray
 
-_ENDS: Final = {
+_NON_LAYER_POSITIONS: Final = {
     "embedding.word_embeddings.weight": (0, 0),
     "embedding.position_embeddings.weight": (0, 1),
     "decoder.final_layernorm.weight": (2, 0),
     "decoder.final_layernorm.bias": (2, 1),
     "output_layer.weight": (3, 0),
 }
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_ALONE: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
-_GROUPED: Final = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
-_JOINED: Final = re.compile(r"mlp\.experts\.weight([12])")
+_LAYER_PATTERN: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SEQUENTIAL_EXPERT_PATTERN: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_GROUPED_EXPERT_PATTERN: Final = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
+_CONCATENATED_EXPERTS_PATTERN: Final = re.compile(r"mlp\.experts\.weight([12])")
 
 
 def sort_parameters(named: Sequence[NamedArray], *, engine: bool) -> list[NamedArray]:
@@ -42,16 +42,16 @@ def _find_place(name: str, order: ModuleOrder) -> tuple[int, ...]:
     >>> _find_place("decoder.layers.3.mlp.experts.linear_fc2.weight5", ModuleOrder(True, False))
     (1, 3, 23, 2, 5)
     """
-    layer = _LAYER.fullmatch(name)
+    layer = _LAYER_PATTERN.fullmatch(name)
     if layer is None:
-        if name not in _ENDS:
+        if name not in _NON_LAYER_POSITIONS:
             raise _refuse(name)
-        return _ENDS[name]
+        return _NON_LAYER_POSITIONS[name]
     number, local = int(layer[1]), layer[2]
     try:
-        if found := _ALONE.fullmatch(local):
+        if found := _SEQUENTIAL_EXPERT_PATTERN.fullmatch(local):
             return 1, number, _find_module("mlp.experts", order), int(found[1]), int(found[2])
-        if found := _GROUPED.fullmatch(local) or _JOINED.fullmatch(local):
+        if found := _GROUPED_EXPERT_PATTERN.fullmatch(local) or _CONCATENATED_EXPERTS_PATTERN.fullmatch(local):
             return 1, number, _find_module("mlp.experts", order), *map(int, found.groups())
         if local.endswith(BUFFERS):
             return 1, number, _find_module(local.rpartition(".")[0], order), len(local)

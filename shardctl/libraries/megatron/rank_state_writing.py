@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 NamedArray = tuple[str, str, ComposedArray]
 """An array of a rank: the key of its chunk of layers, its name there, and the array."""
-_HALVES: Final = frozenset({"F16", "BF16"})
-_DROP: Final = "add --optimizer-states drop"
+_HALF_PRECISION_DTYPES: Final = frozenset({"F16", "BF16"})
+_DROP_STATES_HINT: Final = "add --optimizer-states drop"
 
 
 class RankStateWriter:
@@ -77,7 +77,7 @@ class RankStateWriter:
                     raise UnsupportedError(
                         f"{left[0]} in {name} has no optimizer states, but {TITLE}'s directories have those of "
                         "all weights or of none",
-                        hint=_DROP,
+                        hint=_DROP_STATES_HINT,
                     )
         shared = is_tied(order.model) and mesh.degree("pp") > 1
         self._shared = SHARED if shared else ()
@@ -92,7 +92,7 @@ class RankStateWriter:
 
     def has_masters(self, array: ComposedArray) -> bool:
         """Return whether an array's weights in fp32 are the optimizer's, beside those of the model."""
-        return not self._replicated or array.dtype.name in _HALVES
+        return not self._replicated or array.dtype.name in _HALF_PRECISION_DTYPES
 
     def build_settings(self) -> Value:
         """Build what a distributed optimizer has in the file of weights."""
@@ -169,14 +169,14 @@ class RankStateWriter:
             first = len(states)
             for name, array in mine:
                 states[len(states)] = {state: _add_array(archive, name, array, state) for state in STATES}
-                if array.dtype.name in _HALVES:
+                if array.dtype.name in _HALF_PRECISION_DTYPES:
                     copied.append(_add_array(archive, name, array, MASTERS))
             settings = self._build_group(kind, decayed)
             groups.append(settings | {"params": list(range(first, len(states)))})
             masters.append(copied)
         states["common_step"] = build_tensor_value(STORED, (), step)
         inner: Value = {"state": states, "param_groups": groups}
-        if any(array.dtype.name in _HALVES for each in self._named.values() for _, _, array in each):
+        if any(array.dtype.name in _HALF_PRECISION_DTYPES for each in self._named.values() for _, _, array in each):
             return {"optimizer": inner, "fp32_from_fp16_params": masters}
         return inner
 

@@ -41,13 +41,13 @@ SHARED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """What the first stage and the last have both, if the head is the embedding."""
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 """What `--ddp-bucket-size` is if it is not given (`distributed/distributed_data_parallel.py`)."""
-_BOXES: Final = 512
-_FEWEST: Final = 8
-_ORDERED: Final = 2.0
+_MAX_SAMPLED_BOXES: Final = 512
+_MIN_BOXES_PER_RANK: Final = 8
+_FIRST_ORDERED_VERSION: Final = 2.0
 """The first `checkpoint_version` whose weights have the rows of the run that wrote them."""
 
-_MASTERS: Final = ("fp32_from_fp16_params", "fp32_from_fp16")
-_HALVES: Final = frozenset({"F16", "BF16"})
+_MASTER_WEIGHT_KEYS: Final = ("fp32_from_fp16_params", "fp32_from_fp16")
+_HALF_PRECISION_DTYPES: Final = frozenset({"F16", "BF16"})
 
 
 @state_class
@@ -77,7 +77,7 @@ def read_rank_states(
     found.distributed = any(_find_states_file(source, each) for each in files.values())
     if not found.distributed and first.optimizer is None:
         return found
-    if first.before_core or first.version < _ORDERED:
+    if first.before_core or first.version < _FIRST_ORDERED_VERSION:
         found.left = f"checkpoint_version {first.version:g} keeps their rows in another order than weights"
         return found
     try:
@@ -112,7 +112,7 @@ def _collect_states(
             if tree is not None and (key not in placed or not found.distributed):
                 chunks = list(_list_parameters(file, routed=routed, divided=len(kinds) > 1))
                 place = _place_distributed if found.distributed else _list_replicated_states
-                reader = StateReader(source, file, saved, max(_BOXES // len(ranks), _FEWEST))
+                reader = StateReader(source, file, saved, max(_MAX_SAMPLED_BOXES // len(ranks), _MIN_BOXES_PER_RANK))
                 placed[key] = place(reader, tree, chunks)
                 found.compared += reader.compared
             for array, states in placed[key].items():
@@ -249,7 +249,7 @@ def _list_replicated_states(
 ) -> dict[str, dict[str, Tensor]]:
     """List the states of every parameter; raises UnknownOrderError if groups or shapes are not those of parameters."""
     held = as_mapping(tree) or {}
-    masters = next((held[name] for name in _MASTERS if name in held), None)
+    masters = next((held[name] for name in _MASTER_WEIGHT_KEYS if name in held), None)
     inner = as_mapping(held.get("optimizer")) if masters is not None else held
     groups = (inner or {}).get("param_groups")
     states = as_mapping((inner or {}).get("state"))
@@ -311,7 +311,7 @@ def _add_masters(
     """Add the fp32 copies of a group's parameters in 16 bits; others are the optimizer's own."""
     if masters is None:
         return
-    copied = [each for each in mine if each[1].dtype.name in _HALVES]
+    copied = [each for each in mine if each[1].dtype.name in _HALF_PRECISION_DTYPES]
     group = masters[index] if isinstance(masters, list) and index < len(masters) else None
     if not isinstance(group, list) or len(group) != len(copied):
         raise UnknownOrderError(f"{reader.saved.path} has no fp32 copy of every parameter in 16 bits")

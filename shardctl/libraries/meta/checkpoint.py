@@ -25,26 +25,28 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source
 
-_SCALES: Final = re.compile(r"(fp8|int4)_scales_[0-9]+\.pt")
-_LEFT: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
+_SCALES_FILE_PATTERN: Final = re.compile(r"(fp8|int4)_scales_[0-9]+\.pt")
+_DROPPED_FILE_NAMES: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
 """Files that describe Meta's own, and would be wrong beside others."""
 
-_LLAMA4: Final = re.compile(r"layers\.[0-9]+\.attention\.wqkv\.weight")
+_LLAMA4_TENSOR_PATTERN: Final = re.compile(r"layers\.[0-9]+\.attention\.wqkv\.weight")
 _LLAMA4_BUFFERS: Final = re.compile(
     r"(^|\.)(rope\.freqs|freqs?_cis|(global|running)_gate_stats_3E|expert_activation_DE)$"
 )
 """What is computed from the config, and what training counted; the code of neither side loads it."""
 
-_BUFFERS: Final = frozenset({"rope.freqs"})
+_BUFFER_NAMES: Final = frozenset({"rope.freqs"})
 """Computed from the config, and stored by older files."""
-_EMBEDDING: Final = "tok_embeddings.weight"
-_OUTPUT: Final = "output.weight"
-_NORM: Final = "norm.weight"
-_OUTPUTS: Final = re.compile(r"output\.weight|layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])\.weight")
-_INPUTS: Final = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.weight")
-_WHOLE: Final = re.compile(r"norm\.weight|layers\.\d+\.(attention|ffn)_norm\.weight")
-_SHARED: Final = re.compile(r"layers\.\d+\.attention\.w[kv]\.weight")
-_MATRIX: Final = 2
+_EMBEDDING_NAME: Final = "tok_embeddings.weight"
+_OUTPUT_HEAD_NAME: Final = "output.weight"
+_FINAL_NORM_NAME: Final = "norm.weight"
+_COLUMN_PARALLEL_PATTERN: Final = re.compile(
+    r"output\.weight|layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])\.weight"
+)
+_ROW_PARALLEL_PATTERN: Final = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.weight")
+_REPLICATED_TENSOR_PATTERN: Final = re.compile(r"norm\.weight|layers\.\d+\.(attention|ffn)_norm\.weight")
+_KV_WEIGHT_PATTERN: Final = re.compile(r"layers\.\d+\.attention\.w[kv]\.weight")
+_MATRIX_NDIM: Final = 2
 
 
 @value_class
@@ -74,7 +76,7 @@ class _JoinedParts:
 
 def join_meta_files(source: Source, paths: list[str]) -> Manifest:
     """Read the ranks' files, in their order, and `params.json`; raises as `scan_meta`."""
-    scales = next((path for path in source.files() if _SCALES.fullmatch(path)), None)
+    scales = next((path for path in source.files() if _SCALES_FILE_PATTERN.fullmatch(path)), None)
     if scales is not None:
         raise UnsupportedError(
             f"{scales} says that weights are quantized to {4 if 'int4' in scales else 8} bits, in Meta's own way",
@@ -88,11 +90,11 @@ def join_meta_files(source: Source, paths: list[str]) -> Manifest:
         found = read_weights(source, path)
         parts.append(_MetaRankFile(path, found.saved, found.state.views))
         warnings += found.state.warnings
-    if any(_LLAMA4.fullmatch(name) for name in parts[0].views):
+    if any(_LLAMA4_TENSOR_PATTERN.fullmatch(name) for name in parts[0].views):
         return _build_llama4_manifest(source, parts, params, warnings)
     joined = _join_parts(parts, params)
     config = params.config(joined.shapes) if params is not None else None
-    objects, left = _list_objects(source, parts, _BUFFERS & parts[0].views.keys())
+    objects, left = _list_objects(source, parts, _BUFFER_NAMES & parts[0].views.keys())
     notes = list(joined.notes)
     if config is None:
         what = f"{PARAMS} is unlike that of Llama 2 and 3" if params is not None else f"there is no {PARAMS}"
@@ -117,7 +119,7 @@ def _build_llama4_manifest(
 
     dropped = {name for name in parts[0].views if _LLAMA4_BUFFERS.search(name)}
     shapes = {name: view.shape for name, view in parts[0].views.items()}
-    embedded = _EMBEDDING in shapes
+    embedded = _EMBEDDING_NAME in shapes
     config = build_llama4_config(params, shapes, len(parts)) if params is not None and embedded else None
     arrays = {}
     for rank, part in enumerate(parts):
@@ -148,7 +150,7 @@ def _list_objects(
 ) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
     """List what there is beside weights, and tensors that are left behind; and what to warn of."""
     side, left = list_side_files(source, {part.path for part in parts})
-    objects = [OpaqueObject(o.name, "drop", o.file, size=o.size) if o.name in _LEFT else o for o in side]
+    objects = [OpaqueObject(o.name, "drop", o.file, size=o.size) if o.name in _DROPPED_FILE_NAMES else o for o in side]
     objects += [OpaqueObject(name, "drop", file=parts[0].path) for name in sorted(dropped)]
     return tuple(objects), left
 
@@ -160,7 +162,7 @@ def _join_parts(parts: Sequence[_MetaRankFile], params: MetaParams | None) -> _J
         SourceError: files have different tensors, parts do not fit together, or a rank's file is missing.
         UnsupportedError: tensors that Llama 2 and 3 have not.
     """
-    names = [name for name in parts[0].views if name not in _BUFFERS]
+    names = [name for name in parts[0].views if name not in _BUFFER_NAMES]
     _check_known(parts[0].path, names)
     for part in parts[1:]:
         _check_same(parts[0], part)
@@ -177,14 +179,14 @@ def _join_parts(parts: Sequence[_MetaRankFile], params: MetaParams | None) -> _J
 
 def _find_cut(name: str, parts: Sequence[_MetaRankFile], params: MetaParams | None) -> tuple[int | None, int]:
     """Find the dim along which a tensor is cut, None for not at all, and on how many ranks each part is."""
-    if len(parts) == 1 or _WHOLE.fullmatch(name):
+    if len(parts) == 1 or _REPLICATED_TENSOR_PATTERN.fullmatch(name):
         return None, len(parts)
-    if name == _EMBEDDING:
+    if name == _EMBEDDING_NAME:
         dim = _find_embedding_dim(parts, params)
         return dim, 1 if dim is not None else len(parts)
-    if _INPUTS.fullmatch(name):
+    if _ROW_PARALLEL_PATTERN.fullmatch(name):
         return 1, 1
-    if _SHARED.fullmatch(name) and params is not None and params.kv_heads < len(parts):
+    if _KV_WEIGHT_PATTERN.fullmatch(name) and params is not None and params.kv_heads < len(parts):
         rows, heads = parts[0].views[name].shape[0] * len(parts), params.kv_heads
         if heads and len(parts) % heads == 0 and rows == len(parts) * params.head:
             return 0, len(parts) // heads
@@ -193,17 +195,17 @@ def _find_cut(name: str, parts: Sequence[_MetaRankFile], params: MetaParams | No
 
 def _find_embedding_dim(parts: Sequence[_MetaRankFile], params: MetaParams | None) -> int | None:
     """Find how the embedding is cut, by its shape alone; raises SourceError if that fits no known way."""
-    rows, columns = parts[0].views[_EMBEDDING].shape
-    hidden = parts[0].views[_NORM].shape[0]
+    rows, columns = parts[0].views[_EMBEDDING_NAME].shape
+    hidden = parts[0].views[_FINAL_NORM_NAME].shape[0]
     if columns * len(parts) == hidden:
         return 1
     vocabulary = params.vocabulary if params is not None else None
-    if vocabulary is None and _OUTPUT in parts[0].views:
-        vocabulary = parts[0].views[_OUTPUT].shape[0] * len(parts)
+    if vocabulary is None and _OUTPUT_HEAD_NAME in parts[0].views:
+        vocabulary = parts[0].views[_OUTPUT_HEAD_NAME].shape[0] * len(parts)
     if columns == hidden and vocabulary in {rows, rows * len(parts)}:
         return 0 if vocabulary != rows else None
     raise SourceError(
-        f"{parts[0].path}: {_EMBEDDING} is [{rows}, {columns}], neither one of {len(parts)} parts of {hidden} "
+        f"{parts[0].path}: {_EMBEDDING_NAME} is [{rows}, {columns}], neither one of {len(parts)} parts of {hidden} "
         f"columns nor of {vocabulary} rows",
         hint="a rank's file may be missing, or params.json may belong to another model",
     )
@@ -240,20 +242,27 @@ def _join_tensor(name: str, parts: Sequence[_MetaRankFile], dim: int | None, tim
 
 
 def _check_known(path: str, names: Sequence[str]) -> None:
-    unknown = [n for n in names if n != _EMBEDDING and not any(p.fullmatch(n) for p in (_OUTPUTS, _INPUTS, _WHOLE))]
+    unknown = [
+        n
+        for n in names
+        if n != _EMBEDDING_NAME
+        and not any(
+            p.fullmatch(n) for p in (_COLUMN_PARALLEL_PATTERN, _ROW_PARALLEL_PATTERN, _REPLICATED_TENSOR_PATTERN)
+        )
+    ]
     if unknown:
         raise UnsupportedError(
             f"{path} has {format_first_few(map(ascii, unknown))}, which Llama 2 and 3 do not have",
             hint="how such tensors are cut is not known; give the model in the layout of transformers",
         )
-    lacking = [name for name in (_EMBEDDING, _NORM) if name not in names]
+    lacking = [name for name in (_EMBEDDING_NAME, _FINAL_NORM_NAME) if name not in names]
     if lacking:
         raise SourceError(f"{path} has no {' and no '.join(lacking)}, so it is not a Llama of Meta's")
 
 
 def _check_same(first: _MetaRankFile, other: _MetaRankFile) -> None:
     for one, two in ((first, other), (other, first)):
-        lacking = [name for name in one.views if name not in two.views and name not in _BUFFERS]
+        lacking = [name for name in one.views if name not in two.views and name not in _BUFFER_NAMES]
         if lacking:
             raise SourceError(
                 f"{two.path} has no {lacking[0]}, but {one.path} has", hint="the files belong to different models"
@@ -264,10 +273,10 @@ def _check_count(parts: Sequence[_MetaRankFile], params: MetaParams | None) -> N
     """Raise SourceError if the first rank's part of a layer is not one of as many as there are files."""
     views, path = parts[0].views, parts[0].path
     for name, view in views.items():
-        dims = 1 if _WHOLE.fullmatch(name) else _MATRIX
-        if name not in _BUFFERS and len(view.shape) != dims:
+        dims = 1 if _REPLICATED_TENSOR_PATTERN.fullmatch(name) else _MATRIX_NDIM
+        if name not in _BUFFER_NAMES and len(view.shape) != dims:
             raise SourceError(f"{path}: {name} has {len(view.shape)} dims and not {dims}")
-    hidden = views[_NORM].shape[0]
+    hidden = views[_FINAL_NORM_NAME].shape[0]
     whole = params.heads * params.head if params is not None else hidden
     name = next((n for n in views if n.endswith("attention.wo.weight")), "")
     if not name:

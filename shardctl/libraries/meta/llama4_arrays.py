@@ -24,11 +24,11 @@ TITLE: Final = "Meta's code for Llama 4"
 FAMILIES: Final = frozenset({"llama4", "llama4_text"})
 TEXT: Final = "language_model."
 """What stands before the names of the text model in one that sees."""
-_SEEN: Final = "vision_model"
-_ENCODER: Final = "vision_embeddings.vision_encoder"
-_ADAPTER: Final = "vision_embeddings.vision_adapter.mlp"
-_PROJECTION: Final = "multi_modal_projector.linear_1"
-_ATTENTION: Final = "self_attn"
+_VISION_MODEL_PREFIX: Final = "vision_model"
+_VISION_ENCODER_PREFIX: Final = "vision_embeddings.vision_encoder"
+_VISION_ADAPTER_PREFIX: Final = "vision_embeddings.vision_adapter.mlp"
+_PROJECTOR_MODULE_NAME: Final = "multi_modal_projector.linear_1"
+_ATTENTION_MODULE_NAME: Final = "self_attn"
 
 
 def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
@@ -46,7 +46,7 @@ def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sc
 
 
 def _list_attention(at: SchemaRank, n: int) -> Iterator[SchemaEntry]:
-    attention, to = f"model.layers.{n}.{_ATTENTION}", f"layers.{n}.attention"
+    attention, to = f"model.layers.{n}.{_ATTENTION_MODULE_NAME}", f"layers.{n}.attention"
     for part in "qk":
         _check_heads(at, f"{attention}.{part}_proj.weight")
     qkv = [at.rows(f"{attention}.{part}_proj.weight") for part in "qkv"]
@@ -82,25 +82,29 @@ def _list_experts(at: SchemaRank, n: int) -> Iterator[SchemaEntry]:
 
 def _list_vision(at: SchemaRank) -> Iterator[SchemaEntry]:
     """Yield what it sees with; biases of layers whose inputs are cut are whole on every rank."""
-    yield SchemaEntry(f"{_ENCODER}.class_embedding", at[f"{_SEEN}.class_embedding"])
-    yield SchemaEntry(f"{_ENCODER}.positional_embedding_vlm", at[f"{_SEEN}.positional_embedding_vlm"])
-    yield from at.column_layer(f"{_SEEN}.patch_embedding.linear", f"{_ENCODER}.conv1._linear")
+    yield SchemaEntry(f"{_VISION_ENCODER_PREFIX}.class_embedding", at[f"{_VISION_MODEL_PREFIX}.class_embedding"])
+    yield SchemaEntry(
+        f"{_VISION_ENCODER_PREFIX}.positional_embedding_vlm", at[f"{_VISION_MODEL_PREFIX}.positional_embedding_vlm"]
+    )
+    yield from at.column_layer(
+        f"{_VISION_MODEL_PREFIX}.patch_embedding.linear", f"{_VISION_ENCODER_PREFIX}.conv1._linear"
+    )
     for end in ("pre", "post"):
-        yield from _list_norm(at, f"{_SEEN}.layernorm_{end}", f"{_ENCODER}.ln_{end}")
+        yield from _list_norm(at, f"{_VISION_MODEL_PREFIX}.layernorm_{end}", f"{_VISION_ENCODER_PREFIX}.ln_{end}")
     n = 0
-    while f"{_SEEN}.model.layers.{n}.input_layernorm.weight" in at:
-        layer, to = f"{_SEEN}.model.layers.{n}", f"{_ENCODER}.transformer.resblocks.{n}"
+    while f"{_VISION_MODEL_PREFIX}.model.layers.{n}.input_layernorm.weight" in at:
+        layer, to = f"{_VISION_MODEL_PREFIX}.model.layers.{n}", f"{_VISION_ENCODER_PREFIX}.transformer.resblocks.{n}"
         for part in "qkv":
-            yield from at.column_layer(f"{layer}.{_ATTENTION}.{part}_proj", f"{to}.attn.w{part}")
-        yield from at.row_layer(f"{layer}.{_ATTENTION}.o_proj", f"{to}.attn.wo")
+            yield from at.column_layer(f"{layer}.{_ATTENTION_MODULE_NAME}.{part}_proj", f"{to}.attn.w{part}")
+        yield from at.row_layer(f"{layer}.{_ATTENTION_MODULE_NAME}.o_proj", f"{to}.attn.wo")
         yield from _list_norm(at, f"{layer}.input_layernorm", f"{to}.ln_1")
         yield from _list_norm(at, f"{layer}.post_attention_layernorm", f"{to}.ln_2")
         yield from at.column_layer(f"{layer}.mlp.fc1", f"{to}.mlp.c_fc")
         yield from at.row_layer(f"{layer}.mlp.fc2", f"{to}.mlp.c_proj")
         n += 1
-    yield from at.column_layer(f"{_SEEN}.vision_adapter.mlp.fc1", f"{_ADAPTER}.c_fc")
-    yield from at.row_layer(f"{_SEEN}.vision_adapter.mlp.fc2", f"{_ADAPTER}.c_proj")
-    yield from at.column_layer(_PROJECTION, "vision_projection")
+    yield from at.column_layer(f"{_VISION_MODEL_PREFIX}.vision_adapter.mlp.fc1", f"{_VISION_ADAPTER_PREFIX}.c_fc")
+    yield from at.row_layer(f"{_VISION_MODEL_PREFIX}.vision_adapter.mlp.fc2", f"{_VISION_ADAPTER_PREFIX}.c_proj")
+    yield from at.column_layer(_PROJECTOR_MODULE_NAME, "vision_projection")
 
 
 def _list_norm(at: SchemaRank, name: str, to: str) -> Iterator[SchemaEntry]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.meta.params import MetaParams
     from shardctl.models import Model
 
-_ORIGINAL: Final = 8_192
+_ORIGINAL_CONTEXT_LENGTH: Final = 8_192
 """The context of Llama 3, from which Meta's code scales."""
-_TEXT: Final[Mapping[str, Any]] = {
+_TEXT_CONFIG_DEFAULTS: Final[Mapping[str, Any]] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "num_experts_per_tok": 1,
@@ -38,7 +38,7 @@ _TEXT: Final[Mapping[str, Any]] = {
     "rope_theta": 500_000.0,
 }
 """What `Llama4TextConfig` assumes for keys that a config does not have."""
-_VISION: Final[Mapping[str, Any]] = {
+_VISION_CONFIG_DEFAULTS: Final[Mapping[str, Any]] = {
     "hidden_act": "gelu",
     "hidden_size": 768,
     "num_hidden_layers": 34,
@@ -52,7 +52,7 @@ _VISION: Final[Mapping[str, Any]] = {
     "projector_output_dim": 4096,
 }
 """The same of `Llama4VisionConfig`."""
-_KNOWN: Final = frozenset(
+_KNOWN_PARAMS_KEYS: Final = frozenset(
     {
         *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "multiple_of", "ffn_dim_multiplier"),
         *("ffn_exp", "norm_eps", "attention_chunk_size", "rope_theta", "use_scaled_rope", "rope_scaling_factor"),
@@ -60,9 +60,9 @@ _KNOWN: Final = frozenset(
         *("attn_scale", "vision_args", "moe_args", "max_batch_size", "max_seq_len"),
     }
 )
-_USUAL: Final = (2048, 1.2, 4.0)
+_PUBLISHED_FFN_PARAMS: Final = (2048, 1.2, 4.0)
 """The published `multiple_of`, `ffn_dim_multiplier` and `ffn_exp`."""
-_VOCABULARY: Final = 202_048
+_LLAMA4_VOCAB_SIZE: Final = 202_048
 _SHARED, _DENSE = "feed_forward.w_in_shared_FD.weight", "feed_forward.mlp.fc1_weight"
 
 
@@ -72,7 +72,7 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
     `shapes` are those of one of `ranks` files, by Meta's names. Raises SourceError for values that make no sense.
     """
     given = {key: value for key, value in params.given.items() if value is not None}
-    if not given.keys() <= _KNOWN:
+    if not given.keys() <= _KNOWN_PARAMS_KEYS:
         return None
     moe, vocabulary = _read_part(given, "moe_args"), shapes["tok_embeddings.weight"][0] * ranks
     scaled = bool(given.get("use_scaled_rope"))
@@ -110,13 +110,13 @@ def build_llama4_config(params: MetaParams, shapes: Mapping[str, tuple[int, ...]
             "factor": float(parse_number(given, "rope_scaling_factor", 16)),
             "low_freq_factor": 1.0,
             "high_freq_factor": float(parse_number(given, "rope_high_freq_factor", 1)),
-            "original_max_position_embeddings": _ORIGINAL,
+            "original_max_position_embeddings": _ORIGINAL_CONTEXT_LENGTH,
         }
     said = f"max_position_embeddings {text['max_position_embeddings']:,}"
     assumed = {"max_position_embeddings"}
     if scaled and "rope_scaling_factor" not in given:
         assumed.add("rope_parameters.factor")
-    if vocabulary == _VOCABULARY:
+    if vocabulary == _LLAMA4_VOCAB_SIZE:
         assumed |= {"bos_token_id", "eos_token_id", "pad_token_id"}
         text |= {"bos_token_id": 200_000, "eos_token_id": 200_001, "pad_token_id": 200_018}
         said += " and bos_token_id 200,000"
@@ -178,7 +178,7 @@ def build_llama4_params(config: Mapping[str, Any], model: Model) -> dict[str, ob
     """Build the content of `params.json`; raises UnsupportedError for what Meta's code cannot be told."""
     seen = config.get("vision_config") if model.family == "llama4" else None
     inner = config.get("text_config") if model.family == "llama4" else config
-    text = {**_TEXT, **(inner or {})}
+    text = {**_TEXT_CONFIG_DEFAULTS, **(inner or {})}
     prefix = "language_model.model" if model.family == "llama4" else "model"
     vocabulary, dim = model.tensors[f"{prefix}.embed_tokens.weight"].shape
     q, k = (model.tensors[f"{prefix}.layers.0.self_attn.{part}_proj.weight"] for part in "qk")
@@ -221,7 +221,7 @@ def build_llama4_params(config: Mapping[str, Any], model: Model) -> dict[str, ob
             "interleave_moe_layer_step": _find_step(experts, layers, "layers with experts") if experts else layers + 1,
         },
     }
-    return params if seen is None else {**params, "vision_args": _describe_vision({**_VISION, **seen})}
+    return params if seen is None else {**params, "vision_args": _describe_vision({**_VISION_CONFIG_DEFAULTS, **seen})}
 
 
 def _require(config: Mapping[str, Any], key: str, value: object) -> None:
@@ -241,7 +241,7 @@ def _describe_rope(text: Mapping[str, Any]) -> dict[str, object]:
     said = parse_rope(text)
     if said.kind == "default" and said.part == 1.0:
         return {"rope_theta": said.theta, "use_scaled_rope": False}
-    usual = {"low_freq_factor": 1.0, "original_max_position_embeddings": _ORIGINAL}
+    usual = {"low_freq_factor": 1.0, "original_max_position_embeddings": _ORIGINAL_CONTEXT_LENGTH}
     if said.kind != "llama3" or said.part != 1.0 or any(said.settings.get(key) != usual[key] for key in usual):
         raise UnsupportedError(f"{TITLE} does not support this config's rotary embeddings of type {said.kind!r}")
     return {
@@ -288,7 +288,10 @@ def _solve_widths(dim: int, dense: int, expert: int) -> tuple[int, float, float]
     multiple = gcd(dense, expert)
     multiplier = (dense or dim) / int(2 * int(4 * dim) / 3)
     expansion = 3 * expert / multiplier / dim if expert else 1.0
-    for given in (_USUAL, *((multiple, multiplier * (1 - cut), expansion * (1 - cut)) for cut in (0, 1e-9, 1e-4))):
+    for given in (
+        _PUBLISHED_FFN_PARAMS,
+        *((multiple, multiplier * (1 - cut), expansion * (1 - cut)) for cut in (0, 1e-9, 1e-4)),
+    ):
         made = _compute_widths(dim, *given)
         if all(wanted in (0, found) for wanted, found in zip((dense, expert), made, strict=True)):
             return given

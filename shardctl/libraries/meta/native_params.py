@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Tensor
 
-_FILE: Final = re.compile(r"consolidated(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
-_EMBEDDING: Final = "tok_embeddings.weight"
-_CONFIG: Final = "config.json"
+_CONSOLIDATED_FILE_PATTERN: Final = re.compile(r"consolidated(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_EMBEDDING_NAME: Final = "tok_embeddings.weight"
+_CONFIG_FILE: Final = "config.json"
 _OF_META: Final = frozenset({"multiple_of", "ffn_dim_multiplier", "use_scaled_rope"})
 _OF_MISTRAL: Final = frozenset({"head_dim", "hidden_dim"})
-_KNOWN: Final = _OF_MISTRAL | {
+_KNOWN_PARAMS_KEYS: Final = _OF_MISTRAL | {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta", "sliding_window"),
     *("tied_embeddings", "max_seq_len", "max_position_embeddings", "max_batch_size"),
 }
-_USUAL: Final[Mapping[str, tuple[object, ...]]] = {
+_EXPECTED_PARAMS_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "model_type": ("transformer",),
     "activation": ("silu",),
     "causal": (True,),
@@ -37,7 +37,7 @@ _USUAL: Final[Mapping[str, tuple[object, ...]]] = {
     "dtype": ("bfloat16", "float16", "float32"),
 }
 """What Mistral's later files say of every such model."""
-_CONTEXT: Final = 32_768
+_DEFAULT_CONTEXT_LENGTH: Final = 32_768
 """What transformers' converter takes for `max_position_embeddings` where the file says nothing."""
 
 
@@ -49,8 +49,10 @@ def read_native_config(
     There is none beside a `config.json`, for files of other names, and where the file says more than a dense model of
     Llama's or Mistral's class has. Raises SourceError for a `params.json` that is malformed.
     """
-    named = all(_FILE.fullmatch(path) for path in files)
-    params = read_params(source) if named and _EMBEDDING in tensors and _CONFIG not in source.files() else None
+    named = all(_CONSOLIDATED_FILE_PATTERN.fullmatch(path) for path in files)
+    params = (
+        read_params(source) if named and _EMBEDDING_NAME in tensors and _CONFIG_FILE not in source.files() else None
+    )
     if params is None:
         return None, ()
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -64,23 +66,26 @@ def _build_mistral_config(
     params: MetaParams, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[OwnConfig | None, tuple[str, ...]]:
     given = {key: value for key, value in params.given.items() if value is not None}
-    usual = {key for key, values in _USUAL.items() if given.get(key) in values}
-    more = sorted(given.keys() - _KNOWN - usual)
+    usual = {key for key, values in _EXPECTED_PARAMS_VALUES.items() if given.get(key) in values}
+    more = sorted(given.keys() - _KNOWN_PARAMS_KEYS - usual)
     if more:
         return None, (_describe_kept(f"has {', '.join(more)[:200]}, which Mistral's dense models do not have"),)
     theta, window = given.get("rope_theta"), _parse_window(given.get("sliding_window"))
     if theta is None:
         return None, (_describe_kept("has no rope_theta, and Mistral's code and transformers assume different ones"),)
-    vocabulary = shapes[_EMBEDDING][0]
+    vocabulary = shapes[_EMBEDDING_NAME][0]
     if params.vocabulary not in (None, vocabulary):
         raise SourceError(
-            f"{PARAMS} has vocab_size {params.vocabulary:,}, but {_EMBEDDING} has {vocabulary:,} rows",
+            f"{PARAMS} has vocab_size {params.vocabulary:,}, but {_EMBEDDING_NAME} has {vocabulary:,} rows",
             hint=f"{PARAMS} may belong to another model",
         )
     stated = given.get("max_position_embeddings", given.get("max_seq_len"))
     warning = f"config.json is made from Mistral's {PARAMS}"
     if stated is None:
-        warning += f", which does not say max_position_embeddings; {_CONTEXT:,} is taken (--config gives another)"
+        warning += (
+            f", which does not say max_position_embeddings; {_DEFAULT_CONTEXT_LENGTH:,} is taken (--config gives"
+            " another)"
+        )
     config: dict[str, object] = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -93,7 +98,7 @@ def _build_mistral_config(
         "intermediate_size": given["hidden_dim"],
         "vocab_size": vocabulary,
         "rms_norm_eps": given.get("norm_eps", 1e-5),
-        "max_position_embeddings": stated or _CONTEXT,
+        "max_position_embeddings": stated or _DEFAULT_CONTEXT_LENGTH,
         "rope_theta": theta,
         "sliding_window": window,
         "tie_word_embeddings": bool(given.get("tied_embeddings", "output.weight" not in shapes)),

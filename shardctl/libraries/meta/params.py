@@ -25,7 +25,7 @@ PARAMS: Final = "params.json"
 _TOO_LARGE: Final = 1e30
 """Beyond any field that may be a fraction, and far from what no float can hold."""
 _TOO_MANY: Final = 1 << 31
-_KNOWN: Final = frozenset(
+_KNOWN_PARAMS_KEYS: Final = frozenset(
     {
         *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "multiple_of"),
         *("ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor"),
@@ -33,9 +33,9 @@ _KNOWN: Final = frozenset(
     }
 )
 """Fields that a config can say; `max_seq_len` and `max_batch_size` are limits of a run."""
-_UNCOMPARED: Final = frozenset({"vocab_size", "multiple_of", "ffn_dim_multiplier", "ffn_exp"})
+_UNCOMPARED_PARAMS_KEYS: Final = frozenset({"vocab_size", "multiple_of", "ffn_dim_multiplier", "ffn_exp"})
 """Fields that say in several ways what the shapes of tensors say, too."""
-_DEFAULTS: Final = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": False}
+_PARAMS_DEFAULTS: Final = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": False}
 """What the code takes for fields that are absent."""
 _LLAMA3_VOCABULARY: Final = 128_256
 LLAMA3_THETA: Final = 500_000
@@ -61,7 +61,7 @@ class MetaParams:
 
         `shapes` are those of the tensors, by Meta's names.
         """
-        if not self.given.keys() <= _KNOWN:
+        if not self.given.keys() <= _KNOWN_PARAMS_KEYS:
             return None
         theta, scaled = self.given.get("rope_theta") or 10_000.0, bool(self.given.get("use_scaled_rope"))
         vocabulary = shapes["tok_embeddings.weight"][0]
@@ -133,8 +133,8 @@ def build_library_settings(params: MetaParams | None) -> LibrarySettings | None:
     """Build the settings that are compared with a config or with another `params.json`; None if there is no file."""
     if params is None:
         return None
-    said = {key: value for key, value in params.given.items() if key not in _UNCOMPARED}
-    return LibrarySettings(PARAMS, {**_DEFAULTS, "n_kv_heads": params.kv_heads, **said}, _expect_params)
+    said = {key: value for key, value in params.given.items() if key not in _UNCOMPARED_PARAMS_KEYS}
+    return LibrarySettings(PARAMS, {**_PARAMS_DEFAULTS, "n_kv_heads": params.kv_heads, **said}, _expect_params)
 
 
 def _expect_params(config: Mapping[str, Any], model: Model) -> Mapping[str, object]:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_TITLE: Final = "Meta's consolidated.NN.pth files"
-_FILE: Final = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
+_FORMAT_TITLE: Final = "Meta's consolidated.NN.pth files"
+_RANK_FILE_PATTERN: Final = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
 
 
 def detect_meta(source: Source) -> bool:
     """Detect whether the directory holds files of these names; one of them given alone is a file of torch.save."""
-    return find_given_file(source) is None and any(_FILE.fullmatch(path) for path in source.files())
+    return find_given_file(source) is None and any(_RANK_FILE_PATTERN.fullmatch(path) for path in source.files())
 
 
 def scan_meta(source: Source) -> Manifest:
@@ -39,9 +39,9 @@ def scan_meta(source: Source) -> Manifest:
 
 def _list_rank_files(source: Source) -> list[str]:
     """List the files in the order of ranks; raises SourceError for a gap."""
-    numbers = {int(found[1]): path for path in source.files() if (found := _FILE.fullmatch(path))}
+    numbers = {int(found[1]): path for path in source.files() if (found := _RANK_FILE_PATTERN.fullmatch(path))}
     if not numbers:
-        raise SourceError(f"{source.name} holds no {_TITLE}")
+        raise SourceError(f"{source.name} holds no {_FORMAT_TITLE}")
     width = len(next(iter(numbers.values()))) - len("consolidated..pth")
     gaps = [f"consolidated.{n:0{width}}.pth" for n in range(max(numbers)) if n not in numbers]
     if gaps:
@@ -52,4 +52,4 @@ def _list_rank_files(source: Source) -> list[str]:
     return [numbers[n] for n in sorted(numbers)]
 
 
-FORMAT: Final = Format("meta", _TITLE, detect_meta, scan_meta, saved=True)
+FORMAT: Final = Format("meta", _FORMAT_TITLE, detect_meta, scan_meta, saved=True)

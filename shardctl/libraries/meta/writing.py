@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.pieces import PlacedCheckpoint
 
 NAME: Final = "meta"
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_CUT: Final = "meta_embedding"
-_HIDDEN: Final = "hidden"
-_MULTIPLES: Final = (256, 1_024, 4_096)
-_MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
+_EMBEDDING_NAME: Final = "model.embed_tokens.weight"
+_EMBEDDING_OPTION: Final = "meta_embedding"
+_HIDDEN_DIM_CHOICE: Final = "hidden"
+_MULTIPLE_OF_VALUES: Final = (256, 1_024, 4_096)
+_FFN_DIM_MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
 
 
@@ -64,10 +64,10 @@ def pack_meta(request: PackRequest) -> Manifest:
     builder: dict[str, list[Chunk]] = {}
     files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
-    cut = request.options.get(_CUT)
-    if cut not in (None, _HIDDEN, "vocabulary"):
+    cut = request.options.get(_EMBEDDING_OPTION)
+    if cut not in (None, _HIDDEN_DIM_CHOICE, "vocabulary"):
         raise UsageError(f"unknown --meta-embedding {cut!r}", hint="use vocabulary or hidden")
-    hidden = theta != LLAMA3_THETA and not tied if cut is None else cut == _HIDDEN
+    hidden = theta != LLAMA3_THETA and not tied if cut is None else cut == _HIDDEN_DIM_CHOICE
     for rank, held in _list_rank_boxes(have, placed, hidden=hidden):
         path = f"{_number_file(rank)}pth"
         arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
@@ -109,7 +109,7 @@ def _list_rank_boxes(
         boxes = []
         for piece in held:
             box = piece.boxes[0]
-            if piece.tensor.name == _EMBEDDING and hidden:
+            if piece.tensor.name == _EMBEDDING_NAME and hidden:
                 rows, columns = piece.tensor.shape
                 box = Box((0, rank * (columns // ranks)), (rows, columns // ranks))
             if any(part != whole and whole % part for part, whole in zip(box.shape, piece.tensor.shape, strict=True)):
@@ -146,7 +146,7 @@ def _build_params(
     config: Mapping[str, object], model: Model, have: Manifest, positions: Mapping[str, object]
 ) -> dict[str, object]:
     """Build the content of `params.json`."""
-    vocabulary, dim = model.tensors[_EMBEDDING].shape
+    vocabulary, dim = model.tensors[_EMBEDDING_NAME].shape
     inner = model.tensors["model.layers.0.mlp.up_proj.weight"].shape[0]
     heads = config.get("num_attention_heads")
     q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in ("q", "k"))
@@ -187,7 +187,9 @@ def _solve_ffn_settings(dim: int, inner: int) -> tuple[int, float | None]:
 
 
 def _list_multiplier_pairs() -> Iterable[tuple[int, float | None]]:
-    return ((multiple, multiplier) for multiplier in _MULTIPLIERS for multiple in _MULTIPLES)
+    return ((multiple, multiplier) for multiplier in _FFN_DIM_MULTIPLIERS for multiple in _MULTIPLE_OF_VALUES)
 
 
-LAYOUT: Final = Layout(NAME, pack_meta, ranks="optional", options=frozenset({_CUT}), prefix=_format_file_prefix)
+LAYOUT: Final = Layout(
+    NAME, pack_meta, ranks="optional", options=frozenset({_EMBEDDING_OPTION}), prefix=_format_file_prefix
+)

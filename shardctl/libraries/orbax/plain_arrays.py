@@ -32,8 +32,8 @@ _ARRAY_KIND: Final = "np.ndarray"
 """Orbax gives arrays of this kind to whoever names no sharding, and cuts them for whoever does."""
 _DICT_KEY: Final = 2
 """Says that a key of the tree is one of a dict."""
-_HANDLER: Final = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-_TYPES: Final = {
+_PYTREE_HANDLER_CLASS: Final = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_ZARR_DTYPES: Final = {
     **{name: f"<{name[0].lower()}{int(name[1:]) // 8}" for name in ("F16", "F32", "F64", "I16", "I32", "I64")},
     **{name: f"<u{int(name[1:]) // 8}" for name in ("U16", "U32", "U64")},
     "U8": "|u1",
@@ -45,7 +45,7 @@ _TYPES: Final = {
     "F8_E5M2": "float8_e5m2",
 }
 """What tensorstore calls the types in a `.zarray`."""
-_NAMES: Final = {text: name for name, text in _TYPES.items()}
+_DTYPES_BY_ZARR_NAME: Final = {text: name for name, text in _ZARR_DTYPES.items()}
 
 
 def choose_chunk_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,13 +72,13 @@ def list_chunks(name: str, shape: tuple[int, ...], part: tuple[int, ...]) -> Ite
 
 def encode_array(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """Encode the `.zarray` of an array; raises UnsupportedError for a type that tensorstore does not have."""
-    if dtype.name not in _TYPES:
+    if dtype.name not in _ZARR_DTYPES:
         raise UnsupportedError(f"Orbax has no arrays of the type {dtype}", hint="write another layout")
     said: dict[str, object] = {
         "chunks": choose_chunk_shape(dtype, shape),
         "compressor": None,
         "dimension_separator": ".",
-        "dtype": _TYPES[dtype.name],
+        "dtype": _ZARR_DTYPES[dtype.name],
         "fill_value": None,
         "filters": None,
         "order": "C",
@@ -108,7 +108,7 @@ def encode_tree(shapes: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bytes:
 def encode_commit() -> bytes:
     """Encode what says that a checkpoint is whole; it names no time, so that equal results have equal files."""
     times = dict.fromkeys(("init_timestamp_nsecs", "commit_timestamp_nsecs"))
-    said: dict[str, object] = {"item_handlers": _HANDLER, **times}
+    said: dict[str, object] = {"item_handlers": _PYTREE_HANDLER_CLASS, **times}
     said |= {name: {} for name in ("metrics", "performance_metrics", "custom_metadata")}
     return json.dumps(said).encode()
 
@@ -120,7 +120,7 @@ def read_plain_array(source: Source, name: str) -> Tensor:
         raise SourceError(f"{path} is missing: {METADATA} lists {name}", hint="the copy may be incomplete")
     said = parse_json(read_text(source, path, CONFIG_TEXT), path, CONFIG_TEXT)
     try:
-        dtype = BY_NAME[_NAMES[said["dtype"]]]
+        dtype = BY_NAME[_DTYPES_BY_ZARR_NAME[said["dtype"]]]
         shape, part = (tuple(map(int, said[key])) for key in ("shape", "chunks"))
         plain = said["compressor"] is None and said["order"] == "C" and not said.get("filters")
         plain = plain and said.get("dimension_separator", ".") == "." and min((*shape, *part, 1)) >= 0

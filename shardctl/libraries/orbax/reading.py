@@ -25,8 +25,10 @@ from shardctl.tensors.manifest import (
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
-_OWN: Final = frozenset({METADATA, "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt", "manifest.ocdbt"})
-_DATABASE: Final = ("d/", "ocdbt.process_", "array_metadatas/")
+_ORBAX_FILE_NAMES: Final = frozenset(
+    {METADATA, "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt", "manifest.ocdbt"}
+)
+_DATABASE_PATH_PREFIXES: Final = ("d/", "ocdbt.process_", "array_metadatas/")
 
 
 def detect_orbax(source: Source) -> bool:
@@ -76,7 +78,7 @@ def _read_plain_tree(source: Source) -> dict[str, Tensor]:
 
 def _is_own(side: OpaqueObject, folders: tuple[str, ...]) -> bool:
     """Return whether a file is part of how Orbax stores arrays."""
-    return side.name in _OWN or side.name.startswith((*_DATABASE, *folders))
+    return side.name in _ORBAX_FILE_NAMES or side.name.startswith((*_DATABASE_PATH_PREFIXES, *folders))
 
 
 FORMAT: Final = Format("orbax", "an Orbax checkpoint", detect_orbax, scan_orbax)

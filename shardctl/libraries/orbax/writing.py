@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.writer import PackRequest
 
 NAME: Final = "orbax"
-_LONGEST: Final = 255
+_MAX_FOLDER_NAME_BYTES: Final = 255
 """Bytes of the name of a folder on Linux."""
 
 
@@ -66,7 +66,7 @@ def pack_orbax(request: PackRequest) -> Manifest:
 def _check_names(names: list[str]) -> None:
     known = set(names)
     for name in names:
-        if "/" in name or "\0" in name or not all(name.split(".")) or len(name.encode()) > _LONGEST:
+        if "/" in name or "\0" in name or not all(name.split(".")) or len(name.encode()) > _MAX_FOLDER_NAME_BYTES:
             raise UnsupportedError(f"{ascii(name)[:300]} cannot be the name of a folder with an array of Orbax")
         keys = name.split(".")
         outer = next((part for n in range(1, len(keys)) if (part := ".".join(keys[:n])) in known), None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_ADDRESS: Final = re.compile(r"(hf|s3|gs|az|https?):/")
+_REMOTE_ADDRESS_PATTERN: Final = re.compile(r"(hf|s3|gs|az|https?):/")
 
 
 INPUT_ROWS: Final = "input_embeddings"
@@ -71,7 +71,7 @@ def scan_adapter_file(source: Source) -> Manifest:
 @contextmanager
 def open_adapter(folder: Path) -> Iterator[Adapter]:
     """Open an adapter for the length of a `with` block; raises SourceError for a directory that is none."""
-    if _ADDRESS.match(str(folder)):
+    if _REMOTE_ADDRESS_PATTERN.match(str(folder)):
         raise UsageError(f"{folder} is not on this machine", hint="download the adapter, and give its directory")
     file = next((name for name in ADAPTERS if (folder / name).is_file()), None)
     if file is None or not (folder / ADAPTER_CONFIG).is_file():

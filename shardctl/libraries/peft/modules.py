@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.manifest import Tensor
 
-_PARTS: Final = {
+_ADAPTER_TENSOR_FIELDS: Final = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
     "lora_B.bias": "bias",
@@ -29,10 +29,10 @@ _PARTS: Final = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-_ROWS: Final = ".token_adapter.trainable_tokens_delta"
+_TRAINABLE_TOKENS_SUFFIX: Final = ".token_adapter.trainable_tokens_delta"
 """How the rows of `trainable_token_indices` are called."""
-_PART: Final = re.compile(
-    rf"(?P<module>.+?)(?P<inside>(?:\.base_layer)*)\.(?P<part>{'|'.join(map(re.escape, _PARTS))})"
+_ADAPTER_TENSOR_PATTERN: Final = re.compile(
+    rf"(?P<module>.+?)(?P<inside>(?:\.base_layer)*)\.(?P<part>{'|'.join(map(re.escape, _ADAPTER_TENSOR_FIELDS))})"
 )
 
 
@@ -92,7 +92,7 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
                 f"the adapter has a tensor {tensor.name!r:.200}, but names in PEFT adapters begin with {ADAPTER_PREFIX}"
             )
         name = tensor.name.removeprefix(ADAPTER_PREFIX)
-        match = _PART.fullmatch(name)
+        match = _ADAPTER_TENSOR_PATTERN.fullmatch(name)
         if match is None:
             if "lora_" in name:
                 raise UnsupportedError(f"shardctl does not know the adapter tensor {tensor.name!r:.200}")
@@ -101,7 +101,7 @@ def sort_tensors(tensors: Iterable[Tensor]) -> AdapterTensors:
         key = match["module"], match["inside"].count(".base_layer")
         module = found.modules.setdefault(key, AdaptedModule(*key))
         module.embedding |= "embedding" in match["part"]
-        setattr(module, _PARTS[match["part"]], tensor)
+        setattr(module, _ADAPTER_TENSOR_FIELDS[match["part"]], tensor)
     for module in found.modules.values():
         if module.down is None or module.up is None:
             raise SourceError(f"the adapter has only one of the two matrices of {module.module}")
@@ -114,8 +114,8 @@ def _add_whole(found: AdapterTensors, name: str, tensor: Tensor) -> None:
     Where PEFT saves the embeddings of a resized vocabulary, it saves a module that was trained whole thrice: as it is
     merged, by its place in the wrapper, and as it was (utils/save_and_load.py, `get_peft_model_state_dict`).
     """
-    if name.endswith(_ROWS):
-        found.rows[name.removesuffix(_ROWS) + ".weight"] = tensor
+    if name.endswith(_TRAINABLE_TOKENS_SUFFIX):
+        found.rows[name.removesuffix(_TRAINABLE_TOKENS_SUFFIX) + ".weight"] = tensor
         return
     plain = name
     for wrapper in (".token_adapter.base_layer.", ".base_layer.", ".modules_to_save.", ".original_module."):

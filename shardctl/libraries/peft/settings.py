@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.peft.target_modules import TargetModules
     from shardctl.models.quantization.expressions import ModuleExpression
 
-_REFUSED: Final = {
+_UNSUPPORTED_SETTINGS: Final = {
     "alora_invocation_tokens": "it acts on some tokens only (aLoRA)",
     "arrow_config": "it chooses between adapters for each token (Arrow)",
     "layer_replication": "it repeats layers of the base",
@@ -36,7 +36,7 @@ _REFUSED: Final = {
     "velora_config": "it is a VeLoRA adapter",
 }
 """Settings of which a value that is not empty means that the merge is another one, or none."""
-_CHANGING: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_MODIFYING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base, too, when the adapter is made and each time it is loaded."""
 _VERSION_PART: Final = re.compile(r"[0-9]{1,9}")
 _MAX_SCALING: Final = (2 - 2.0**-23) * 2.0**127
@@ -133,11 +133,11 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
 
 
 def _check_mergeable(values: Mapping[str, Any]) -> None:
-    for key, meaning in _REFUSED.items():
+    for key, meaning in _UNSUPPORTED_SETTINGS.items():
         if values.get(key):
             raise UnsupportedError(f"the adapter cannot be merged: {meaning} ({key} in {ADAPTER_CONFIG})")
     start = values.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGING):
+    if isinstance(start, str) and start.startswith(_BASE_MODIFYING_INITS):
         raise UnsupportedError(
             f"the training of this adapter changed the base, too (init_lora_weights is {start!r:.50})",
             hint="save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the base",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR: Final = "all-linear"
 """What stands for all linear layers but the head."""
-_LAYER: Final = re.compile(r".*\.[^.]*\.(\d+)\.")
+_LAYER_NUMBER_PATTERN: Final = re.compile(r".*\.[^.]*\.(\d+)\.")
 """The number of a layer in a name, where the config does not say what stands before it."""
 
 
@@ -63,7 +63,9 @@ class TargetModules:
             return None
         if not self.layers or self.targets.expression is not None:
             return entry
-        expressions = [re.compile(rf".*\.{re.escape(name)}\.(\d+)\.") for name in self.layer_names] or [_LAYER]
+        expressions = [re.compile(rf".*\.{re.escape(name)}\.(\d+)\.") for name in self.layer_names] or [
+            _LAYER_NUMBER_PATTERN
+        ]
         match = next(filter(None, (each.match(f"{module}.") for each in expressions)), None)
         return entry if match is not None and int(match[1]) in self.layers else None
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
 
 TRAINER_METADATA: Final = "lora_train_meta.json"
-_MAGNITUDE: Final = "magnitude_vector"
-_HINT: Final = "put the adapter_config.json into the directory"
+_MAGNITUDE_SUFFIX: Final = "magnitude_vector"
+_ADAPTER_CONFIG_HINT: Final = "put the adapter_config.json into the directory"
 
 
 def build_adapter_config(note: object, tensors: Mapping[str, Tensor], adapter: str) -> dict[str, object]:
@@ -26,7 +26,7 @@ def build_adapter_config(note: object, tensors: Mapping[str, Tensor], adapter: s
     if not isinstance(note, dict) or not all(_is_positive(note.get(key)) for key in ("r", "lora_alpha")):
         raise SourceError(
             f"{TRAINER_METADATA} does not say the rank and alpha of the adapter",
-            hint=_HINT,
+            hint=_ADAPTER_CONFIG_HINT,
         )
     modules = dict.fromkeys(_list_modules(tensors, adapter, note["r"]))
     return {
@@ -51,8 +51,8 @@ def _list_modules(tensors: Mapping[str, Tensor], adapter: str, rank: int) -> Ite
         match = LIVE_MATRIX.fullmatch(name)
         if match is None or match["adapter"] != adapter:
             continue
-        if match["part"].endswith(_MAGNITUDE):
-            raise SourceError(f"{name} is DoRA's, of which {TRAINER_METADATA} says nothing", hint=_HINT)
+        if match["part"].endswith(_MAGNITUDE_SUFFIX):
+            raise SourceError(f"{name} is DoRA's, of which {TRAINER_METADATA} says nothing", hint=_ADAPTER_CONFIG_HINT)
         if match["part"] == ".lora_A" and tensor.shape[0] != rank:
             raise SourceError(f"{name} has {tensor.shape[0]} rows, but {TRAINER_METADATA} says a rank of {rank}")
         yield match["module"].rpartition("base_model.model.")[2]

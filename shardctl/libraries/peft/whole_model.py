@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _SAVED_WHOLE: Final = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-_EMBEDDINGS: Final = ("embed_tokens", "lm_head")
+_EMBEDDING_MODULE_NAMES: Final = ("embed_tokens", "lm_head")
 """Modules whose base PEFT saves, too, if it is adapted (`EMBEDDING_LAYER_NAMES`)."""
-_MAGNITUDE: Final = ".lora_magnitude_vector"
+_MAGNITUDE_SUFFIX: Final = ".lora_magnitude_vector"
 
 
 def list_live_adapters(names: Iterable[str]) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def map_saved_names(names: Iterable[str], adapter: str, config: Mapping[str, obj
         saved = _SAVED_WHOLE.fullmatch(name)
         if name in live:
             match = live[name]
-            rest = "" if match["part"] == _MAGNITUDE else match["rest"] or ""
+            rest = "" if match["part"] == _MAGNITUDE_SUFFIX else match["rest"] or ""
             found[name] = f"{match['module']}{match['part']}{rest}"
         elif saved is not None:
             if saved["adapter"] == adapter:
@@ -60,7 +60,7 @@ def map_saved_names(names: Iterable[str], adapter: str, config: Mapping[str, obj
         elif LIVE_MATRIX.fullmatch(name) is None and (
             (biases == "all" and name.endswith(".bias"))
             or (own == "bias" and module in modules and str(biases).endswith("_only"))
-            or (own and module in modules and module.rpartition(".")[2] in _EMBEDDINGS)
+            or (own and module in modules and module.rpartition(".")[2] in _EMBEDDING_MODULE_NAMES)
         ):
             found[name] = name
     return {name: _prefix(saved) for name, saved in found.items()}

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source
 
-_DEPTH: Final = 32
-_FLAT: Final = "_flat_param"
+_MAX_NESTING_DEPTH: Final = 32
+_FLAT_PARAMETER_NAME: Final = "_flat_param"
 """What FSDP1 calls all parameters of a module in one row; plain tensors beside it are this rank's views of it."""
 
 
@@ -67,7 +67,7 @@ class RankCollector:
         saved = open_saved(self.source, path)
         views: list[StorageView] = []
         leaves = list(_walk_leaves(saved.tree, path))
-        flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)
+        flat = any(way[-1].rpartition(".")[2] == _FLAT_PARAMETER_NAME for way, _ in leaves if way)
         for way, node in leaves:
             key = ".".join((*root, *way))
             if self.ways.setdefault(key, (*root, *way)) != (*root, *way):
@@ -158,8 +158,8 @@ def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
         if inside is None:
             yield way, node
             continue
-        if len(way) >= _DEPTH:
-            raise HostileError(f"{path} has dicts inside of each other, more than {_DEPTH} deep")
+        if len(way) >= _MAX_NESTING_DEPTH:
+            raise HostileError(f"{path} has dicts inside of each other, more than {_MAX_NESTING_DEPTH} deep")
         for key, value in reversed(inside.items()):
             if not isinstance(key, str | int):
                 raise SourceError(

@@ -24,26 +24,31 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
 
-_WRAPPED: Final = frozenset({"torch._tensor._rebuild_from_type_v2"})
-_EMPTY: Final = "torch._utils._rebuild_wrapper_subclass"
-_PARAMETERS: Final = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"})
-_DTENSORS: Final = frozenset(
+_TYPE_REBUILD_FUNCTIONS: Final = frozenset({"torch._tensor._rebuild_from_type_v2"})
+_SUBCLASS_REBUILD_FUNCTION: Final = "torch._utils._rebuild_wrapper_subclass"
+_PARAMETER_REBUILD_FUNCTIONS: Final = frozenset(
+    {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+)
+_DTENSOR_CLASSES: Final = frozenset(
     {
         "torch.distributed.tensor.DTensor",
         "torch.distributed.tensor._api.DTensor",
         "torch.distributed._tensor.api.DTensor",
     }
 )
-_SHARDED: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_PLACEMENTS: Final = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
-_FAR: Final = 1 << 63
-_AXES: Final = 16
-_NESTED: Final = 3
+_SHARDED_TENSOR_CLASS: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_PLACEMENT_MODULE_PREFIXES: Final = (
+    "torch.distributed.tensor.placement_types.",
+    "torch.distributed._tensor.placement_types.",
+)
+_INT64_LIMIT: Final = 1 << 63
+_MAX_MESH_AXES: Final = 16
+_MAX_FLATTENED_AXIS_DEPTH: Final = 3
 """Axes flattened within each other."""
-_FEWEST: Final = 3
+_MIN_WRAPPER_ARGUMENTS: Final = 3
 """Arguments of a wrapper, up to its shape: class, type, shape."""
 
-_MOST: Final = 1 << 12
+_MAX_BOXES_PER_TENSOR: Final = 1 << 12
 """Boxes of one tensor on one rank; a fused projection under tensor parallelism has two or three."""
 _Runs = tuple[tuple[int, int], ...]
 """First index and number of indices of each stretch, in the order in which a rank has them."""
@@ -97,7 +102,7 @@ def as_tensor_part(node: object, where: str) -> TensorPart | None:
         SourceError: malformed, or the local tensor is not the one that the description is of.
         UnsupportedError: pending sums (`Partial`), placements that are not known, tensors as `as_tensor` refuses.
     """
-    if isinstance(node, CallNode) and str(node.function) in _PARAMETERS and node.args:
+    if isinstance(node, CallNode) and str(node.function) in _PARAMETER_REBUILD_FUNCTIONS and node.args:
         return as_tensor_part(node.args[0], where) if _is_wrapper(node.args[0]) else _as_plain_part(node, where)
     if not _is_wrapper(node):
         return _as_plain_part(node, where)
@@ -106,7 +111,11 @@ def as_tensor_part(node: object, where: str) -> TensorPart | None:
     shape, dtype = _parse_sizes(args[2], where), BY_TORCH.get(args[1].name) if isinstance(args[1], GlobalNode) else None
     if dtype is None:
         raise UnsupportedError(f"{where} has the type {ascii(args[1])[:40]}, which safetensors cannot hold")
-    found = _parse_sharded_tensor(state, shape, where) if str(kind) == _SHARDED else _parse_dtensor(state, shape, where)
+    found = (
+        _parse_sharded_tensor(state, shape, where)
+        if str(kind) == _SHARDED_TENSOR_CLASS
+        else _parse_dtensor(state, shape, where)
+    )
     pieces, ranks = found
     if any(piece.view.dtype != dtype for piece in pieces):
         _raise_malformed(where, f"is {dtype}, but its local tensor is not")
@@ -115,11 +124,16 @@ def as_tensor_part(node: object, where: str) -> TensorPart | None:
 
 def _is_wrapper(node: object) -> bool:
     """Return whether it is a call that makes a DTensor or a ShardedTensor: `(rebuild, class, arguments, state)`."""
-    if not isinstance(node, CallNode) or str(node.function) not in _WRAPPED:
+    if not isinstance(node, CallNode) or str(node.function) not in _TYPE_REBUILD_FUNCTIONS:
         return False
     match node.args:
-        case (GlobalNode() as rebuild, GlobalNode() as kind, tuple() as args, _, *_) if len(args) >= _FEWEST:
-            return str(rebuild) == _EMPTY and str(kind) in {*_DTENSORS, _SHARDED}
+        case (GlobalNode() as rebuild, GlobalNode() as kind, tuple() as args, _, *_) if (
+            len(args) >= _MIN_WRAPPER_ARGUMENTS
+        ):
+            return str(rebuild) == _SUBCLASS_REBUILD_FUNCTION and str(kind) in {
+                *_DTENSOR_CLASSES,
+                _SHARDED_TENSOR_CLASS,
+            }
     return False
 
 
@@ -190,23 +204,23 @@ def _parse_mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
         ranks = as_tensor(mesh.get("mesh"), where)
         sizes = list(ranks.shape) if ranks is not None else [None]
     found = [size for size in sizes if size is not None]
-    if len(found) != len(sizes) or len(found) > _AXES:
+    if len(found) != len(sizes) or len(found) > _MAX_MESH_AXES:
         raise UnsupportedError(f"{where} is on a device mesh of a kind that shardctl does not know")
     return tuple(found)
 
 
-def _multiply_extents(extent: object, depth: int = _NESTED) -> int | None:
+def _multiply_extents(extent: object, depth: int = _MAX_FLATTENED_AXIS_DEPTH) -> int | None:
     """Return the ranks of one axis, which may be several axes flattened."""
-    if isinstance(extent, tuple | list) and len(extent) <= _AXES and depth:
+    if isinstance(extent, tuple | list) and len(extent) <= _MAX_MESH_AXES and depth:
         parts = [_multiply_extents(part, depth - 1) for part in extent]
         known = [part for part in parts if part is not None]
         return prod(known) if len(known) == len(parts) else None
-    return extent if type(extent) is int and 0 < extent < _FAR else None
+    return extent if type(extent) is int and 0 < extent < _INT64_LIMIT else None
 
 
 def _parse_placement(node: object, size: int, index: int, ndim: int, where: str) -> AxisPlacement:
     function = str(node.function) if isinstance(node, CallNode) else ""
-    prefix = next((p for p in _PLACEMENTS if function.startswith(p)), None)
+    prefix = next((p for p in _PLACEMENT_MODULE_PREFIXES if function.startswith(p)), None)
     if not isinstance(node, CallNode) or prefix is None:
         _raise_malformed(where, "has something else in place of a placement")
     kind = function.removeprefix(prefix)
@@ -219,7 +233,7 @@ def _parse_placement(node: object, size: int, index: int, ndim: int, where: str)
     state = _parse_attributes(node.state, where) if node.state is not None else {}
     dim = state.get("dim", node.args[0] if node.args else None)
     factor = state.get("split_factor", 1)
-    if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or not 0 < factor < _FAR:
+    if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or not 0 < factor < _INT64_LIMIT:
         _raise_malformed(where, f"of {ndim} dims is cut along dim {ascii(dim)[:40]}")
     return AxisPlacement(size, index, dim % ndim, factor if kind == "_StridedShard" else 1)
 
@@ -281,7 +295,7 @@ def _parse_attributes(state: object, where: str) -> dict[Any, Any]:
 
 
 def _as_numbers(node: object) -> tuple[int, ...] | None:
-    if not isinstance(node, tuple | list) or any(type(n) is not int or not 0 <= n < _FAR for n in node):
+    if not isinstance(node, tuple | list) or any(type(n) is not int or not 0 <= n < _INT64_LIMIT for n in node):
         return None
     return tuple(node)
 
@@ -309,8 +323,10 @@ def list_local_boxes(
     Raises HostileError for placements that divide a tensor into very many boxes.
     """
     runs = _compute_runs(shape, placements)
-    if prod(map(len, runs)) > _MOST:
-        raise HostileError(f"placements that divide a tensor of {list(shape)} into more than {_MOST:,} boxes")
+    if prod(map(len, runs)) > _MAX_BOXES_PER_TENSOR:
+        raise HostileError(
+            f"placements that divide a tensor of {list(shape)} into more than {_MAX_BOXES_PER_TENSOR:,} boxes"
+        )
     starts = [list(accumulate((count for _, count in each), initial=0))[:-1] for each in runs]
     return tuple(
         (Box(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), at)
@@ -337,8 +353,8 @@ def _share_runs(runs: _Runs, placement: AxisPlacement) -> _Runs:
     """Return what one rank gets of the stretches that the axes before left."""
     total = sum(count for _, count in runs)
     piece = -(-total // placement.factor)
-    if total > piece * _MOST:
-        raise HostileError(f"a placement divides a dim of {total:,} into more than {_MOST:,} parts")
+    if total > piece * _MAX_BOXES_PER_TENSOR:
+        raise HostileError(f"a placement divides a dim of {total:,} into more than {_MAX_BOXES_PER_TENSOR:,} parts")
     shares: list[tuple[int, int]] = []
     for start in range(0, total, max(piece, 1)):
         stop = min(start + piece, total)
@@ -349,8 +365,10 @@ def _share_runs(runs: _Runs, placement: AxisPlacement) -> _Runs:
                 shares[-1] = (shares[-1][0], shares[-1][1] + count)
             else:
                 shares.append((begin, count))
-        if len(shares) > _MOST:
-            raise HostileError(f"placements divide a dim of {total:,} into more than {_MOST:,} stretches")
+        if len(shares) > _MAX_BOXES_PER_TENSOR:
+            raise HostileError(
+                f"placements divide a dim of {total:,} into more than {_MAX_BOXES_PER_TENSOR:,} stretches"
+            )
     return tuple(shares)
 
 

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from shardctl.libraries.files.rank_files import RankFileName
     from shardctl.storage import Source
 
-_WHOLE: Final = (WHOLE_TORCH, WHOLE_TORCH + INDEX_SUFFIX)
+_TORCH_WEIGHT_FILES: Final = (WHOLE_TORCH, WHOLE_TORCH + INDEX_SUFFIX)
 """Beside these, the files of ranks are something else."""
-_FOLDER: Final = "huggingface/"
+_HUGGINGFACE_FOLDER: Final = "huggingface/"
 """Where verl keeps config and tokenizer, and on request the model again, beside the files of its ranks (verl 0.9.1,
 `utils/checkpoint/fsdp_checkpoint_manager.py`)."""
-_CONFIG: Final = f"{_FOLDER}config.json"
-_RUN: Final = "fsdp_config.json"
+_MODEL_CONFIG_FILE: Final = f"{_HUGGINGFACE_FOLDER}config.json"
+_FSDP_CONFIG_FILE: Final = "fsdp_config.json"
 """What it says of its ranks, which are not those of the result."""
 
 
 def detect_pickled_ranks(source: Source) -> bool:
     """Detect whether the directory holds files with the numbers of ranks in their names, and no whole model."""
     files = source.files()
-    if find_given_file(source) is not None or any(path in files for path in _WHOLE):
+    if find_given_file(source) is not None or any(path in files for path in _TORCH_WEIGHT_FILES):
         return False
     return any(file.kind == "model" for file in list_rank_files(files))
 
@@ -108,27 +108,27 @@ def _select_one_save(source: Source, files: Sequence[RankFileName], what: str) -
 def _list_side_objects(source: Source, files: Sequence[RankFileName]) -> list[OpaqueObject]:
     side, _ = list_side_files(source, {file.path for file in files if file.kind != "other"})
     others = {file.path for file in files if file.kind == "other"}
-    if _CONFIG in source.files():
-        others |= {_CONFIG, _RUN} | {each.name for each in side if _is_repeated(each.name)}
+    if _MODEL_CONFIG_FILE in source.files():
+        others |= {_MODEL_CONFIG_FILE, _FSDP_CONFIG_FILE} | {each.name for each in side if _is_repeated(each.name)}
         side = tuple(_lift_file(source, each) if each.name not in others else each for each in side)
     return [replace(each, policy="drop") if each.name in others else each for each in side]
 
 
 def _is_repeated(path: str) -> bool:
     """Return whether a file is part of the model that is there again."""
-    return path.startswith(_FOLDER) and path.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX))
+    return path.startswith(_HUGGINGFACE_FOLDER) and path.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX))
 
 
 def _lift_file(source: Source, side: OpaqueObject) -> OpaqueObject:
     """Return a file of the folder as one of the result's root, where engines look for it, if there is no such."""
-    name = side.name.removeprefix(_FOLDER)
+    name = side.name.removeprefix(_HUGGINGFACE_FOLDER)
     return side if name in source.files() else replace(side, name=name)
 
 
 def _read_own_config(source: Source) -> OwnConfig | None:
-    if _CONFIG not in source.files():
+    if _MODEL_CONFIG_FILE not in source.files():
         return None
-    config = read_json(source, _CONFIG, CONFIG_TEXT)
+    config = read_json(source, _MODEL_CONFIG_FILE, CONFIG_TEXT)
     return OwnConfig(config) if isinstance(config, dict) else None
 
 

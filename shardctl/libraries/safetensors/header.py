@@ -58,23 +58,23 @@ _FIRST_READ: Final = 1 << 16
 """Bytes of a file that is far away in which most headers fit."""
 _PER_ENTRY: Final = 160
 """Bytes of an entry without its name, generously: ``"":{"dtype":"F8_E4M3","shape":[...],"data_offsets":[...]},``."""
-_BESIDES: Final = 512
+_HEADER_OVERHEAD_BYTES: Final = 512
 """Bytes of a header besides its entries: its length, its metadata, and what pads it."""
-_U64: Final = 1 << 64
+_UINT64_LIMIT: Final = 1 << 64
 METADATA: Final = "__metadata__"
 spell_text: Final = encode_basestring
 """Spells a string as JSON, characters beyond ASCII as they are."""
-_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
-_SIZE: Final = "(?:0|[1-9][0-9]{0,18}+)"
+_TENSOR_ENTRY_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
+_SIZE_PATTERN: Final = "(?:0|[1-9][0-9]{0,18}+)"
 _PLAIN_MEMBER: Final = re.compile(
-    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
-    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}{PLAIN_END}'
+    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_SIZE_PATTERN}(?:, ?{_SIZE_PATTERN}){{0,15}})?)\], ?'
+    rf'"data_offsets": ?\[({_SIZE_PATTERN}), ?({_SIZE_PATTERN})\]\}}{PLAIN_END}'
 )
 """A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
 _TO_TYPE: Final = '":{"dtype":"'
 _TO_OFFSETS: Final = '],"data_offsets":['
 _TO_NEXT: Final = '},"'
-_COMPACT_KIND: Final = re.compile(rf'([A-Z0-9_]+)","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,15}})?)')
+_COMPACT_KIND: Final = re.compile(rf'([A-Z0-9_]+)","shape":\[((?:{_SIZE_PATTERN}(?:,{_SIZE_PATTERN}){{0,15}})?)')
 """What stands between the first two of these: type and shape as the library itself spells them."""
 
 
@@ -143,7 +143,11 @@ def read_header(source: Source, path: str) -> SafetensorsHeader:
 
 def estimate_header_size(names: Iterable[str] | None) -> int:
     """Estimate how many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
-    return _FIRST_READ if names is None else sum(len(name.encode()) + _PER_ENTRY for name in names) + _BESIDES
+    return (
+        _FIRST_READ
+        if names is None
+        else sum(len(name.encode()) + _PER_ENTRY for name in names) + _HEADER_OVERHEAD_BYTES
+    )
 
 
 def looks_like_header(source: Source, path: str) -> bool:
@@ -279,8 +283,8 @@ class _ParsedHeader:
 
 def _parse_fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
     """Parse the dtype's name, the shape and the two offsets of an entry, each of the right JSON type."""
-    if entry.keys() != _FIELDS:
-        odd = min(entry.keys() ^ _FIELDS)
+    if entry.keys() != _TENSOR_ENTRY_FIELDS:
+        odd = min(entry.keys() ^ _TENSOR_ENTRY_FIELDS)
         raise MalformedError(f"tensor {name!r} has {'an unknown' if odd in entry else 'no'} field {odd!r}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str:
@@ -320,7 +324,7 @@ def _parse_compact_kind(name: str, spelled: str) -> tuple[DType, tuple[int, ...]
 
 
 def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v < _U64 for v in values)
+    return isinstance(values, list) and all(type(v) is int and v < _UINT64_LIMIT for v in values)
 
 
 def _compute_nbytes(name: str, dtype: DType, shape: list[int]) -> int:
@@ -331,10 +335,10 @@ def _compute_nbytes(name: str, dtype: DType, shape: list[int]) -> int:
     bits = 1
     for extent in shape:
         bits *= extent
-        if bits >= _U64:
+        if bits >= _UINT64_LIMIT:
             raise MalformedError(f"tensor {name!r} has the shape {shape}, whose size overflows 64 bits")
     bits *= dtype.bits
-    if bits >= _U64:
+    if bits >= _UINT64_LIMIT:
         raise MalformedError(f"tensor {name!r} is {dtype} {shape}, whose size overflows 64 bits")
     if bits % 8:
         raise MalformedError(f"tensor {name!r} is {dtype} {shape}, which does not end on a byte")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
 
 NAME: Final = "hf"
-_DIFFUSION: Final = "diffusion_pytorch_model.safetensors"
+_DIFFUSERS_WEIGHTS_FILE: Final = "diffusion_pytorch_model.safetensors"
 """What diffusers calls the weights of one part of a pipeline (diffusers, `utils/constants.py`)."""
 _DIFFUSION_CLASS: Final = "_class_name"
 """Where its configs name the class."""
@@ -53,7 +53,7 @@ def pack_hf(request: PackRequest) -> Manifest:
     elif holds_adapter(have.tensors):  # PEFT reads one file
         _add_files(builder, ADAPTERS[0], [list(arrays)])
     else:
-        whole = _DIFFUSION if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
+        whole = _DIFFUSERS_WEIGHTS_FILE if _DIFFUSION_CLASS in request.config else WHOLE_SAFETENSORS
         _add_files(builder, whole, group_by_size(arrays, request.max_shard_size))
     packed = builder.manifest(NAME, have, request.dtypes)
     line = f"not written, because the class computes them and does not save them: {format_first_few(unsaved)}"
@@ -102,8 +102,10 @@ def build_shared_array(
 def _choose_part_name(arrays: Iterable[TensorArray]) -> str:
     """Choose what the class of a pipeline's part looks for: what diffusers calls it, if the source has that name."""
     files = (path for array in arrays for tensor in array.tensors for path in tensor.files)
-    stem = _DIFFUSION.removesuffix(SAFETENSORS)
-    return _DIFFUSION if any(path.partition("/")[2].startswith(stem) for path in files) else WHOLE_SAFETENSORS
+    stem = _DIFFUSERS_WEIGHTS_FILE.removesuffix(SAFETENSORS)
+    return (
+        _DIFFUSERS_WEIGHTS_FILE if any(path.partition("/")[2].startswith(stem) for path in files) else WHOLE_SAFETENSORS
+    )
 
 
 def _add_files(builder: FileBuilder, whole: str, groups: Sequence[Sequence[TensorArray]]) -> None:

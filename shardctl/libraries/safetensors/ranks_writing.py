@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from shardctl.tensors.pieces import TensorShard
 
 NAME: Final = "ranks"
-_BETWEEN: Final = ", "
+_ENTRY_SEPARATOR: Final = ", "
 """What stands between the entries of `DCP_SHARDING_INFO`."""
-_PLAIN: Final = re.compile(r"[ !#-\[\]-~]*")
+_UNESCAPED_JSON_PATTERN: Final = re.compile(r"[ !#-\[\]-~]*")
 """Characters that JSON spells as they are, each with one byte."""
 _quote: Final = encode_basestring_ascii
 """A string as JSON, in ASCII."""
@@ -123,12 +123,12 @@ def _measure_rank_file(rows: list[tuple[int, str, int]], spelled: int) -> int | 
     """
     rows.sort()
     names = [name for _, name, _ in rows]
-    if len(set(names)) < len(names) or METADATA in names or not _PLAIN.fullmatch("".join(names)):
+    if len(set(names)) < len(names) or METADATA in names or not _UNESCAPED_JSON_PATTERN.fullmatch("".join(names)):
         return None
     ends = [str(end) for end in accumulate([nbytes for _, _, nbytes in rows])]
     # Each name stands in the metadata, too; each array begins where the one before it ends, and the first at 0.
     spelled += 2 * sum(map(len, names)) + 2 * sum(map(len, ends)) - len(ends[-1]) + len("0")
-    spelled += len(_BETWEEN) * (len(names) - 1)
+    spelled += len(_ENTRY_SEPARATOR) * (len(names) - 1)
     return measure_file(spelled, int(ends[-1])) if spelled <= LARGEST_HEADER else None
 
 
@@ -267,7 +267,7 @@ def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
     """Build the metadata that says where in its global tensor each array is."""
     ordered = sorted(arrays, key=attrgetter("name"))
     entries = [_spell_entry(array.name, array.box.origin, array.shape) for array in ordered]
-    return {VERSION_KEY: "1.0", KEY: f"{{{_BETWEEN.join(entries)}}}"}
+    return {VERSION_KEY: "1.0", KEY: f"{{{_ENTRY_SEPARATOR.join(entries)}}}"}
 
 
 LAYOUT: Final = Layout(

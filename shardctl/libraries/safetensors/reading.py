@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.storage import Source, Span
 
-_INDEXES: Final = SAFETENSORS + INDEX_SUFFIX
+_INDEX_FILE_SUFFIX: Final = SAFETENSORS + INDEX_SUFFIX
 _STANDARD_INDEX: Final = WHOLE_SAFETENSORS + INDEX_SUFFIX
 _RANK_FILE: Final = re.compile(rf"(?:{FOLDER})?shard-[0-9]{{5}}-(model-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors)")
 """What torch's HuggingFaceStorageWriter writes and transformers >= 5.20 recognises."""
@@ -54,9 +54,9 @@ def detect_safetensors(source: Source) -> bool:
     """Detect whether the directory holds safetensors files or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
-        return given.endswith((SAFETENSORS, _INDEXES)) or looks_like_header(source, given)
+        return given.endswith((SAFETENSORS, _INDEX_FILE_SUFFIX)) or looks_like_header(source, given)
     return (
-        any("/" not in path and path.endswith((SAFETENSORS, _INDEXES)) for path in source.files())
+        any("/" not in path and path.endswith((SAFETENSORS, _INDEX_FILE_SUFFIX)) for path in source.files())
         or bool(list_saved_apart(source))
         or bool(list_unfinished_downloads(source, SAFETENSORS))
     )
@@ -127,7 +127,7 @@ def _choose_files(source: Source) -> FileChoice:
     adapters = list_adapter_files(source)
     names = [p for p in source.files() if "/" not in p and p.endswith(SAFETENSORS) and p not in adapters]
     names = names or list_saved_apart(source)
-    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_FILE_SUFFIX)]
     if any(_RANK_FILE.fullmatch(name) for name in names):
         _check_numbering(names)
         return FileChoice(tuple(names))

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "model/"
 METADATA: Final = ".hf_metadata/"
-_CONFIG: Final = f"{METADATA}config.json"
-_FILE: Final = re.compile(rf"{FOLDER}shard-[0-9]{{5}}-model-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors")
+_CONFIG_FILE: Final = f"{METADATA}config.json"
+_SHARD_FILE_PATTERN: Final = re.compile(rf"{FOLDER}shard-[0-9]{{5}}-model-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors")
 
 
 def list_saved_apart(source: Source) -> list[str]:
     """List the files of ranks that are in a folder `model`."""
-    return [path for path in source.files() if _FILE.fullmatch(path)]
+    return [path for path in source.files() if _SHARD_FILE_PATTERN.fullmatch(path)]
 
 
 def read_config_apart(source: Source, folder: str = FOLDER) -> OwnConfig | None:
@@ -36,7 +36,7 @@ def read_config_apart(source: Source, folder: str = FOLDER) -> OwnConfig | None:
         SourceError: it is no JSON object.
         HostileError: it is a link that leaves the directory.
     """
-    path = f"{folder}{_CONFIG}"
+    path = f"{folder}{_CONFIG_FILE}"
     if path not in source.files():
         return None
     check_link(source, path)

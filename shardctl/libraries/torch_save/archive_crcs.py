@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import CheckpointFile
 
-_ENTRY: Final = struct.Struct("<16xI8x3H12x")
+_DIRECTORY_ENTRY_STRUCT: Final = struct.Struct("<16xI8x3H12x")
 """Of an entry of the directory the CRC-32, and the lengths of name, extra field and comment (APPNOTE 4.3.12)."""
-_CRC: Final = 16
+_ENTRY_CRC_OFFSET: Final = 16
 """Bytes of an entry before its CRC-32."""
-_SMALL: Final = 64 << 10
+_MAX_COMPARED_DIRECTORY_BYTES: Final = 64 << 10
 """Bytes of a directory that is compared with that of an archive of the same size: those of a distributed save are
 alike, each has one tensor, and one read instead of five is a fifth of the time where they are small or far away."""
 
@@ -71,7 +71,7 @@ class ArchiveCrcs:
     def _read(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
         archive = read_archive(self._source, path, start=offset, size=size)
         records = sorted(archive.records.values(), key=lambda record: record.offset)
-        if offset + size - archive.directory <= _SMALL:
+        if offset + size - archive.directory <= _MAX_COMPARED_DIRECTORY_BYTES:
             self._remember(archive.directory, path, offset, size, [(r.name, r.offset, r.size) for r in records])
         return [CrcRange(record.name, record.offset, record.size, record.crc) for record in records]
 
@@ -83,11 +83,11 @@ class ArchiveCrcs:
         names: dict[str, int] = {}
         at = 0
         while tail[at : at + 4] == CENTRAL_MAGIC:
-            _, named, extra, remark = _ENTRY.unpack_from(tail, at)
-            full = tail[at + _ENTRY.size : at + _ENTRY.size + named].decode()
+            _, named, extra, remark = _DIRECTORY_ENTRY_STRUCT.unpack_from(tail, at)
+            full = tail[at + _DIRECTORY_ENTRY_STRUCT.size : at + _DIRECTORY_ENTRY_STRUCT.size + named].decode()
             names[full.partition("/")[2]] = len(crcs)
-            crcs.append(at + _CRC)
-            at += _ENTRY.size + named + extra + remark
+            crcs.append(at + _ENTRY_CRC_OFFSET)
+            at += _DIRECTORY_ENTRY_STRUCT.size + named + extra + remark
         ranges = tuple(CrcRange(name, start - offset, length, names[name]) for name, start, length in records)
         self._known[size] = _KnownDirectory(_blank_crcs(tail, crcs), tuple(crcs), ranges)
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
 
-_ROOT: Final = "archive/"
-_ALIGNMENT: Final = 64
+_ARCHIVE_ROOT_FOLDER: Final = "archive/"
+_STORAGE_ALIGNMENT_BYTES: Final = 64
 _NO_TIME: Final = (0, 0x21)
 """Midnight of 1 January 1980, the first day that zip knows."""
 
@@ -103,7 +103,7 @@ def build_archive(value: Value, storages: Sequence[int] = ()) -> ArchiveOutline:
         name, header = f"data/{number}", at + len(literal)
         directory += _encode_central_header(name, 0, nbytes, header)
         bare = header + len(_encode_local_header(name, 0, nbytes))
-        literal += _encode_local_header(name, 0, nbytes, -(bare + 4) % _ALIGNMENT)
+        literal += _encode_local_header(name, 0, nbytes, -(bare + 4) % _STORAGE_ALIGNMENT_BYTES)
         literals.append((at, literal))
         starts.append(at + len(literal))
         at, literal = starts[-1] + nbytes, b""
@@ -113,7 +113,7 @@ def build_archive(value: Value, storages: Sequence[int] = ()) -> ArchiveOutline:
 
 
 def _encode_local_header(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
-    full = (_ROOT + name).encode()
+    full = (_ARCHIVE_ROOT_FOLDER + name).encode()
     extra = _encode_zip64_field(size)
     if padding is not None:
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -122,7 +122,7 @@ def _encode_local_header(name: str, crc: int, size: int, padding: int | None = N
 
 
 def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes:
-    full = (_ROOT + name).encode()
+    full = (_ARCHIVE_ROOT_FOLDER + name).encode()
     extra, narrow = _encode_zip64_field(size, header), min(size, FULL4)
     return (
         CENTRAL.pack(

@@ -19,8 +19,8 @@ SECOND_PICKLE: Final = "what follows the pickle is left behind, as torch leaves 
 SECOND_SAVE: Final = "what follows the first save is left behind, as torch.load leaves it"
 UNUSED_ITEMS: Final = "entries that belong to no tensor or object are left behind"
 UNUSED_BYTES: Final = "bytes between and behind the entries are left behind"
-_SHOWN: Final = 5
-_KEPT: Final = 100
+_MAX_NAMES_SHOWN: Final = 5
+_MAX_REMEMBERED_ITEMS: Final = 100
 """Things of one file, and different lists of things, that are remembered: hostile files have millions."""
 
 
@@ -33,10 +33,10 @@ class LeftoverNotes:
 
     def note(self, path: str, kind: str, things: Iterable[str]) -> None:
         """Remember that a file holds `things` of a kind, of which the first few are named later."""
-        listed = tuple(islice(things, _KEPT))
+        listed = tuple(islice(things, _MAX_REMEMBERED_ITEMS))
         if listed:
             groups = self._found.setdefault(kind, {})
-            known = listed in groups or len(groups) < _KEPT
+            known = listed in groups or len(groups) < _MAX_REMEMBERED_ITEMS
             groups.setdefault(listed if known else next(iter(groups)), {})[path] = None
 
     def note_names(self, path: str, names: Iterable[GlobalNode]) -> None:
@@ -56,6 +56,12 @@ class LeftoverNotes:
         things = [thing for thing in dict.fromkeys(chain.from_iterable(untold)) if thing not in self._told]
         paths = dict.fromkeys(chain.from_iterable(untold.values()))
         if things:
-            many = len(groups) == _KEPT or any(len(listed) == _KEPT for listed in untold)
-            said = f"{', '.join(things[:_SHOWN])} and many more" if many else format_first_few(things, _SHOWN)
+            many = len(groups) == _MAX_REMEMBERED_ITEMS or any(
+                len(listed) == _MAX_REMEMBERED_ITEMS for listed in untold
+            )
+            said = (
+                f"{', '.join(things[:_MAX_NAMES_SHOWN])} and many more"
+                if many
+                else format_first_few(things, _MAX_NAMES_SHOWN)
+            )
             yield f"{format_first_few(paths, 1)}: {kind}: {said}"

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_PROTOCOL: Final = 1001
-_PARTS: Final = {
+_LEGACY_PROTOCOL_VERSION: Final = 1001
+_LIMITS_BY_PICKLE: Final = {
     "magic number": PickleLimits(opcodes=1_024),
     "protocol": PickleLimits(opcodes=1_024),
     "system": PickleLimits(opcodes=1_024),
@@ -33,10 +33,10 @@ _PARTS: Final = {
     "storages": PickleLimits(opcodes=4_000_000),
 }
 """The pickles and what each may ask for."""
-_PROTO: Final = b"\x80"
+_PROTO_OPCODE: Final = b"\x80"
 """What a pickle begins with."""
 _FIRST_READ: Final = 1 << 20
-_LONGER: Final = 8
+_READ_GROWTH_FACTOR: Final = 8
 """How many times more is read when the pickles turn out to be longer."""
 
 
@@ -49,8 +49,8 @@ def read_legacy(source: Source, path: str) -> SavedFile:
         UnsupportedError: another protocol, or big-endian data.
     """
     _, protocol, system, saved, keys = _read_pickles(source, path)
-    if protocol.value != _PROTOCOL:
-        raise UnsupportedError(f"{path} has a version of torch's old format other than {_PROTOCOL}")
+    if protocol.value != _LEGACY_PROTOCOL_VERSION:
+        raise UnsupportedError(f"{path} has a version of torch's old format other than {_LEGACY_PROTOCOL_VERSION}")
     if (as_mapping(system.value) or {}).get("little_endian") is False:
         raise UnsupportedError(f"{path} holds big-endian data", hint="save it again on a little-endian machine")
     check_storages(saved.persistents, path)
@@ -64,7 +64,7 @@ def read_legacy(source: Source, path: str) -> SavedFile:
         raise SourceError(f"{path} does not list its storages")
     extents, end = _read_extents(source, path, keys, itemsizes)
     more = source.files()[path].size - end
-    if more and read_bytes(source, path, end, 1) != _PROTO:
+    if more and read_bytes(source, path, end, 1) != _PROTO_OPCODE:
         raise SourceError(f"{path} has {more:,} bytes after its last storage")
     leftovers = budget_of(source).leftovers
     leftovers.note(path, SECOND_SAVE, [f"{more:,} bytes"] if more else [])
@@ -80,7 +80,7 @@ def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
         data = read_bytes(source, path, 0, min(length, size))
         pickles: list[ParsedPickle] = []
         try:
-            for part, limits in _PARTS.items():
+            for part, limits in _LIMITS_BY_PICKLE.items():
                 start = pickles[-1].end if pickles else 0
                 pickles.append(
                     parse_pickle(data, f"{path} ({part})", start=start, limits=limits, budget=budget_of(source))
@@ -94,7 +94,7 @@ def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
                 raise
             if length >= LARGEST_PICKLE:
                 raise HostileError(f"{path} has pickles of more than {LARGEST_PICKLE:,} bytes") from None
-            length = min(length * _LONGER, LARGEST_PICKLE)
+            length = min(length * _READ_GROWTH_FACTOR, LARGEST_PICKLE)
         else:
             return pickles
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.pickle_state import PickleShortcut
 
 _HIGHEST_PROTOCOL: Final = 5
-_INTEGER: Final = 1 << 10
+_MAX_INTEGER_BYTES: Final = 1 << 10
 """Longest integer, in bytes."""
-_STRETCH: Final = 64
+_OPCODES_PER_CHECK: Final = 64
 """Opcodes run between two looks at what was spent."""
-_SET: Final = GlobalNode("builtins", "set")
-_FROZENSET: Final = GlobalNode("builtins", "frozenset")
+_BUILTIN_SET: Final = GlobalNode("builtins", "set")
+_BUILTIN_FROZENSET: Final = GlobalNode("builtins", "frozenset")
 
 _u4 = struct.Struct("<I").unpack_from
 _i4 = struct.Struct("<i").unpack_from
@@ -93,13 +93,13 @@ class _PickleMachine(PickleState):
         return ParsedPickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
 
     def _steps(self) -> None:
-        data, handlers, limits = self.data, _HANDLERS, self.limits
-        for before in range(0, limits.opcodes, _STRETCH):
+        data, handlers, limits = self.data, _OPCODE_HANDLERS, self.limits
+        for before in range(0, limits.opcodes, _OPCODES_PER_CHECK):
             self.ran = before
-            for _ in range(_STRETCH):
+            for _ in range(_OPCODES_PER_CHECK):
                 code = data[self.pos]
                 self.pos += 1
-                if code == _STOP:
+                if code == _STOP_OPCODE:
                     return
                 handlers[code](self)
             if self.spent > limits.memory:
@@ -179,7 +179,7 @@ class _PickleMachine(PickleState):
         self.spent += 32
 
     def _long(self, size: int) -> None:
-        if size > _INTEGER:
+        if size > _MAX_INTEGER_BYTES:
             self.hostile(f"has an integer of {size:,} bytes")
         self.stack.append(int.from_bytes(self.take(size), "little", signed=True))
 
@@ -246,10 +246,10 @@ class _PickleMachine(PickleState):
         self.stack.append(())
 
     def empty_set(self) -> None:
-        self.push_call(_SET, ())
+        self.push_call(_BUILTIN_SET, ())
 
     def make_frozenset(self) -> None:
-        self.push_call(_FROZENSET, (self.close_mark(),))
+        self.push_call(_BUILTIN_FROZENSET, (self.close_mark(),))
 
     def make_list(self) -> None:
         items = self.close_mark()
@@ -373,8 +373,8 @@ class _PickleMachine(PickleState):
         raise UnsupportedError(f"{self.where}: the pickle keeps data in out-of-band buffers, which are not in the file")
 
 
-_STOP: Final = ord(".")
-_HANDLERS: Final[dict[int, Callable[[_PickleMachine], None]]] = {
+_STOP_OPCODE: Final = ord(".")
+_OPCODE_HANDLERS: Final[dict[int, Callable[[_PickleMachine], None]]] = {
     ord("("): _PickleMachine.open_mark,
     ord("0"): _PickleMachine.pop,
     ord("1"): _PickleMachine.pop_mark,

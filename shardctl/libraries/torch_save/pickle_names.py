@@ -9,7 +9,7 @@ def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_MODULES: Final = _split_words("""
+_DANGEROUS_MODULES: Final = _split_words("""
     _aix_support _ctypes _osx_support _posixshmem _posixsubprocess _pyrepl _socket _winapi aiohttp asyncio bdb cProfile
     cloudpickle codeop commands concurrent ctypes dill distutils doctest ensurepip fileinput ftplib idlelib imaplib imp
     importlib inspect joblib lib2to3 marshal msvcrt multiprocessing nt ntpath os os2 pdb pip pkgutil poplib popen2 posix
@@ -18,13 +18,14 @@ _MODULES: Final = _split_words("""
 """)
 """Top-level modules of which no checkpoint has a use, and attackers have; Python 2 spellings included."""
 
-_BUILTINS: Final = _split_words("""
+_DANGEROUS_BUILTINS: Final = _split_words("""
     apply breakpoint compile delattr eval exec execfile exit file globals help input locals open quit raw_input reload
     setattr vars
 """)
-"""What runs or reaches code in `builtins`; `getattr` is not here (see `is_getattr`), `__import__` is in `_REACHED`."""
+"""What runs or reaches code in `builtins`; `getattr` is not here (see `is_getattr`), `__import__` is in
+`_DANGEROUS_ATTRIBUTES`."""
 
-_PATHS: Final = _split_words("""
+_DANGEROUS_PATHS: Final = _split_words("""
     _codecs.lookup _io.FileIO _io.open _pickle.Unpickler _pickle.load _pickle.loads cPickle.load cPickle.loads
     code.InteractiveConsole code.InteractiveInterpreter code.interact codecs.lookup codecs.open
     copyreg.add_extension copyreg.pickle http.client http.server io.FileIO io.open numpy.f2py numpy.load
@@ -37,7 +38,7 @@ _PATHS: Final = _split_words("""
 """)
 """Dotted prefixes that load or run code from elsewhere; the lists of picklescan were a start."""
 
-_REACHED: Final = _split_words("""
+_DANGEROUS_ATTRIBUTES: Final = _split_words("""
     __base__ __bases__ __builtins__ __call__ __class__ __closure__ __code__ __dict__ __func__ __getattr__
     __getattribute__ __globals__ __import__ __init_subclass__ __loader__ __mro__ __reduce__ __reduce_ex__ __self__
     __spec__ __subclasses__ __wrapped__ builtins ctypes eval exec importlib nt os popen posix pty runpy shutil socket
@@ -59,19 +60,19 @@ def can_execute_code(module: str, name: str) -> bool:
     (False, False, False)
     """
     top, parts = module.split(".", 1)[0], name.split(".")
-    if top in _MODULES or not _REACHED.isdisjoint(parts):
+    if top in _DANGEROUS_MODULES or not _DANGEROUS_ATTRIBUTES.isdisjoint(parts):
         return True
-    if top in _BUILTIN_MODULES and not _BUILTINS.isdisjoint(parts):
+    if top in _BUILTIN_MODULES and not _DANGEROUS_BUILTINS.isdisjoint(parts):
         return True
     path = [*module.split("."), *parts][:8]  # the longest of _PATHS is shorter
-    return any(".".join(path[:end]) in _PATHS for end in range(2, len(path) + 1))
+    return any(".".join(path[:end]) in _DANGEROUS_PATHS for end in range(2, len(path) + 1))
 
 
 _HARMLESS_MODULES: Final = _split_words("""
     _codecs argparse collections copy_reg copyreg datetime decimal enum fractions numpy pathlib torch._tensor
     torch._utils torch.cuda torch.distributed torch.nn.parameter torch.serialization torch.storage types uuid
 """)
-"""Modules whose names make values and nothing else; those of them that run code are in `_PATHS`."""
+"""Modules whose names make values and nothing else; those of them that run code are in `_DANGEROUS_PATHS`."""
 _HARMLESS_PATHS: Final = _split_words("""
     _io.BytesIO deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum deepspeed.utils.tensor_fragment.fragment_address io.BytesIO
@@ -103,7 +104,7 @@ def can_reach_code(attribute: str) -> bool:
     >>> can_reach_code("__globals__"), can_reach_code("a.system"), can_reach_code("_local_tensor")
     (True, True, False)
     """
-    return not _REACHED.isdisjoint(attribute.split("."))
+    return not _DANGEROUS_ATTRIBUTES.isdisjoint(attribute.split("."))
 
 
 def is_getattr(module: str, name: str) -> bool:

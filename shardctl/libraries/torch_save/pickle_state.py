@@ -14,23 +14,25 @@ NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
 FLAT: Final = 56
 """Bytes charged for a text or a tuple, beside what it holds."""
-_LINE: Final = 1 << 16
+_MAX_LINE_BYTES: Final = 1 << 16
 """Longest argument of a protocol 0 opcode, in bytes; real ones are names and numbers."""
-_NAME: Final = 1_000
+_MAX_GLOBAL_NAME_CHARACTERS: Final = 1_000
 """Longest name of a global, in characters."""
-_HOLE: Final = object()
+_EMPTY_MEMO_SLOT: Final = object()
 """Stands in the memo where nothing was stored."""
 PASSED: Final = object()
 """Stands in the memo for a part of what a shortcut folded."""
-_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), GlobalNode, CallNode, FoldedCall, PersistentNode})
+_KEY_ELEMENT_TYPES: Final = frozenset(
+    {str, bytes, int, bool, float, type(None), GlobalNode, CallNode, FoldedCall, PersistentNode}
+)
 _SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), GlobalNode, CallNode, FoldedCall, PersistentNode})
 """Types whose hash is secret, an address or one of a few, so that collisions cannot be arranged."""
 _KEY_PARTS: Final = 64
 """Parts of a tuple that is a key: a tuple is hashed anew wherever it is one."""
-_SNAPSHOT: Final = 64
+_MAX_SNAPSHOT_ITEMS: Final = 64
 """Entries of a list that a call takes as it is then; torch takes its sizes so, and has no more dims."""
-_TORCH: Final = frozenset({"torch", "torch._utils", "torch._tensor"})
-_BATCH: Final = 1_000
+_TORCH_REBUILD_MODULES: Final = frozenset({"torch", "torch._utils", "torch._tensor"})
+_DICT_BATCH_ITEMS: Final = 1_000
 """`pickle` stores the items of a dict in batches of this many."""
 
 _u2 = struct.Struct("<H").unpack_from
@@ -155,11 +157,11 @@ class PickleState:
 
     def line(self) -> bytes:
         """Return the bytes up to the next newline, which is skipped."""
-        end = self.data.find(b"\n", self.pos, self.pos + _LINE)
+        end = self.data.find(b"\n", self.pos, self.pos + _MAX_LINE_BYTES)
         if end < 0:
-            if self.pos + _LINE > len(self.data):
+            if self.pos + _MAX_LINE_BYTES > len(self.data):
                 self.truncated()
-            self.malformed(f"has a line of more than {_LINE:,} bytes")
+            self.malformed(f"has a line of more than {_MAX_LINE_BYTES:,} bytes")
         line = self.data[self.pos : end]
         self.pos = end + 1
         self.spent += FLAT + len(line)
@@ -208,8 +210,8 @@ class PickleState:
 
     def recall(self, index: int) -> None:
         """Push what the memo holds."""
-        value = self.memo[index] if 0 <= index < len(self.memo) else _HOLE
-        if value is _HOLE:
+        value = self.memo[index] if 0 <= index < len(self.memo) else _EMPTY_MEMO_SLOT
+        if value is _EMPTY_MEMO_SLOT:
             self.malformed(f"recalls memo {index}, which was never stored")
         if value is PASSED:
             raise PassedError
@@ -225,7 +227,7 @@ class PickleState:
         if not 0 <= index < self.limits.memo:
             self.hostile(f"stores to memo {index:,}")
         if index > len(memo):  # Python 2 counts from 1
-            memo.extend([_HOLE] * (index + 1 - len(memo)))
+            memo.extend([_EMPTY_MEMO_SLOT] * (index + 1 - len(memo)))
         memo[index] = value
 
     # Containers
@@ -268,10 +270,10 @@ class PickleState:
         if type(key) is tuple:
             if len(key) > _KEY_PARTS:
                 self.malformed(f"has a tuple of {len(key):,} parts as a key; real ones have a few")
-            if any(type(part) not in _FLAT for part in key):  # its hash would recurse
+            if any(type(part) not in _KEY_ELEMENT_TYPES for part in key):  # its hash would recurse
                 self.malformed("has a nested tuple as a key")
         elif type(key) is int:
-            if before <= key < before + _BATCH:
+            if before <= key < before + _DICT_BATCH_ITEMS:
                 return
         elif type(key) is not float:
             self.malformed(f"has a {type(key).__name__} as a key")
@@ -285,8 +287,8 @@ class PickleState:
         """Return the reference to a global, one object for each; hostile if it runs code."""
         if not isinstance(module, str) or not isinstance(name, str):
             self.malformed("names a global by something other than text")
-        if len(module) + len(name) > _NAME:
-            self.malformed(f"names a global in more than {_NAME:,} characters")
+        if len(module) + len(name) > _MAX_GLOBAL_NAME_CHARACTERS:
+            self.malformed(f"names a global in more than {_MAX_GLOBAL_NAME_CHARACTERS:,} characters")
         known = self.globals.get((module, name))
         if known is None:
             if can_execute_code(module, name):
@@ -319,8 +321,12 @@ class PickleState:
         elif function in MAPPINGS:
             self.stack.append(self._mapping(function, args if not kwargs else (None,), new=new))
         else:
-            if isinstance(function, GlobalNode) and function.module in _TORCH and len(args) <= _SNAPSHOT:
-                args = tuple(tuple(a) if type(a) is list and len(a) <= _SNAPSHOT else a for a in args)
+            if (
+                isinstance(function, GlobalNode)
+                and function.module in _TORCH_REBUILD_MODULES
+                and len(args) <= _MAX_SNAPSHOT_ITEMS
+            ):
+                args = tuple(tuple(a) if type(a) is list and len(a) <= _MAX_SNAPSHOT_ITEMS else a for a in args)
             self.stack.append(CallNode(function, args, kwargs))
 
     def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> CallNode:  # noqa: ANN401 - of a tree
@@ -345,7 +351,7 @@ class PickleState:
         return made
 
     def _attribute(self, function: GlobalNode, args: tuple[Any, ...]) -> GlobalNode | CallNode:
-        if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _NAME:  # noqa: PLR2004 - object and name
+        if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _MAX_GLOBAL_NAME_CHARACTERS:  # noqa: PLR2004 - object and name
             self.malformed("calls getattr with strange arguments")
         target, attribute = args[:2]
         if isinstance(target, GlobalNode):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Value = object
 """None, bool, int, float, str, tuple, list, dict of such, or one of the classes below."""
 
-_SHORT: Final = 256
-_INT: Final = 1 << 31
+_ONE_BYTE_LIMIT: Final = 256
+_INT32_LIMIT: Final = 1 << 31
 
 
 @value_class
@@ -101,7 +101,7 @@ class _PickleWriter:
         index = self.memo.get(value)
         if index is None:
             return False
-        self.out += b"h" + bytes([index]) if index < _SHORT else b"j" + struct.pack("<I", index)
+        self.out += b"h" + bytes([index]) if index < _ONE_BYTE_LIMIT else b"j" + struct.pack("<I", index)
         return True
 
     def remember(self, value: Value) -> None:
@@ -162,9 +162,9 @@ def _encode_scalar(value: float | None) -> bytes:
 
 
 def _encode_integer(value: int) -> bytes:
-    if 0 <= value < _SHORT:
+    if 0 <= value < _ONE_BYTE_LIMIT:
         return b"K" + bytes([value])
-    if -_INT <= value < _INT:
+    if -_INT32_LIMIT <= value < _INT32_LIMIT:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data

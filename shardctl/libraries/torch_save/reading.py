@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source, Span
 
-_SHARD: Final = ".bin"
-_INDEXES: Final = _SHARD + INDEX_SUFFIX
+_SHARD_FILE_SUFFIX: Final = ".bin"
+_INDEX_FILE_SUFFIX: Final = _SHARD_FILE_SUFFIX + INDEX_SUFFIX
 _STANDARD_INDEX: Final = WHOLE_TORCH + INDEX_SUFFIX
-_OTHERS: Final = re.compile(
+_NON_MODEL_FILE_PATTERN: Final = re.compile(
     r"(optimizer|scheduler|scaler|training_args|random_states|rng_state).*|.*(model|optim)_states\.pt"
     r"|consolidated\.[0-9]+\.pth|common\.pt"
 )
 """What Trainer and accelerate keep to resume, and the files of DeepSpeed, Meta and Megatron-LM: containers of their
 own."""
-_HEAD: Final = 512
-_END: Final = 1 << 16
+_FILE_HEAD_BYTES: Final = 512
+_PREFETCHED_END_BYTES: Final = 1 << 16
 """Bytes of either end of a file that is far away in which pickle and directory usually are."""
-_TAR: Final = slice(257, 262)
-_REPEATED: Final = 16
+_TAR_MAGIC_SLICE: Final = slice(257, 262)
+_MAX_EXPANSION_RATIO: Final = 16
 _REPEATED_FREE: Final = 256 << 20
 """Tensors may be views that repeat elements (`expand`), but all of them together hold at most this many bytes more
 than 16 times the file's: beyond, a small file would fill a disk."""
@@ -66,12 +66,12 @@ def detect_torch_save(source: Source) -> bool:
     """Detect whether the directory holds files of torch.save or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
-        return given.endswith((*TORCH_SAVED, _INDEXES)) or _has_magic(source, given)
+        return given.endswith((*TORCH_SAVED, _INDEX_FILE_SUFFIX)) or _has_magic(source, given)
     return bool(
         _list_candidates(source)
         or find_lone_adapter(source) == ADAPTERS[1]
-        or any("/" not in path and path.endswith(_INDEXES) for path in source.files())
-        or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD))
+        or any("/" not in path and path.endswith(_INDEX_FILE_SUFFIX) for path in source.files())
+        or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD_FILE_SUFFIX))
     )
 
 
@@ -127,7 +127,7 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
 
 def _list_end_spans(path: str, size: int) -> tuple[Span, Span]:
     """List where the pickle of a file is, and the directory of its records."""
-    return (path, 0, _END), (path, max(size - _END, 0), _END)
+    return (path, 0, _PREFETCHED_END_BYTES), (path, max(size - _PREFETCHED_END_BYTES, 0), _PREFETCHED_END_BYTES)
 
 
 def open_saved(source: Source, path: str) -> SavedFile:
@@ -153,7 +153,7 @@ def read_saved(source: Source, path: str) -> SavedFile:
         return read_torch_zip(source, path)
     if head.startswith(MAGICS):
         return read_legacy(source, path)
-    if head[_TAR] == b"ustar":
+    if head[_TAR_MAGIC_SLICE] == b"ustar":
         raise UnsupportedError(
             f"{path} is a tar archive, as torch.save wrote before version 0.1.10", hint="save it again with torch"
         )
@@ -173,9 +173,9 @@ def read_saved(source: Source, path: str) -> SavedFile:
 def _choose_files(source: Source) -> FileChoice:
     given = find_given_file(source)
     if given is not None:
-        return choose_given_file(given, _SHARD)
+        return choose_given_file(given, _SHARD_FILE_SUFFIX)
     names = _list_candidates(source)
-    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_FILE_SUFFIX)]
     index = None
     if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and WHOLE_TORCH not in names):
         read = read_index if WHOLE_TORCH in names else read_shard_index
@@ -195,7 +195,7 @@ def _choose_files(source: Source) -> FileChoice:
     refuse_adapter(source)
     if find_lone_adapter(source) == ADAPTERS[1]:
         return FileChoice((ADAPTERS[1],))
-    for path in list_unfinished_downloads(source, _SHARD):
+    for path in list_unfinished_downloads(source, _SHARD_FILE_SUFFIX):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no file of torch.save")
 
@@ -209,7 +209,7 @@ def _list_candidates(source: Source) -> list[str]:
         if "/" not in path
         and path.endswith(TORCH_SAVED)
         and path not in ADAPTERS
-        and not _OTHERS.fullmatch(path)
+        and not _NON_MODEL_FILE_PATTERN.fullmatch(path)
         and (parse_rank_file_name(path) is None or whole)
         and (path.startswith("pytorch_model") or _has_magic(source, path))
     ]
@@ -221,12 +221,14 @@ def _has_magic(source: Source, path: str) -> bool:
 
 
 def _read_head(source: Source, path: str) -> bytes:
-    return read_bytes(source, path, 0, min(source.files()[path].size, _HEAD))
+    return read_bytes(source, path, 0, min(source.files()[path].size, _FILE_HEAD_BYTES))
 
 
 def _check_numbering(names: Sequence[str]) -> None:
     """Raise SourceError if a file of a numbered set is missing, or if the files come from several saves."""
-    groups = {(parts[0], parts[2]) if (parts := parse_numbered_name(name, _SHARD)) else None for name in names}
+    groups = {
+        (parts[0], parts[2]) if (parts := parse_numbered_name(name, _SHARD_FILE_SUFFIX)) else None for name in names
+    }
     if len(groups) > 1 and groups != {None}:
         raise SourceError(
             f"the directory holds files of different saves and no index: {', '.join(names[:3])}",
@@ -278,7 +280,7 @@ def check_total_size(source: Source, path: str, views: Iterable[StorageView]) ->
     budget_of(source).take_tensors(len(known), path)
     charge_entries(source, len(known))
     total = sum(prod(v.shape) * v.dtype.bits // 8 for v in known)
-    if total > _REPEATED * size + _REPEATED_FREE:
+    if total > _MAX_EXPANSION_RATIO * size + _REPEATED_FREE:
         raise HostileError(
             f"{path} has {size:,} bytes, but its tensors would have {total:,}: they overlap, "
             "or their strides repeat elements",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep the weights, beside an epoch or an optimizer."""
-_OPTIMIZERS: Final = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+_OPTIMIZER_KEYS: Final = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 """Keys under which they keep the optimizer; the last is Lightning's, a list of all."""
 _RUN_MODEL: Final = "model"
 _RUN_OPTIMIZERS: Final = "optimizers"
@@ -23,7 +23,7 @@ _RUN_OPTIMIZERS: Final = "optimizers"
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
 """What the state dict of an optimizer has."""
-_SHOWN: Final = 5
+_MAX_ENTRIES_SHOWN: Final = 5
 
 
 @value_class
@@ -40,7 +40,7 @@ class StateDict:
 def find_optimizer(tree: object) -> tuple[str, ...] | None:
     """Find the keys that lead to the one optimizer beside weights; None if there is none, or more than one."""
     top, run = as_mapping(tree) or {}, find_run_state(tree)
-    found: list[tuple[str, ...]] = [(key,) for key in _OPTIMIZERS if get_optimizer(top.get(key)) is not None]
+    found: list[tuple[str, ...]] = [(key,) for key in _OPTIMIZER_KEYS if get_optimizer(top.get(key)) is not None]
     named = as_mapping(run.get(_RUN_OPTIMIZERS)) or {} if run is not None else {}
     found += [(STATE, _RUN_OPTIMIZERS, str(key)) for key, node in named.items() if get_optimizer(node) is not None]
     return found[0] if len(found) == 1 else None
@@ -195,7 +195,7 @@ def _format_entries(entries: dict[Any, Any]) -> str:
 
 
 def _format_pairs(entries: Iterable[tuple[str, str]]) -> str:
-    return format_first_few((f"{name!a} ({what})" for name, what in entries), _SHOWN)
+    return format_first_few((f"{name!a} ({what})" for name, what in entries), _MAX_ENTRIES_SHOWN)
 
 
 def _format_key(key: object) -> str:

@@ -18,7 +18,7 @@ from shardctl.tensors.manifest import Region, compute_dense_strides
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_STORAGES: Final = {storage: name for name, storage in STORAGES.items()}
+_STORAGE_DTYPES: Final = {storage: name for name, storage in STORAGES.items()}
 _OTHER_STORAGES: Final = {
     "ComplexDoubleStorage": 16,
     "QInt32Storage": 4,
@@ -30,9 +30,9 @@ _OTHER_STORAGES: Final = {
     "_UntypedStorage": 1,
 }
 """Element sizes, in bytes, of the storages that say nothing of a dtype, or of one that safetensors lacks."""
-_REBUILDERS: Final = frozenset({"torch._utils", "torch._tensor"})
+_REBUILD_FUNCTION_MODULES: Final = frozenset({"torch._utils", "torch._tensor"})
 _STORAGE_MODULES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
-_PLAIN: Final = frozenset(
+_PLAIN_TENSOR_CLASSES: Final = frozenset(
     {
         "torch.Tensor",
         "torch._tensor.Tensor",
@@ -42,7 +42,7 @@ _PLAIN: Final = frozenset(
     }
 )
 """Classes whose elements mean what their bytes say."""
-_UNREADABLE: Final = {
+_UNSUPPORTED_REBUILD_FUNCTIONS: Final = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "lives on a device whose storage is not in the file",
     "torch._utils._rebuild_device_tensor_from_numpy": "lives on a device whose storage is not in the file",
     "torch._utils._rebuild_meta_tensor_no_storage": "is on the meta device, so the file has no data of it",
@@ -57,20 +57,20 @@ _UNREADABLE: Final = {
     "torch.distributed.tensor._api.DTensor": "is one rank's part of a DTensor",
 }
 """Tensors that would be lost if they were taken for something opaque."""
-_CLASSES: Final = ("Tensor", "Parameter", "Buffer")
+_TENSOR_CLASS_SUFFIXES: Final = ("Tensor", "Parameter", "Buffer")
 """How the names of torch's classes of tensors end."""
 _SET_BYTES: Final = frozenset({"data", "imag", "real"})
 """Attributes whose setting gives a tensor other elements."""
 _ID_PARTS: Final = 6
-_ARGUMENTS: Final = 16
+_MAX_REBUILD_ARGUMENTS: Final = 16
 """Arguments of a function that makes a tensor; `_rebuild_wrapper_subclass` has most."""
-_LONGEST: Final = 1_000
+_MAX_STORAGE_KEY_CHARACTERS: Final = 1_000
 """Characters of a storage's key or location; real ones have ten."""
-_WRAPPINGS: Final = 8
+_MAX_WRAPPING_DEPTH: Final = 8
 """Calls around a tensor, such as a Parameter of a subclass; real files have two."""
-_DIMS: Final = 64
+_MAX_TENSOR_NDIM: Final = 64
 """Torch and NumPy have no more."""
-_FAR: Final = 1 << 63
+_INT64_LIMIT: Final = 1 << 63
 """No extent, stride, offset or size is this large."""
 
 
@@ -143,18 +143,18 @@ class SavedFile:
 def parse_storage(node: PersistentNode, where: str) -> TorchStorage:
     """Parse the storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
     match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
-        case ("storage", GlobalNode() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
+        case ("storage", GlobalNode() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _INT64_LIMIT:
             view = rest[0] if rest else None
         case _:
             raise SourceError(f"{where} refers to something that is not a storage")
-    dtype = BY_NAME.get(_STORAGES.get(kind.name, ""))
+    dtype = BY_NAME.get(_STORAGE_DTYPES.get(kind.name, ""))
     itemsize = dtype.unit_bytes if dtype else _OTHER_STORAGES.get(kind.name)
     if itemsize is None or kind.module not in _STORAGE_MODULES:
         raise UnsupportedError(f"{where} is in a {kind}, a type of storage that shardctl does not know")
     begin, end = 0, numel * itemsize
     if view is not None:  # (key, first element, number of elements)
         match view:
-            case (str(), int() as first, int() as count) if 0 <= first < _FAR and 0 <= count < _FAR:
+            case (str(), int() as first, int() as count) if 0 <= first < _INT64_LIMIT and 0 <= count < _INT64_LIMIT:
                 begin = first * itemsize
                 end = min(begin + count * itemsize, end)
             case _:
@@ -170,14 +170,16 @@ def as_tensor(node: object, where: str) -> StorageView | None:
         UnsupportedError: a tensor whose elements are not plainly in a storage, or of a type that safetensors lacks.
     """
     subclass = ""
-    for depth in range(_WRAPPINGS):
+    for depth in range(_MAX_WRAPPING_DEPTH):
         if not isinstance(node, CallNode) or not _makes_tensor(node.function):
             if depth:
                 raise UnsupportedError(f"{where} wraps something that shardctl does not know as a tensor")
             return None
         function, args = str(node.function), node.args
-        if function in _UNREADABLE:
-            raise UnsupportedError(f"{where} {_UNREADABLE[function]}", hint="save its plain, full tensor instead")
+        if function in _UNSUPPORTED_REBUILD_FUNCTIONS:
+            raise UnsupportedError(
+                f"{where} {_UNSUPPORTED_REBUILD_FUNCTIONS[function]}", hint="save its plain, full tensor instead"
+            )
         _check_unchanged(node, where)
         match function, args:
             case (
@@ -202,16 +204,16 @@ def as_tensor(node: object, where: str) -> StorageView | None:
                     *rest,
                 ),
             ):
-                if function.endswith("_v2") and str(kind) in _PLAIN:
+                if function.endswith("_v2") and str(kind) in _PLAIN_TENSOR_CLASSES:
                     _check_state(rest, where)
-                subclass = subclass if str(kind) in _PLAIN else str(kind)
+                subclass = subclass if str(kind) in _PLAIN_TENSOR_CLASSES else str(kind)
                 node = CallNode(inner_function, inner_args)
             case _:
                 raise UnsupportedError(
                     f"{where} is made by {function} in a way that shardctl does not know",
                     hint="load it with a version of torch that reads it, and save it again",
                 )
-    raise SourceError(f"{where} is wrapped more than {_WRAPPINGS} times")
+    raise SourceError(f"{where} is wrapped more than {_MAX_WRAPPING_DEPTH} times")
 
 
 def check_storages(persistents: Iterable[PersistentNode], path: str) -> None:
@@ -238,8 +240,14 @@ def check_storages(persistents: Iterable[PersistentNode], path: str) -> None:
                 pass
             case _:
                 continue  # not a storage, or one that no tensor can have
-        if len(key) > _LONGEST or len(location) > _LONGEST or (views and len(views[0]) > _LONGEST):
-            raise SourceError(f"{path} has a storage whose key or location has more than {_LONGEST:,} characters")
+        if (
+            len(key) > _MAX_STORAGE_KEY_CHARACTERS
+            or len(location) > _MAX_STORAGE_KEY_CHARACTERS
+            or (views and len(views[0]) > _MAX_STORAGE_KEY_CHARACTERS)
+        ):
+            raise SourceError(
+                f"{path} has a storage whose key or location has more than {_MAX_STORAGE_KEY_CHARACTERS:,} characters"
+            )
         meant = ("ByteStorage" if "Untyped" in kind.name else kind.name, numel, location)
         _check_mention(known, key, meant if numel else ("", 0, location), path)
         if views:
@@ -258,9 +266,9 @@ def _makes_tensor(function: object) -> bool:
     """Return whether a call of this makes a tensor in torch, be it one that is read here or not."""
     if not isinstance(function, GlobalNode) or not function.module.startswith("torch"):
         return False
-    if function.module in _REBUILDERS:
+    if function.module in _REBUILD_FUNCTION_MODULES:
         return function.name.startswith("_rebuild_")
-    return function.name.endswith(_CLASSES) or str(function) in _UNREADABLE
+    return function.name.endswith(_TENSOR_CLASS_SUFFIXES) or str(function) in _UNSUPPORTED_REBUILD_FUNCTIONS
 
 
 def _check_unchanged(node: CallNode, where: str) -> None:
@@ -270,7 +278,7 @@ def _check_unchanged(node: CallNode, where: str) -> None:
             f"{where} has state, items or keywords set on it, by which torch would take other elements for it",
             hint="torch.save never writes this; do not load this file with anything that unpickles",
         )
-    if len(node.args) > _ARGUMENTS:
+    if len(node.args) > _MAX_REBUILD_ARGUMENTS:
         raise SourceError(f"{where} is made of {len(node.args):,} arguments")
 
 
@@ -305,7 +313,7 @@ def _build_view(
             hint="save x.resolve_conj().resolve_neg() instead",
         )
     extents, steps = _parse_sizes(size, where), _parse_sizes(stride, where)
-    if type(first) is not int or not 0 <= first < _FAR or len(extents) != len(steps):
+    if type(first) is not int or not 0 <= first < _INT64_LIMIT or len(extents) != len(steps):
         _raise_malformed(where)
     unit = dtype.unit_bytes
     offset = source.begin + first * unit
@@ -334,9 +342,9 @@ def as_sizes(node: object) -> tuple[int, ...] | None:
         if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
             return None
         node = node.args[0]
-    if not isinstance(node, tuple | list) or len(node) > _DIMS:
+    if not isinstance(node, tuple | list) or len(node) > _MAX_TENSOR_NDIM:
         return None
-    return tuple(node) if all(type(n) is int and 0 <= n < _FAR for n in node) else None
+    return tuple(node) if all(type(n) is int and 0 <= n < _INT64_LIMIT for n in node) else None
 
 
 def _parse_sizes(node: object, where: str) -> tuple[int, ...]:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 LARGEST_PICKLE: Final = 128 << 20
 """Bytes of a pickle that are still read; 100,000 tensors take about 14 MB."""
-_DATA: Final = "data/"
-_SHORT: Final = 64
-_OWN: Final = frozenset({"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"})
+_STORAGE_FOLDER: Final = "data/"
+_MAX_BYTEORDER_BYTES: Final = 64
+_FORMAT_RECORD_NAMES: Final = frozenset({"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"})
 _OWN_FOLDER: Final = ".data/"
 """Records of the container itself (`inline_container.cc`)."""
-_KEY: Final = 2
+_STORAGE_KEY_INDEX: Final = 2
 """Where in a persistent id the key of a storage is."""
 
 
@@ -53,7 +53,7 @@ def read_torch_zip(source: Source, path: str, *, start: int = 0, size: int | Non
         raise SourceError(f"{path} is a zip archive without data.pkl, so torch.save did not write it")
     order = records.get("byteorder")
     if order is not None:
-        if order.size > _SHORT:
+        if order.size > _MAX_BYTEORDER_BYTES:
             raise SourceError(f"{path} has a byte order of {order.size:,} bytes, which is neither little nor big")
         found = read_record(source, path, order)
         if found == b"big":
@@ -65,9 +65,9 @@ def read_torch_zip(source: Source, path: str, *, start: int = 0, size: int | Non
     saved = parse_pickle(read_record(source, path, pickle), f"{path} (data.pkl)", budget=budget_of(source))
     check_storages(saved.persistents, path)
     extents = {
-        name.removeprefix(_DATA): (record.offset, record.size)
+        name.removeprefix(_STORAGE_FOLDER): (record.offset, record.size)
         for name, record in records.items()
-        if name.startswith(_DATA)
+        if name.startswith(_STORAGE_FOLDER)
     }
     _note_leftovers(budget_of(source).leftovers, path, records, saved)
     return SavedFile(path, saved.value, extents)
@@ -78,7 +78,13 @@ def _note_leftovers(leftovers: LeftoverNotes, path: str, records: Mapping[str, Z
     more = records["data.pkl"].size - saved.end
     leftovers.note(path, SECOND_PICKLE, [f"{more:,} bytes in data.pkl"] if more else [])
     leftovers.note_names(path, saved.globals)
-    keys = (node.id[2] for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _KEY)
-    used = {f"{_DATA}{key}" for key in keys if isinstance(key, str)}
-    unused = (name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER))
+    keys = (
+        node.id[2] for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _STORAGE_KEY_INDEX
+    )
+    used = {f"{_STORAGE_FOLDER}{key}" for key in keys if isinstance(key, str)}
+    unused = (
+        name
+        for name in records
+        if name not in used and name not in _FORMAT_RECORD_NAMES and not name.startswith(_OWN_FOLDER)
+    )
     leftovers.note(path, UNUSED_RECORDS, map(ascii, unused))

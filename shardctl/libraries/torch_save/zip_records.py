@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
-_DESCRIPTOR: Final = 1 << 3
+_ENCRYPTION_FLAGS: Final = 1 << 0 | 1 << 6 | 1 << 13
+_DATA_DESCRIPTOR_FLAG: Final = 1 << 3
 """Sizes and CRC follow the data, so the local header may have zeros."""
-_DIRECTORY: Final = 64 << 20
+_MAX_DIRECTORY_BYTES: Final = 64 << 20
 """Largest central directory, in bytes; 100,000 records take 7 MB."""
-_RECORDS: Final = 500_000
-_RUN: Final = 64 << 10
+_MAX_ARCHIVE_RECORDS: Final = 500_000
+_HEADER_READ_BYTES: Final = 64 << 10
 """Bytes of file read at once for local headers that lie close together: a read costs more than this many bytes."""
-_AGAIN: Final = "the file was truncated or its copy is incomplete; fetch it again"
-_DRIVE: Final = re.compile(r"[A-Za-z]:")
+_REFETCH_FILE_HINT: Final = "the file was truncated or its copy is incomplete; fetch it again"
+_DRIVE_LETTER_PATTERN: Final = re.compile(r"[A-Za-z]:")
 
 
 @value_class
@@ -148,11 +148,11 @@ class _ZipReader:
     def _end(self) -> tuple[int, int, int]:
         """Return offset, length and number of entries of the central directory."""
         if self.size < END.size:
-            self._refuse("is cut off before its directory", _AGAIN)
+            self._refuse("is cut off before its directory", _REFETCH_FILE_HINT)
         at = self.size - END.size
         end = END.unpack(self._read(at, END.size))
         if end[0] != END_MAGIC or end[7]:
-            self._refuse("does not end with its directory", _AGAIN)
+            self._refuse("does not end with its directory", _REFETCH_FILE_HINT)
         _, disk, first_disk, here, count, length, first, _ = end
         locator_at = at - LOCATOR.size
         tail = self._read(locator_at, LOCATOR.size) if locator_at >= END64.size else b""
@@ -163,9 +163,10 @@ class _ZipReader:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
         if first + length != at:
             self._refuse(
-                f"has its directory end at byte {first + length:,} where its end record begins at {at:,}", _AGAIN
+                f"has its directory end at byte {first + length:,} where its end record begins at {at:,}",
+                _REFETCH_FILE_HINT,
             )
-        if length > _DIRECTORY or count > _RECORDS:
+        if length > _MAX_DIRECTORY_BYTES or count > _MAX_ARCHIVE_RECORDS:
             raise HostileError(f"{self.path}: the zip archive has a directory of {count:,} records, {length:,} bytes")
         return first, length, count
 
@@ -174,7 +175,9 @@ class _ZipReader:
         if disk or disks > 1:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
         if where != at:
-            self._refuse(f"points to its zip64 end record at byte {where:,}, which should be at {at:,}", _AGAIN)
+            self._refuse(
+                f"points to its zip64 end record at byte {where:,}, which should be at {at:,}", _REFETCH_FILE_HINT
+            )
         signature, length, _, _, *wide = END64.unpack(self._read(at, END64.size))
         if signature != END64_MAGIC or length != END64.size - 12:
             self._refuse("has a malformed zip64 end record")
@@ -226,7 +229,7 @@ class _ZipReader:
         return [next(replacements) if value == FULL4 else value for value in values]
 
     def _check_stored(self, full: bytes, flags: int, method: int, packed: int, size: int) -> None:
-        if flags & _ENCRYPTED:
+        if flags & _ENCRYPTION_FLAGS:
             raise UnsupportedError(f"{self.path}: record {_format_record_name(full)} is encrypted")
         if method:
             raise UnsupportedError(
@@ -250,7 +253,12 @@ class _ZipReader:
                 self._refuse(f"has the record name {_format_record_name(entry.full)}, which is not UTF-8")
             folder = full.endswith("/") and not entry.size
             parts = full.removesuffix("/" if folder else "").split("/")
-            if not {"", ".", ".."}.isdisjoint(parts) or "\\" in full or "\0" in full or _DRIVE.match(full):
+            if (
+                not {"", ".", ".."}.isdisjoint(parts)
+                or "\\" in full
+                or "\0" in full
+                or _DRIVE_LETTER_PATTERN.match(full)
+            ):
                 raise HostileError(
                     f"{self.path}: the zip archive has the record {_format_record_name(entry.full)}, which "
                     "may leave its folder",
@@ -306,9 +314,9 @@ class _ZipReader:
                 )
             if end > base + len(run):
                 base = entry.header
-                for other in entries[i : i + _RUN // LOCAL.size]:
+                for other in entries[i : i + _HEADER_READ_BYTES // LOCAL.size]:
                     reach = other.header + LOCAL.size + len(other.full)
-                    if reach > max(end, base + _RUN) or reach > directory:
+                    if reach > max(end, base + _HEADER_READ_BYTES) or reach > directory:
                         break
                     end = max(end, reach)
                 run = self._read(base, end - base)
@@ -317,13 +325,13 @@ class _ZipReader:
     def _check_local(self, entry: _DirectoryEntry, header: bytes) -> int:
         """Return the length of the local header with its extra field, once it agrees with the directory."""
         signature, _, flags, method, _, _, crc, packed, size, named, extra = LOCAL.unpack_from(header)
-        later = bool(flags & _DESCRIPTOR)
+        later = bool(flags & _DATA_DESCRIPTOR_FLAG)
         agrees = (
             signature == LOCAL_MAGIC
             and named == len(entry.full)
             and header[LOCAL.size :] == entry.full
             and method == entry.method
-            and not flags & _ENCRYPTED
+            and not flags & _ENCRYPTION_FLAGS
             and (crc == entry.crc or (later and not crc))
             and all(n in (entry.size, FULL4) or (later and not n) for n in (packed, size))
         )

@@ -40,16 +40,16 @@ FAMILIES: Final = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "deepseek", SEARCHED}
 )
 """Those whose config and arrays are known here; others of the same names have other norms or multipliers."""
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_HEAD: Final = "lm_head.weight"
-_NORM: Final = "model.norm.weight"
-_KINDS: Final = ("weight", "bias")
-_MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
-_QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-_SHARED: Final = ("shared_expert", "shared_experts")
-_ROUTER: Final = BY_NAME["F32"]
+_EMBEDDING_NAME: Final = "model.embed_tokens.weight"
+_LM_HEAD_NAME: Final = "lm_head.weight"
+_FINAL_NORM_NAME: Final = "model.norm.weight"
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_MIXTRAL_EXPERT_NAMES: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
+_QWEN_EXPERT_NAMES: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+_SHARED_EXPERT_MODULES: Final = ("shared_expert", "shared_experts")
+_ROUTER_DTYPE: Final = BY_NAME["F32"]
 
-_COMPUTED: Final = {
+_IRREVERSIBLE_ARCHITECTURES: Final = {
     **dict.fromkeys(
         ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         "stores norms plus one, which is not the same number in 16 bits",
@@ -63,7 +63,7 @@ _COMPUTED: Final = {
     "RecurrentGemmaForCausalLM": "stores norms plus one and softplus of a parameter, which are computed",
 }
 """What its converters compute, so that the weights cannot be had back from what they write."""
-_UNWRITTEN: Final = frozenset(
+_UNIMPLEMENTED_ARCHITECTURES: Final = frozenset(
     {
         *("BaichuanForCausalLM", "BertForQuestionAnswering", "BertForSequenceClassification", "BertModel"),
         *("BloomForCausalLM", "ChatGLMForConditionalGeneration", "CogVLMForCausalLM", "CohereForCausalLM"),
@@ -77,7 +77,7 @@ _UNWRITTEN: Final = frozenset(
     }
 )
 """Classes that it has, by its `MODEL_MAP` and its converter of encoders and decoders, and that nobody wrote here."""
-_HINT: Final = "use --to hf, which TensorRT-LLM's PyTorch backend loads if it has the model"
+_PYTORCH_BACKEND_HINT: Final = "use --to hf, which TensorRT-LLM's PyTorch backend loads if it has the model"
 
 
 @value_class
@@ -141,17 +141,17 @@ def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sc
     for layer in range(first, first + stages[stage]):
         yield from _list_layer_entries(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
     if stage == len(stages) - 1:
-        yield SchemaEntry("transformer.ln_f.weight", here[_NORM])
+        yield SchemaEntry("transformer.ln_f.weight", here[_FINAL_NORM_NAME])
         # NVIDIA's exporter leaves the head out where it is tied; TensorRT-LLM's own converters do not.
-        yield SchemaEntry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
+        yield SchemaEntry("lm_head.weight", here.vocabulary(_LM_HEAD_NAME), optional=_LM_HEAD_NAME in model.aliases)
 
 
 def _cut_embedding(here: _TrtllmRank, dialect: NamingScheme) -> CompositeArray:
     if not dialect.switch(PARALLEL_EMBEDDING):
-        return here.tokens(_EMBEDDING)
+        return here.tokens(_EMBEDDING_NAME)
     if dialect.number(EMBEDDING_DIM):
-        return here.tokens(_EMBEDDING).share(1, here.index, here.tp)
-    return here.vocabulary(_EMBEDDING)
+        return here.tokens(_EMBEDDING_NAME).share(1, here.index, here.tp)
+    return here.vocabulary(_EMBEDDING_NAME)
 
 
 def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
@@ -171,7 +171,7 @@ def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[Sche
 def _list_attention_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
     attention = f"{have}.self_attn"
     yield SchemaEntry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if f"{attention}.q_proj.{kind}" in here:
             qkv = [here.heads(f"{attention}.{part}_proj.{kind}", f"{attention}.{part}_proj.weight") for part in "qkv"]
             yield SchemaEntry(f"{new}.attention.qkv.{kind}", join_arrays(qkv))
@@ -182,7 +182,9 @@ def _list_attention_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[
 
 
 def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
-    module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here else _QWEN
+    module, (gate, up, down) = (
+        _MIXTRAL_EXPERT_NAMES if f"{have}.{_MIXTRAL_EXPERT_NAMES[0]}.gate.weight" in here else _QWEN_EXPERT_NAMES
+    )
     router = here[f"{have}.{module}.gate.weight"]
     count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
     if count % ranks:
@@ -190,12 +192,12 @@ def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[Sch
     held = range(mine * count // ranks, (mine + 1) * count // ranks)
     names = [f"{have}.{module}.experts.{expert}" for expert in held]
     over = [join_arrays([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]
-    yield SchemaEntry(f"{new}.router.weight", router, dtype=_ROUTER)
+    yield SchemaEntry(f"{new}.router.weight", router, dtype=_ROUTER_DTYPE)
     yield SchemaEntry(f"{new}.fc.weight", stack_arrays(over))
     yield SchemaEntry(
         f"{new}.proj.weight", stack_arrays([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names])
     )
-    shared = next((s for s in _SHARED if f"{have}.mlp.{s}.gate_proj.weight" in here), None)
+    shared = next((s for s in _SHARED_EXPERT_MODULES if f"{have}.mlp.{s}.gate_proj.weight" in here), None)
     if shared is not None:
         shared = f"{have}.mlp.{shared}"
         halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
@@ -239,8 +241,13 @@ SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)
 def _explain_missing_model(architecture: str) -> UnsupportedError:
     """Return the error for a class whose arrays are not written."""
     named = architecture or "this model"
-    if architecture in _COMPUTED:
-        return UnsupportedError(f"TensorRT-LLM's checkpoint of {named} {_COMPUTED[architecture]}", hint=_HINT)
-    if architecture in _UNWRITTEN:
-        return UnsupportedError(f"TensorRT-LLM's arrays of {named} are not known here", hint=_HINT)
-    return UnsupportedError(f"TensorRT-LLM's list of models for trtllm-build does not have {named}", hint=_HINT)
+    if architecture in _IRREVERSIBLE_ARCHITECTURES:
+        return UnsupportedError(
+            f"TensorRT-LLM's checkpoint of {named} {_IRREVERSIBLE_ARCHITECTURES[architecture]}",
+            hint=_PYTORCH_BACKEND_HINT,
+        )
+    if architecture in _UNIMPLEMENTED_ARCHITECTURES:
+        return UnsupportedError(f"TensorRT-LLM's arrays of {named} are not known here", hint=_PYTORCH_BACKEND_HINT)
+    return UnsupportedError(
+        f"TensorRT-LLM's list of models for trtllm-build does not have {named}", hint=_PYTORCH_BACKEND_HINT
+    )

@@ -26,20 +26,31 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.naming_scheme import Fact
 
-_LLAMAS: Final = frozenset({"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"})
-_QWENS: Final = frozenset(
+_LLAMA_ARCHITECTURES: Final = frozenset(
+    {"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"}
+)
+_QWEN_ARCHITECTURES: Final = frozenset(
     {"QWenForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
-_OTHERS: Final = {
+_MODEL_TYPE_BY_ARCHITECTURE: Final = {
     "GraniteForCausalLM": "granite",
     "DeepseekForCausalLM": "deepseek",
     "DeciLMForCausalLM": SEARCHED,
 }
 """The model types that follow from the class alone."""
-_MODEL_TYPES: Final = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *_OTHERS.values())
-_ACTIVATIONS: Final = {"swiglu": "silu", "geglu": "gelu"}
+_MODEL_TYPES: Final = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    *_MODEL_TYPE_BY_ARCHITECTURE.values(),
+)
+_UNGATED_ACTIVATION_NAMES: Final = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation is called without its gate."""
-_MULTIPLIERS: Final = (
+_GRANITE_MULTIPLIER_KEYS: Final = (
     "embedding_multiplier",
     "attention_multiplier",
     "residual_multiplier",
@@ -136,7 +147,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
         "architectures": [name_usual_class(kind)],
         "model_type": kind,
         "dtype": config.text("dtype", "bfloat16"),
-        "hidden_act": _ACTIVATIONS.get(activation, activation),
+        "hidden_act": _UNGATED_ACTIVATION_NAMES.get(activation, activation),
         "hidden_size": hidden,
         "intermediate_size": None if kind == SEARCHED else config.size("intermediate_size", hidden * 4),
         "num_hidden_layers": config.size("num_hidden_layers"),
@@ -157,7 +168,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
         said["attention_bias"] = _has_array(arrays, "attention.dense.bias")
     if kind in ("llama", "granite"):
         said["mlp_bias"] = _has_array(arrays, "mlp.proj.bias")
-    windowed = kind not in ("llama", *_OTHERS.values())
+    windowed = kind not in ("llama", *_MODEL_TYPE_BY_ARCHITECTURE.values())
     if windowed:
         said["sliding_window"] = None
     if kind == "granite":
@@ -180,9 +191,9 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
 def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
     """Choose the model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
     architecture = config.text("architecture", "")
-    if architecture in _OTHERS:
-        return _OTHERS[architecture]
-    if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
+    if architecture in _MODEL_TYPE_BY_ARCHITECTURE:
+        return _MODEL_TYPE_BY_ARCHITECTURE[architecture]
+    if architecture not in _LLAMA_ARCHITECTURES | _QWEN_ARCHITECTURES or config.text("qwen_type", "") == "qwen":
         raise UnsupportedError(
             f"config.json describes {ascii(architecture)[:60]}, whose arrays are not known here",
             hint=f"known are {', '.join(map(name_usual_class, _MODEL_TYPES))}",
@@ -215,7 +226,9 @@ def _refuse_unlike(config: ModelConfig, kind: str, head: int) -> None:
         raise UnsupportedError(
             f"config.json has positions of another kind ({ascii(position)[:40]}) than Llama and Qwen"
         )
-    odd = next((key for key in _MULTIPLIERS if kind != "granite" and config.values.get(key, 1.0) != 1.0), None)
+    odd = next(
+        (key for key in _GRANITE_MULTIPLIER_KEYS if kind != "granite" and config.values.get(key, 1.0) != 1.0), None
+    )
     odd = odd or ("residual_mlp" if config.values.get("residual_mlp") else None)
     if odd is not None:
         raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen do not have")

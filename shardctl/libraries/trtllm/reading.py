@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
 
 CONFIG: Final = "config.json"
-_TITLE: Final = "TensorRT-LLM's rankN.safetensors"
-_FILE: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
-_SCALES: Final = re.compile(r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)")
+_FORMAT_TITLE: Final = "TensorRT-LLM's rankN.safetensors"
+_RANK_FILE_PATTERN: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
+_QUANTIZATION_TENSOR_PATTERN: Final = re.compile(
+    r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)"
+)
 """What quantized layers have besides weights."""
-_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
-_FETCH: Final = "every rank's file is needed; fetch the rest"
+_UNQUANTIZED_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
+_MISSING_FILES_HINT: Final = "every rank's file is needed; fetch the rest"
 
 
 def detect_trtllm(source: Source) -> bool:
     """Detect whether the directory holds such files and no other safetensors files."""
-    return has_only_rank_files(source, _FILE)
+    return has_only_rank_files(source, _RANK_FILE_PATTERN)
 
 
 def scan_trtllm(source: Source) -> Manifest:
@@ -69,10 +71,10 @@ def scan_trtllm(source: Source) -> Manifest:
 
 def _list_rank_files(source: Source) -> dict[int, str]:
     """List the files by rank; raises SourceError for a gap."""
-    found = dict(sorted((int(match[1]), match[0]) for match in match_files(source, _FILE, _TITLE)))
+    found = dict(sorted((int(match[1]), match[0]) for match in match_files(source, _RANK_FILE_PATTERN, _FORMAT_TITLE)))
     gaps = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
     if gaps:
-        raise SourceError(f"{describe_missing(gaps)}: {found[max(found)]} is there", hint=_FETCH)
+        raise SourceError(f"{describe_missing(gaps)}: {found[max(found)]} is there", hint=_MISSING_FILES_HINT)
     return found
 
 
@@ -96,7 +98,9 @@ def _check_ranks(found: TrtllmDescription, files: dict[int, str]) -> None:
     count = len(found.ranks)
     gaps = [f"rank{n}.safetensors" for n in range(count) if n not in files]
     if gaps:
-        raise SourceError(f"{describe_missing(gaps)}: {CONFIG} says {found.mesh}, which has {count} files", hint=_FETCH)
+        raise SourceError(
+            f"{describe_missing(gaps)}: {CONFIG} says {found.mesh}, which has {count} files", hint=_MISSING_FILES_HINT
+        )
     if len(files) > count:
         raise SourceError(
             f"{files[count]} is there, but {CONFIG} says {found.mesh}, which has only {count} files",
@@ -106,8 +110,8 @@ def _check_ranks(found: TrtllmDescription, files: dict[int, str]) -> None:
 
 def _refuse_quantized(array: Tensor) -> None:
     (chunk,) = array.chunks
-    plain = array.dtype.name in _PLAIN
-    if not plain or _SCALES.fullmatch(chunk.name):
+    plain = array.dtype.name in _UNQUANTIZED_DTYPES
+    if not plain or _QUANTIZATION_TENSOR_PATTERN.fullmatch(chunk.name):
         raise UnsupportedError(
             f"{chunk.name} in {array.files[0]} {'scales quantized weights' if plain else f'is {array.dtype}'}: "
             "quantized checkpoints of TensorRT-LLM are not read",
@@ -115,4 +119,4 @@ def _refuse_quantized(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm, names_safetensors=True, served=True)
+FORMAT: Final = Format("trtllm", _FORMAT_TITLE, detect_trtllm, scan_trtllm, names_safetensors=True, served=True)

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.naming_scheme import Fact
 
-_CONFIG: Final = "config.json"
-_ORDER: Final = ("pp", "cp", "tp")
-_EMBEDDING: Final = "trtllm_embedding"
-_CUTS: Final = {"whole": None, "vocabulary": 0, "hidden": 1}
+_CONFIG_FILE: Final = "config.json"
+_MESH_AXIS_ORDER: Final = ("pp", "cp", "tp")
+_EMBEDDING_OPTION: Final = "trtllm_embedding"
+_EMBEDDING_PARTITION_DIMS: Final = {"whole": None, "vocabulary": 0, "hidden": 1}
 """By option the dim of the embedding that is cut."""
-_TYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
-_ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "deepseek"})
+_TRTLLM_DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ROPE_SCALING_TYPES: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
+_MOE_FAMILIES: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "deepseek"})
 _GPUS_PER_NODE: Final = 8
 """What TensorRT-LLM assumes where nobody says; it only decides how ranks reach each other."""
 _LAST_VERSION: Final = (
@@ -70,23 +70,25 @@ def pack_trtllm(order: PackRequest) -> Manifest:
         )
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
-    facts = _build_facts(order.options.get(_EMBEDDING, "whole"))
+    facts = _build_facts(order.options.get(_EMBEDDING_OPTION, "whole"))
     dialect = NamingScheme(NAME, mesh, {rank: format_rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
     builder = FileBuilder({"format": "pt"})
     arrays = compose_arrays(order, SCHEMA, dialect)
     for rank, number in numbers.items():
         builder.add(f"rank{number}.safetensors", arrays[rank])
     content = (json.dumps(_build_config(order, dialect), indent=4) + "\n").encode()
-    files = {**builder.files, _CONFIG: CheckpointFile(_CONFIG, len(content), ((0, content),))}
+    files = {**builder.files, _CONFIG_FILE: CheckpointFile(_CONFIG_FILE, len(content), ((0, content),))}
     packed = build_manifest(NAME, order, SCHEMA, dialect, files, builder.stored())
     return replace(packed, warnings=(*packed.warnings, _LAST_VERSION))
 
 
 def _build_facts(embedding: str) -> dict[str, Fact]:
     """Build what `--trtllm-embedding` asks for."""
-    if embedding not in _CUTS:
-        raise UsageError(f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_CUTS)}")
-    dim = _CUTS[embedding]
+    if embedding not in _EMBEDDING_PARTITION_DIMS:
+        raise UsageError(
+            f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_EMBEDDING_PARTITION_DIMS)}"
+        )
+    dim = _EMBEDDING_PARTITION_DIMS[embedding]
     return {PARALLEL_EMBEDDING: dim is not None, EMBEDDING_DIM: dim or 0}
 
 
@@ -94,26 +96,26 @@ def _build_mesh(order: PackRequest) -> Mesh:
     """Build the mesh that TensorRT-LLM numbers ranks by."""
     mesh = order.mesh
     for axis, degree in mesh.axes:
-        if degree > 1 and axis not in _ORDER:
+        if degree > 1 and axis not in _MESH_AXIS_ORDER:
             raise PartitionError(
                 f"{TITLE} has ranks of tp, pp and cp, but the mesh is {mesh}",
                 hint=f"leave --{axis} out: every replica loads the same directory",
             )
     named = [axis for axis, degree in mesh.axes if degree > 1]
-    if named != [axis for axis in _ORDER if axis in named]:
+    if named != [axis for axis in _MESH_AXIS_ORDER if axis in named]:
         raise PartitionError(
             f"{TITLE} numbers the ranks of tp innermost, and those of pp outermost", hint="use --tp and --pp"
         )
     if mesh.ep > 1 and mesh.degree("cp") > 1:
         raise PartitionError(f"{TITLE} does not divide experts over the ranks of cp", hint="leave --cp or --ep out")
-    return Mesh.of(**{axis: mesh.degree(axis) for axis in _ORDER}, ep=mesh.ep, etp=mesh.etp)
+    return Mesh.of(**{axis: mesh.degree(axis) for axis in _MESH_AXIS_ORDER}, ep=mesh.ep, etp=mesh.etp)
 
 
 def _build_config(order: PackRequest, dialect: NamingScheme) -> dict[str, object]:
     """Build the content of `config.json`."""
     config, model, mesh = ModelConfig(order.config), order.model, dialect.mesh
     heads = config.size("num_attention_heads")
-    routed = model.family in _ROUTED
+    routed = model.family in _MOE_FAMILIES
     ep, etp = (mesh.ep, mesh.etp) if routed else (1, mesh.degree("tp"))
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
     q, k = (_find_first(model, f"self_attn.{part}_proj.weight") for part in ("q", "k"))
@@ -169,7 +171,7 @@ def _find_first(model: Model, name: str) -> ModelTensor:
 def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object]:
     """Build what TensorRT-LLM's Qwen has besides, and what its experts are."""
     said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
-    if family not in _ROUTED:
+    if family not in _MOE_FAMILIES:
         return said
     if family == "deepseek":
         return said | describe_deepseek(config)
@@ -191,11 +193,11 @@ def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object
 def _choose_dtype(order: PackRequest) -> str:
     """Choose the type of the layers' weights."""
     found = order.dtypes.get(_find_first(order.model, "self_attn.q_proj.weight").name, BY_NAME["BF16"])
-    if found.name not in _TYPES:
+    if found.name not in _TRTLLM_DTYPE_NAMES:
         raise UnsupportedError(
             f"{TITLE} computes in bfloat16, float16 or float32, not in {found}", hint="use --dtype bf16"
         )
-    return _TYPES[found.name]
+    return _TRTLLM_DTYPE_NAMES[found.name]
 
 
 def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
@@ -210,7 +212,7 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
         )
     if said.kind == "default":
         return said.theta, None
-    if said.kind not in _SCALINGS:
+    if said.kind not in _ROPE_SCALING_TYPES:
         raise UnsupportedError(f"{TITLE} does not support rotary embeddings of type {said.kind!r}")
     return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
 
@@ -221,5 +223,5 @@ def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
 
 
 LAYOUT: Final = Layout(
-    NAME, pack_trtllm, ranks="library", options=frozenset({_EMBEDDING}), prefix=_format_file_prefix, served=True
+    NAME, pack_trtllm, ranks="library", options=frozenset({_EMBEDDING_OPTION}), prefix=_format_file_prefix, served=True
 )

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.tensors.naming_scheme import NamingScheme
 
-_KINDS: Final = ("weight", "bias")
-_HEAD: Final = "lm_head.weight"
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_LM_HEAD_NAME: Final = "lm_head.weight"
 
-_TEXT: Final = "model.language_model"
-_EYES: Final = "model.visual."
-_COLUMNS: Final = tuple(
+_LANGUAGE_MODEL_PREFIX: Final = "model.language_model"
+_VISION_ENCODER_PREFIX: Final = "model.visual."
+_COLUMN_PARALLEL_SUFFIXES: Final = tuple(
     f"{name}.{kind}" for name in (".linear_fc1", ".mlp.fc1", ".mlp.0") for kind in ("weight", "bias")
 )
-_ROWS: Final = tuple(f"{name}.weight" for name in (".linear_fc2", ".mlp.fc2", ".mlp.2", ".mlp.down_proj", ".attn.proj"))
+_ROW_PARALLEL_SUFFIXES: Final = tuple(
+    f"{name}.weight" for name in (".linear_fc2", ".mlp.fc2", ".mlp.2", ".mlp.down_proj", ".attn.proj")
+)
 _GATE, _UP = ".mlp.gate_proj.", ".mlp.up_proj."
 
 
@@ -38,7 +40,7 @@ def _list_qwen_eyes_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntr
     """List Qwen2-VL, Qwen3-VL and Qwen3.5, whose vision model is cut by heads and by columns."""
     yield from _list_text(here, model)
     for tensor in model.own():
-        if not tensor.name.startswith(_EYES):
+        if not tensor.name.startswith(_VISION_ENCODER_PREFIX):
             continue
         name, content = tensor.name, here[tensor.name]
         if _UP in name:
@@ -50,9 +52,9 @@ def _list_qwen_eyes_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntr
             content = here.rows(name)
         elif ".attn.qkv." in name:
             content = join_arrays([part.share(0, here.index, here.tp) for part in content.shares(0, 3)])
-        elif name.endswith(_COLUMNS):
+        elif name.endswith(_COLUMN_PARALLEL_SUFFIXES):
             content = here.rows(name)
-        elif name.endswith(_ROWS):
+        elif name.endswith(_ROW_PARALLEL_SUFFIXES):
             content = here.columns(name)
         yield SchemaEntry(name.removeprefix("model."), content)
 
@@ -61,24 +63,24 @@ def _list_gemma4_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List Gemma 4, whose towers are transformers' modules, whole on every rank."""
     yield from _list_text(here, model)
     for tensor in model.own():
-        if not tensor.name.startswith((_TEXT, "lm_head.")):
+        if not tensor.name.startswith((_LANGUAGE_MODEL_PREFIX, "lm_head.")):
             yield SchemaEntry(tensor.name.removeprefix("model."), here[tensor.name])
 
 
 def _list_text(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    for entry in list_decoder_entries(replace(here, parts=replace(here.parts, inner=_TEXT)), model):
+    for entry in list_decoder_entries(replace(here, parts=replace(here.parts, inner=_LANGUAGE_MODEL_PREFIX)), model):
         yield replace(entry, name=f"language_model.{entry.name}")
 
 
 def _list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List GPT-2, whose weights lie transposed in the file."""
-    if _HEAD not in model.aliases:
+    if _LM_HEAD_NAME not in model.aliases:
         yield here.vocabulary("transformer.wte.weight")
-    yield here.vocabulary(_HEAD)
-    yield from here.same("transformer.wpe.weight", *(f"transformer.ln_f.{kind}" for kind in _KINDS))
+    yield here.vocabulary(_LM_HEAD_NAME)
+    yield from here.same("transformer.wpe.weight", *(f"transformer.ln_f.{kind}" for kind in _PARAMETER_NAMES))
     for number in here.layers:
         layer = f"transformer.h.{number}"
-        yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
+        yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _PARAMETER_NAMES))
         qkv = f"{layer}.attn.c_attn"
         weights = ((part.transposed, unit) for part, unit in here.sections(f"{qkv}.weight", 1))
         yield here.attention(f"{qkv}.weight", QkvRows(*(HeadRun((part,), unit) for part, unit in weights)))
@@ -95,12 +97,12 @@ def _list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 
 def _list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List GPT-NeoX and Pythia; since 0.32 as the class of transformers has them, each head's q, k and v together."""
-    new, head = ("model", _HEAD) if here.latest else ("gpt_neox", "embed_out.weight")
-    if here.begins and (_HEAD not in model.aliases or not here.asks):
+    new, head = ("model", _LM_HEAD_NAME) if here.latest else ("gpt_neox", "embed_out.weight")
+    if here.begins and (_LM_HEAD_NAME not in model.aliases or not here.asks):
         yield here.vocabulary("gpt_neox.embed_in.weight", f"{new}.embed_in.weight")
     if here.ends:
-        yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", head)
-        for kind in _KINDS:
+        yield here.vocabulary(_LM_HEAD_NAME if _LM_HEAD_NAME in here else "embed_out.weight", head)
+        for kind in _PARAMETER_NAMES:
             name = f"final_layer_norm.{kind}"
             yield SchemaEntry(f"{new}.{name}", here[f"gpt_neox.{name}"])
     for number in here.layers:
@@ -111,11 +113,11 @@ def _list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry
 
 def _list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List BLOOM and Falcon."""
-    if _HEAD not in model.aliases:
+    if _LM_HEAD_NAME not in model.aliases:
         yield here.vocabulary("transformer.word_embeddings.weight")
-    yield here.vocabulary(_HEAD)
-    yield from here.same(*(f"transformer.word_embeddings_layernorm.{kind}" for kind in _KINDS))
-    yield from here.same(*(f"transformer.ln_f.{kind}" for kind in _KINDS))
+    yield here.vocabulary(_LM_HEAD_NAME)
+    yield from here.same(*(f"transformer.word_embeddings_layernorm.{kind}" for kind in _PARAMETER_NAMES))
+    yield from here.same(*(f"transformer.ln_f.{kind}" for kind in _PARAMETER_NAMES))
     for number in here.layers:
         layer = f"transformer.h.{number}"
         yield from _list_layer(here, layer, f"{layer}.self_attention")
@@ -124,8 +126,8 @@ def _list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 def _list_layer(here: VllmRank, layer: str, attention: str, *, in_order: bool = True) -> Iterator[SchemaEntry]:
     """List a layer; `in_order` has queries, then keys, then values, else they take turns as in the file."""
     for norm in ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"):
-        yield from here.same(*(f"{layer}.{norm}.{kind}" for kind in _KINDS))
-    for kind in _KINDS:
+        yield from here.same(*(f"{layer}.{norm}.{kind}" for kind in _PARAMETER_NAMES))
+    for kind in _PARAMETER_NAMES:
         name = f"{attention}.query_key_value.{kind}"
         if name in here:
             whole = SchemaEntry(name, here.rows(name))
@@ -176,22 +178,22 @@ _NEWER_TEXT: Final = (
     *("apertus", "ernie4_5", "ernie4_5_moe", "lfm2", "lfm2_moe", "solar_open", "mistral4"),
     *("qwen3_5_text", "qwen3_5_moe_text"),
 )
-_NEWER: Final = frozenset(
+_NEWEST_PROFILE_FAMILIES: Final = frozenset(
     {*_NEWER_TEXT, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4"}
 )
 """Those that were compared with the newest profile alone."""
-_SGLANGS: Final = (
+_SGLANG_FAMILIES: Final = (
     *("deepseek_v2", "deepseek_v3", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3"),
     "qwen3_moe",
 )
 """Those that were compared with SGLang."""
-_DROPPED: Final = (
+_DROPPED_BIAS_SUFFIXES: Final = (
     (("qwen3_next", "qwen3_5", "qwen3_vl", "olmoe", "ernie4_5"), ".self_attn.o_proj.bias"),
     (("deepseek",), ".mlp.down_proj.bias"),
     (("cohere",), ".self_attn.q_proj.bias"),
 )
 """How families begin, and how biases end that they may have by their config, and that vLLM's classes never have."""
-_TIED: Final = ("lfm2",)
+_TIED_HEAD_FAMILY_PREFIXES: Final = ("lfm2",)
 """How families begin whose head vLLM ties to the embedding, whatever the config says."""
 FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
     **dict.fromkeys(
@@ -210,19 +212,19 @@ FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]
     "falcon": _list_bloom_entries,
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
-_WHOLE: Final = ("embedding", "norm", "head")
-_EVERYWHERE: Final[Mapping[str, tuple[str, ...]]] = {
+_NON_LAYER_MODULES: Final = ("embedding", "norm", "head")
+_ALL_STAGE_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2", "gpt_oss"), _WHOLE
+        ("gemma", "gemma2", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2", "gpt_oss"), _NON_LAYER_MODULES
     ),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe"), _WHOLE),
-    **dict.fromkeys(("gpt2", "bloom", "falcon"), _WHOLE),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe"), _NON_LAYER_MODULES),
+    **dict.fromkeys(("gpt2", "bloom", "falcon"), _NON_LAYER_MODULES),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"), ("embedding",)),
     "qwen3_next": ("embedding", "head"),
 }
 """What every stage has; else the first has the embedding, and the last the last norm and the head."""
-_DECAY: Final = ".A_log"
-_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_DECAY_SUFFIX: Final = ".A_log"
+_ARCHITECTURE_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
@@ -235,7 +237,7 @@ def list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sch
         )
     if dialect.text(PROFILE, PROFILES[0]) == SGLANG:
         _check_sglang(model)
-    elif model.family in _NEWER:
+    elif model.family in _NEWEST_PROFILE_FAMILIES:
         _check_newer(model, dialect)
     if model.family == "mistral4" and tp > 1:
         raise PartitionError(
@@ -246,7 +248,7 @@ def list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sch
     place = dialect.mesh.coordinate(rank)
     stages = dialect.stages or split_into_stages(model.layers, dialect.mesh.degree("pp"))
     first = sum(stages[: place.get("pp", 0)])
-    last, everywhere = place.get("pp", 0) == len(stages) - 1, _EVERYWHERE.get(model.family, ())
+    last, everywhere = place.get("pp", 0) == len(stages) - 1, _ALL_STAGE_MODULES.get(model.family, ())
     here = VllmRank(
         parts=ModelParts(model, TITLE),
         tp=tp,
@@ -277,10 +279,10 @@ def _check_newer(model: Model, dialect: NamingScheme) -> None:
 
 def _check_sglang(model: Model) -> None:
     """Raise UnsupportedError for a family that was not compared with SGLang."""
-    if model.family not in _SGLANGS:
+    if model.family not in _SGLANG_FAMILIES:
         raise UnsupportedError(
             f"SGLang's arrays of {model.architecture} are not known here",
-            hint=f"known are {', '.join(_SGLANGS)}; SGLang loads what --to hf writes, and cuts it itself",
+            hint=f"known are {', '.join(_SGLANG_FAMILIES)}; SGLang loads what --to hf writes, and cuts it itself",
         )
 
 
@@ -305,23 +307,23 @@ def check_model(model: Model) -> None:
             "vLLM reorders quantized weights for the kernel that it chooses",
             hint="serve the original files, which vLLM can quantize or read quantized",
         )
-    decay = next((name for name in model.tensors if name.endswith(_DECAY)), None)
+    decay = next((name for name in model.tensors if name.endswith(_DECAY_SUFFIX)), None)
     if decay is not None and model.family not in FAMILIES:
         raise UnsupportedError(
             f"vLLM stores -exp(A_log) of {model.architecture or 'this model'}, from which {decay} does not come back "
             "bit for bit",
             hint="use --to hf, which vLLM loads and cuts by itself",
         )
-    if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
+    if model.family not in FAMILIES or not model.architecture.endswith(_ARCHITECTURE_SUFFIXES):
         raise UnsupportedError(
             f"{TITLE} of {model.architecture or 'this model'} is not known here",
             hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
         )
-    if model.family.startswith(_TIED) and "lm_head.weight" not in model.aliases:
+    if model.family.startswith(_TIED_HEAD_FAMILY_PREFIXES) and "lm_head.weight" not in model.aliases:
         raise UnsupportedError(
             f"vLLM has no place for lm_head.weight: its {model.architecture} ties it to the embedding"
         )
-    for families, ending in _DROPPED:
+    for families, ending in _DROPPED_BIAS_SUFFIXES:
         biased = next((name for name in model.tensors if name.endswith(ending)), None)
         if biased is not None and model.family.startswith(families):
             raise UnsupportedError(
@@ -329,10 +331,12 @@ def check_model(model: Model) -> None:
             )
 
 
-_FURTHER: Final = (
+_DRAFT_MODEL_HINT: Final = (
     "vLLM loads them as a drafter, a model of its own, from a directory that shardctl reshard SRC DRAFTER --only mtp "
     '--to hf writes: --speculative-config \'{"method": "mtp", "model": "DRAFTER", "num_speculative_tokens": 1, '
     '"draft_load_config": {"load_format": "safetensors"}}\''
 )
-_STRANGERS: Final = ", or to SGLang, whose files have the same names: convert the model that the engine was given"
-SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _FURTHER, strangers=_STRANGERS)
+_SGLANG_FILES_HINT: Final = (
+    ", or to SGLang, whose files have the same names: convert the model that the engine was given"
+)
+SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries, _DRAFT_MODEL_HINT, strangers=_SGLANG_FILES_HINT)

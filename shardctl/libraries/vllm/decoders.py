@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.vllm.rank import VllmRank
     from shardctl.models import Model
 
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_HEAD: Final = "lm_head.weight"
-_NORMS: Final = (
+_EMBEDDING_NAME: Final = "model.embed_tokens.weight"
+_LM_HEAD_NAME: Final = "lm_head.weight"
+_LAYER_NORM_NAMES: Final = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -41,25 +41,25 @@ _NORMS: Final = (
 )
 _FEED_FORWARD: Final = ("mlp", "block_sparse_moe", "feed_forward")
 _LAST_NORMS: Final = ("model.norm", "model.embedding_norm")
-_KINDS: Final = ("weight", "bias")
-_INPUTS: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_PER_LAYER_INPUT_MODULES: Final = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _HEAD_NORMS: Final = ("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
 
-_DECAY: Final = BY_NAME["F32"]
+_DECAY_DTYPE: Final = BY_NAME["F32"]
 """vLLM keeps the logarithm of the decay in fp32, whatever the type of the others."""
 
 
 def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """List the arrays of a rank."""
-    embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
+    embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING_NAME
     headless = _is_headless(here, model.family)
-    if here.begins and (_HEAD not in model.aliases or headless or not here.asks):
-        yield here.vocabulary(_EMBEDDING, embedding)
+    if here.begins and (_LM_HEAD_NAME not in model.aliases or headless or not here.asks):
+        yield here.vocabulary(_EMBEDDING_NAME, embedding)
     if here.asks and not headless:
-        yield here.vocabulary(_HEAD)
+        yield here.vocabulary(_LM_HEAD_NAME)
     if here.ends:
-        yield from here.same(*(f"{norm}.{kind}" for norm in _LAST_NORMS for kind in _KINDS))
+        yield from here.same(*(f"{norm}.{kind}" for norm in _LAST_NORMS for kind in _PARAMETER_NAMES))
     yield from _list_layer_inputs(here)
     shared = 0
     for number in here.layers:
@@ -76,7 +76,7 @@ def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 
 
 def _list_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
-    yield from here.same(*(f"{layer}.{norm}.{kind}" for norm in _NORMS for kind in _KINDS))
+    yield from here.same(*(f"{layer}.{norm}.{kind}" for norm in _LAYER_NORM_NAMES for kind in _PARAMETER_NAMES))
     if here.parts.model.family == "gpt_oss":
         yield from _list_gpt_oss_layer(here, layer)
         return
@@ -110,7 +110,7 @@ def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
     borrows = _shares_kv(here, have)
     if borrows:
         yield from here.column_layer(f"{have}.q_proj")
-    for kind in _KINDS:
+    for kind in _PARAMETER_NAMES:
         if not borrows and f"{have}.q_proj.{kind}" in here:
             names = [f"{have}.{part}_proj" for part in ("qkv" if f"{have}.v_proj.weight" in here else "qkk")]
             parts = (HeadRun((here[f"{name}.{kind}"],), here.parts.unit(f"{name}.weight")) for name in names)
@@ -154,7 +154,7 @@ def _list_layer_inputs(here: VllmRank) -> Iterator[SchemaEntry]:
 def _list_gemma4_extras(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
     """List what only layers of Gemma 4 have: a factor, inputs of each layer, and experts beside the MLP."""
     yield from here.same(f"{layer}.layer_scalar")
-    yield from here.same(*(f"{layer}.{name}.weight" for name in _INPUTS))
+    yield from here.same(*(f"{layer}.{name}.weight" for name in _PER_LAYER_INPUT_MODULES))
     if f"{layer}.router.proj.weight" in here:
         yield from here.same(*(f"{layer}.router.{name}" for name in ("proj.weight", "scale", "per_expert_scale")))
         yield from list_experts(here, layer, USUAL, f"{layer}.router.proj")
@@ -172,7 +172,7 @@ def _choose_latent(here: VllmRank) -> Callable[[VllmRank, str], Iterator[SchemaE
 def _list_whole_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List latent attention as the class of transformers has it, whole on every rank."""
     names = ("q_a_layernorm", "kv_a_layernorm", *_LATENT_DOWN, "q_proj", "q_b_proj", "kv_b_proj", "o_proj")
-    yield from here.same(*(f"{have}.{name}.{kind}" for name in names for kind in _KINDS))
+    yield from here.same(*(f"{have}.{name}.{kind}" for name in names for kind in _PARAMETER_NAMES))
     yield from here.scales(f"{have}.attn")
 
 
@@ -238,7 +238,7 @@ def _list_gpt_oss_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
 
 def _list_linear_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List the arrays of a layer with gated DeltaNet."""
-    yield SchemaEntry(f"{have}.A_log", here.rows(f"{have}.A_log"), dtype=_DECAY)
+    yield SchemaEntry(f"{have}.A_log", here.rows(f"{have}.A_log"), dtype=_DECAY_DTYPE)
     yield SchemaEntry(f"{have}.dt_bias", here.rows(f"{have}.dt_bias"))
     yield from here.same(f"{have}.norm.weight")
     yield from here.row_layer(f"{have}.out_proj")

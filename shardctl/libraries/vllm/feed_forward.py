@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from shardctl.libraries.vllm.rank import VllmRank
 
 USUAL: Final = ("gate_proj", "up_proj", "down_proj")
-_MIXTRAL: Final = ("w1", "w3", "w2")
-_PLAIN: Final = (("up_proj", "down_proj"), ("c_fc", "c_proj"))
+_MIXTRAL_EXPERT_NAMES: Final = ("w1", "w3", "w2")
+_UNGATED_MLP_MODULES: Final = (("up_proj", "down_proj"), ("c_fc", "c_proj"))
 """Of an MLP without a gate."""
-_ACTIVATION: Final = ("alpha_p", "alpha_n", "beta", "eps")
+_ACTIVATION_PARAMETERS: Final = ("alpha_p", "alpha_n", "beta", "eps")
 """What an activation function that is trained has, Apertus' alone."""
-_GENERAL: Final = frozenset({"solar_open", "mistral4"})
+_TRANSFORMERS_BACKEND_FAMILIES: Final = frozenset({"solar_open", "mistral4"})
 """Those with experts that vLLM's Transformers backend runs, which keeps the name of the module of shared experts."""
 
-_WIDE: Final = BY_NAME["F32"]
-_APART: Final = frozenset({"mixtral", "qwen2_moe", "olmoe", "lfm2_moe"})
+_ROUTER_DTYPE: Final = BY_NAME["F32"]
+_SEPARATE_ROUTER_FAMILIES: Final = frozenset({"mixtral", "qwen2_moe", "olmoe", "lfm2_moe"})
 """Those that do not give the router to the module of the experts, whose name for it would sort first."""
-_WIDENED: Final = frozenset({"glm4_moe", "minimax_m2", "ernie4_5_moe"})
+_FP32_ROUTER_FAMILIES: Final = frozenset({"glm4_moe", "minimax_m2", "ernie4_5_moe"})
 """Those whose router vLLM keeps in fp32 and apart, whatever the type of the others."""
-_BESIDE: Final = frozenset({"minimax_m2", "exaone_moe"})
+_SIBLING_BIAS_FAMILIES: Final = frozenset({"minimax_m2", "exaone_moe"})
 """Those whose bias stands beside the router."""
-_BIAS: Final = "e_score_correction_bias"
+_CORRECTION_BIAS_NAME: Final = "e_score_correction_bias"
 
 
 def list_feed_forward(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
@@ -49,11 +49,11 @@ def list_feed_forward(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     elif f"{have}.w1.weight" in here:
         yield from here.merged(f"{have}.w13", [f"{have}.w1", f"{have}.w3"])
         yield from here.row_layer(f"{have}.w2")
-    for wide, narrow in _PLAIN:
+    for wide, narrow in _UNGATED_MLP_MODULES:
         if f"{have}.{wide}.weight" in here and f"{have}.gate_proj.weight" not in here:
             yield from here.column_layer(f"{have}.{wide}")
             yield from here.row_layer(f"{have}.{narrow}")
-            yield from here.same(*(f"{have}.act_fn.{name}" for name in _ACTIVATION))
+            yield from here.same(*(f"{have}.act_fn.{name}" for name in _ACTIVATION_PARAMETERS))
 
 
 def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
@@ -61,14 +61,14 @@ def _list_mixture(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     if f"{have}.experts.gate_up_proj" in here:
         yield from _list_stacked_experts(here, f"{have}.experts")
     else:
-        names = _MIXTRAL if f"{have}.experts.0.w1.weight" in here else USUAL
+        names = _MIXTRAL_EXPERT_NAMES if f"{have}.experts.0.w1.weight" in here else USUAL
         yield from list_experts(here, have, names, f"{have}.gate")
     yield from _list_router(here, have)
     if here.for_sglang:
         yield from _list_sglang_shared(here, have)
         return
     shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
-    if here.parts.model.family in _GENERAL:
+    if here.parts.model.family in _TRANSFORMERS_BACKEND_FAMILIES:
         shared = f"{shared}.shared_experts"
     if f"{have}.shared_experts.down_proj.weight" in here:
         yield from _list_gated_mlp(here, f"{have}.shared_experts", shared)
@@ -118,14 +118,21 @@ def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     """List the weights of a router, and the bias with which it chooses experts."""
     family = here.parts.model.family
     shared = f"{have}.shared_experts.down_proj.weight" in here
-    given = not here.for_sglang and (shared or (here.modern and family not in _APART))
+    given = not here.for_sglang and (shared or (here.modern and family not in _SEPARATE_ROUTER_FAMILIES))
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
-    bias = f"{gate}.{_BIAS}"
-    if family in _WIDENED | {"lfm2_moe"}:
-        gate, bias = f"{have}.gate", f"{here.routed(f'{have}.experts')}.{_BIAS}"
-    if family in _BESIDE:
-        bias = f"{have}.{_BIAS}"
-    yield SchemaEntry(f"{gate}.weight", here[f"{have}.gate.weight"], dtype=_WIDE if family in _WIDENED else None)
-    for name in (f"{have}.gate.{_BIAS}", f"{have}.{_BIAS}", f"{have}.expert_bias", f"{have}.moe_statics.{_BIAS}"):
+    bias = f"{gate}.{_CORRECTION_BIAS_NAME}"
+    if family in _FP32_ROUTER_FAMILIES | {"lfm2_moe"}:
+        gate, bias = f"{have}.gate", f"{here.routed(f'{have}.experts')}.{_CORRECTION_BIAS_NAME}"
+    if family in _SIBLING_BIAS_FAMILIES:
+        bias = f"{have}.{_CORRECTION_BIAS_NAME}"
+    yield SchemaEntry(
+        f"{gate}.weight", here[f"{have}.gate.weight"], dtype=_ROUTER_DTYPE if family in _FP32_ROUTER_FAMILIES else None
+    )
+    for name in (
+        f"{have}.gate.{_CORRECTION_BIAS_NAME}",
+        f"{have}.{_CORRECTION_BIAS_NAME}",
+        f"{have}.expert_bias",
+        f"{have}.moe_statics.{_CORRECTION_BIAS_NAME}",
+    ):
         if name in here and not here.parts.is_optional(name):
             yield SchemaEntry(bias, here[name], shape=here[name].shape[-1:])

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
     from shardctl.tensors.naming_scheme import Fact
 
-_EXPERTS: Final = (".w13_weight", ".w2_weight")
-_ROUTED: Final = ".routed_experts"
-_LATENT: Final = ".mla_attn.o_proj.weight"
-_BIAS: Final = ".w2_bias"
+_EXPERT_WEIGHT_SUFFIXES: Final = (".w13_weight", ".w2_weight")
+_ROUTED_EXPERTS_SUFFIX: Final = ".routed_experts"
+_MLA_OUTPUT_SUFFIX: Final = ".mla_attn.o_proj.weight"
+_EXPERT_BIAS_SUFFIX: Final = ".w2_bias"
 _SGLANG_NAMES: Final = (".self_attn.fused_qkv_a_proj_with_mqa.", ".mlp.shared_expert", ".w13_weight_bias")
 """Parts of names that SGLang's classes have, and none of vLLM."""
-_VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
-_NEWEST: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.embed_in.weight")
+_VOCABULARY_WEIGHT_SUFFIXES: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight", "embed_in.weight")
+_NEWEST_PROFILE_MARKERS: Final = ("/language_model.", ".linear_attn.", ".layer_scalar", "/model.embed_in.weight")
 """Parts of names that only models have whose arrays are known of the newest profile alone."""
 _GEMMA_NORMS: Final = 2
 """Of a layer of Gemma 1; later ones have four, and Cohere, without a head as well, one."""
-_LAYER: Final = re.compile(r"rank([0-9]+)/(?:language_model\.)?[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
-_MOE: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
-_ROUTERS: Final = ("gate", "experts.gate", "experts._gate", "router", "router.proj")
+_LAYER_PATTERN: Final = re.compile(r"rank([0-9]+)/(?:language_model\.)?[a-z_]+\.(?:layers|h)\.([0-9]+)\.")
+_FUSED_EXPERTS_PATTERN: Final = re.compile(r"(.+?)\.experts(?:\.routed_experts)?\.w13_weight")
+_ROUTER_MODULE_NAMES: Final = ("gate", "experts.gate", "experts._gate", "router", "router.proj")
 
 
 def recognise_dialect(
@@ -45,11 +45,11 @@ def recognise_dialect(
     profiles = _list_profiles(arrays, divided=divided and not mapped, mapped=mapped)
     facts: dict[str, Fact] = {
         vllm.PROFILE: profiles[0],
-        vllm.LATENT: any(name.endswith(_LATENT) for name in arrays),
+        vllm.LATENT: any(name.endswith(_MLA_OUTPUT_SUFFIX) for name in arrays),
     }
     if profiles[0] == SGLANG:
         facts[vllm.SHARED_LAST] = any(here > there for here, there in _count_experts(arrays))
-    for fact, names in ((vllm.BIAS_TYPE, _BIAS), (vllm.VOCABULARY_TYPE, _VOCABULARY)):
+    for fact, names in ((vllm.BIAS_TYPE, _EXPERT_BIAS_SUFFIX), (vllm.VOCABULARY_TYPE, _VOCABULARY_WEIGHT_SUFFIXES)):
         known = next((tensor for name, tensor in arrays.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.dtype.name
@@ -64,7 +64,7 @@ def _count_layers(arrays: Mapping[str, Tensor], stages: int, tp: int) -> tuple[i
     if stages == 1:
         return ()
     found: list[set[str]] = [set() for _ in range(stages)]
-    for match in filter(None, map(_LAYER.match, arrays)):
+    for match in filter(None, map(_LAYER_PATTERN.match, arrays)):
         found[int(match[1]) // tp].add(match[2])
     return tuple(map(len, found))
 
@@ -77,8 +77,8 @@ def _are_experts_divided(arrays: Mapping[str, Tensor]) -> bool:
 def _count_experts(arrays: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
     """Yield how many experts an array has, and how many its router."""
     for name, tensor in arrays.items():
-        if (match := _MOE.fullmatch(name)) is not None:
-            routers = (arrays.get(f"{match[1]}.{router}.weight") for router in _ROUTERS)
+        if (match := _FUSED_EXPERTS_PATTERN.fullmatch(name)) is not None:
+            routers = (arrays.get(f"{match[1]}.{router}.weight") for router in _ROUTER_MODULE_NAMES)
             router = next(filter(None, routers), None)
             if router is not None and tensor.shape:
                 yield tensor.shape[0], router.shape[0]
@@ -87,13 +87,13 @@ def _count_experts(arrays: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
 def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool) -> tuple[str, ...]:
     """List the profiles that have such names; `divided` experts have no map, `mapped` ones have."""
     scales = {suffix for name in arrays for suffix in SCALES if name.endswith(f".{suffix}")}
-    experts = [name for name in arrays if name.endswith(_EXPERTS)]
-    routed = [name for name in experts if name.rpartition(".")[0].endswith(_ROUTED)]
+    experts = [name for name in arrays if name.endswith(_EXPERT_WEIGHT_SUFFIXES)]
+    routed = [name for name in experts if name.rpartition(".")[0].endswith(_ROUTED_EXPERTS_SUFFIX)]
     newest, middle, oldest = vllm.PROFILES
     if len(scales) == len(SCALES) and len(routed) == len(experts):
         if mapped or _has_only_older_names(arrays):
             return (middle,)
-        newer = divided or any(part in name for name in arrays for part in _NEWEST)
+        newer = divided or any(part in name for name in arrays for part in _NEWEST_PROFILE_MARKERS)
         return (newest,) if newer else (newest, middle)
     if not scales and not routed:
         return (SGLANG,) if any(part in name for name in arrays for part in _SGLANG_NAMES) else (oldest,)
@@ -107,9 +107,8 @@ def _list_profiles(arrays: Mapping[str, Tensor], *, divided: bool, mapped: bool)
             f"experts called {_strip_rank_prefix(next(n for n in experts if n not in routed))}",
         )
     raise UnsupportedError(
-        f"the arrays belong to no known version of vLLM: {has}, but {lacks}. "
-        f"vLLM {middle} and {newest} have {', '.join(SCALES)} and experts{_ROUTED}.w13_weight, vLLM {oldest} has none "
-        "of them",
+        f"the arrays belong to no known version of vLLM: {has}, but {lacks}. vLLM {middle} and {newest} have"
+        f" {', '.join(SCALES)} and experts{_ROUTED_EXPERTS_SUFFIX}.w13_weight, vLLM {oldest} has none of them",
         hint="save the model with one of these versions, or convert the model that vLLM was given",
     )
 

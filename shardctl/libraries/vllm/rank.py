@@ -38,8 +38,8 @@ EXPERT_MAPS: Final = ("_expert_map", "expert_map")
 """What 0.25 and 0.11 call the list that says of every expert its number on this rank, or -1."""
 SGLANG: Final = "sglang"
 """The profile whose arrays are SGLang's, as 0.5.23 has them, and not those of a version of vLLM."""
-_ONE: Final = struct.pack("<f", 1.0)
-_KINDS: Final = ("weight", "bias")
+_FP32_ONE_BYTES: Final = struct.pack("<f", 1.0)
+_PARAMETER_NAMES: Final = ("weight", "bias")
 
 
 @value_class
@@ -147,7 +147,7 @@ class VllmRank(schema.SchemaRank):
 
     def merged(self, new: str, parts: Sequence[str]) -> Iterator[SchemaEntry]:
         """Yield layers whose outputs are cut, as one: this rank's rows of the first, then of the next."""
-        for kind in _KINDS:
+        for kind in _PARAMETER_NAMES:
             if f"{parts[0]}.{kind}" in self:
                 yield SchemaEntry(f"{new}.{kind}", join_arrays([self.rows(f"{part}.{kind}") for part in parts]))
 
@@ -177,7 +177,7 @@ class VllmRank(schema.SchemaRank):
         """Yield the factors of an attention layer's cache."""
         if self.modern:
             for name in SCALES:
-                yield build_constant_entry(f"{module}.{name}", (), BY_NAME["F32"], _ONE)
+                yield build_constant_entry(f"{module}.{name}", (), BY_NAME["F32"], _FP32_ONE_BYTES)
 
     def held(self, experts: int) -> range:
         """Return the experts of which this rank has something: a run of whole ones, or all."""

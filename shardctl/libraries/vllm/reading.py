@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Tensor
 
-_TITLE: Final = "vLLM's model-rank-R-part-P.safetensors"
-_NUMBER: Final = "(0|[1-9][0-9]{0,4})"
-_FILE: Final = re.compile(
-    rf"model-(?:rank-{_NUMBER}|pp-{_NUMBER}-tp-{_NUMBER})-part-(0|[1-9][0-9]{{0,5}})\.safetensors"
+_FORMAT_TITLE: Final = "vLLM's model-rank-R-part-P.safetensors"
+_RANK_NUMBER_PATTERN: Final = "(0|[1-9][0-9]{0,4})"
+_RANK_FILE_PATTERN: Final = re.compile(
+    rf"model-(?:rank-{_RANK_NUMBER_PATTERN}|pp-{_RANK_NUMBER_PATTERN}-tp-{_RANK_NUMBER_PATTERN})-part-(0|[1-9][0-9]{{0,5}})\.safetensors"
 )
-_QUANTIZED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
+_QUANTIZATION_TENSOR_PATTERN: Final = re.compile(
+    r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)"
+)
 """What vLLM's quantized layers have besides weights, or in their place."""
-_PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
-_OLDEST: Final = ("0.11",)
-_SGLANG: Final = ("sglang",)
-_SHARED: Final = ", and of SGLang for some models"
-_BORROWED: Final = ".self_attn.attn_mha.kv_b_proj."
-_FETCH: Final = "every rank's files are needed; fetch the rest"
+_UNQUANTIZED_DTYPES: Final = frozenset({"F32", "F16", "BF16", "I32"})
+_OLDEST_PROFILES: Final = ("0.11",)
+_SGLANG_PROFILES: Final = ("sglang",)
+_SGLANG_COMPATIBILITY_NOTE: Final = ", and of SGLang for some models"
+_MHA_KV_PROJECTION: Final = ".self_attn.attn_mha.kv_b_proj."
+_MISSING_FILES_HINT: Final = "every rank's files are needed; fetch the rest"
 
 
 def detect_vllm(source: Source) -> bool:
     """Detect whether the directory holds such files and no other safetensors files."""
-    return has_only_rank_files(source, _FILE)
+    return has_only_rank_files(source, _RANK_FILE_PATTERN)
 
 
 def scan_vllm(source: Source) -> Manifest:
@@ -60,8 +62,8 @@ def scan_vllm(source: Source) -> Manifest:
         _refuse_quantized(tensor)
     side, left = list_side_files(source, set(sizes))
     dialect, profiles = recognise_dialect(arrays, len(files), stages)
-    shared = profiles == _OLDEST and stages == dialect.mesh.ep == 1  # SGLang cuts by tp alone
-    writer = "SGLang" if profiles == _SGLANG else "vLLM or SGLang" if shared else "vLLM"
+    shared = profiles == _OLDEST_PROFILES and stages == dialect.mesh.ep == 1  # SGLang cuts by tp alone
+    writer = "SGLang" if profiles == _SGLANG_PROFILES else "vLLM or SGLang" if shared else "vLLM"
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
@@ -75,9 +77,11 @@ def scan_vllm(source: Source) -> Manifest:
 
 def _describe_arrays(profiles: tuple[str, ...]) -> str:
     """Describe whose arrays they are, of which nothing but their names tells."""
-    if profiles == _SGLANG:
+    if profiles == _SGLANG_PROFILES:
         return "the arrays are those of SGLang"
-    return f"the arrays are those of vLLM {' and '.join(profiles)}" + (_SHARED if profiles == _OLDEST else "")
+    return f"the arrays are those of vLLM {' and '.join(profiles)}" + (
+        _SGLANG_COMPATIBILITY_NOTE if profiles == _OLDEST_PROFILES else ""
+    )
 
 
 def _undo_borrowing(name: str, arrays: Mapping[str, Tensor]) -> str:
@@ -85,7 +89,7 @@ def _undo_borrowing(name: str, arrays: Mapping[str, Tensor]) -> str:
 
     From then on another module of latent attention has `kv_b_proj`, too, under a name that sorts first and is saved.
     """
-    first = name.replace(_BORROWED, ".self_attn.kv_b_proj.")
+    first = name.replace(_MHA_KV_PROJECTION, ".self_attn.kv_b_proj.")
     return name if first in arrays else first
 
 
@@ -93,7 +97,7 @@ def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:
     """List for each rank its files, in the order of parts, and the number of stages; raises SourceError for a gap."""
     found: dict[tuple[int, int], dict[int, str]] = {}
     kinds: dict[bool, str] = {}
-    for match in match_files(source, _FILE, _TITLE):
+    for match in match_files(source, _RANK_FILE_PATTERN, _FORMAT_TITLE):
         stage, rank = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
         kinds[match[1] is None] = match[0]
         found.setdefault((stage, rank), {})[int(match[4])] = match[0]
@@ -108,25 +112,26 @@ def _list_rank_files(source: Source) -> tuple[list[list[str]], int]:
         more = f", nor of {len(gaps) - 1} more ranks" if len(gaps) > 1 else ""
         where = f"rank {gaps[0][1]}" + (f" of stage {gaps[0][0]}" if True in kinds else "")
         raise SourceError(
-            f"there is no file of {where}{more}, but {next(iter(found[max(found)].values()))} is there", hint=_FETCH
+            f"there is no file of {where}{more}, but {next(iter(found[max(found)].values()))} is there",
+            hint=_MISSING_FILES_HINT,
         )
     for parts in found.values():
         gap = next((part for part in range(max(parts)) if part not in parts), None)
         if gap is not None:
             last = parts[max(parts)]
             missing = f"{last.rpartition('-')[0]}-{gap}.safetensors"
-            raise SourceError(f"{missing} is missing, but {last} is there", hint=_FETCH)
+            raise SourceError(f"{missing} is missing, but {last} is there", hint=_MISSING_FILES_HINT)
     return [[found[place][part] for part in range(len(found[place]))] for place in every], stages
 
 
 def _refuse_quantized(array: Tensor) -> None:
     name = array.chunks[0].name
-    if array.dtype.name not in _PLAIN or _QUANTIZED.fullmatch(name):
-        what = f"is {array.dtype}" if array.dtype.name not in _PLAIN else "belongs to quantized weights"
+    if array.dtype.name not in _UNQUANTIZED_DTYPES or _QUANTIZATION_TENSOR_PATTERN.fullmatch(name):
+        what = f"is {array.dtype}" if array.dtype.name not in _UNQUANTIZED_DTYPES else "belongs to quantized weights"
         raise UnsupportedError(
             f"{name} in {array.files[0]} {what}: quantized models in vLLM's order are not read",
             hint="convert the model that vLLM was given",
         )
 
 
-FORMAT: Final = Format("vllm", _TITLE, detect_vllm, scan_vllm, names_safetensors=True, served=True)
+FORMAT: Final = Format("vllm", _FORMAT_TITLE, detect_vllm, scan_vllm, names_safetensors=True, served=True)

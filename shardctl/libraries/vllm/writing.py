@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.naming_scheme import Fact
 
 OPTION: Final = "vllm_profile"
-_VERSION: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")
-_UNUSED: Final = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm)\.")
+_VLLM_VERSION_PATTERN: Final = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9a-z.+]{1,40})?")
+_UNUSED_KV_PATTERN: Final = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm)\.")
 _USUAL_PART: Final = 5 << 30
-_BIAS: Final = ".down_proj_bias"
-_FUSED: Final = "DeepseekV3ForCausalLM", 256
+_EXPERT_BIAS_SUFFIX: Final = ".down_proj_bias"
+_FUSED_SHARED_EXPERT_MODEL: Final = "DeepseekV3ForCausalLM", 256
 """The class and the number of experts for which SGLang puts the expert that all tokens share behind the others.
 
 `shared_experts_fusion_disable_reason` of its deepseek_v2.py; it asks for a GPU of NVIDIA from capability 8.0 on, too.
@@ -51,7 +51,7 @@ _SAID_LAST: Final = (
     "the expert that all tokens share lies behind the 256 others, as in SGLang on a GPU of NVIDIA; SGLang with "
     "--disable-shared-experts-fusion does not load the result"
 )
-_VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
+_VOCABULARY_WEIGHT_SUFFIXES: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
 
 
 def pack_vllm(order: PackRequest) -> Manifest:
@@ -72,7 +72,7 @@ def pack_vllm(order: PackRequest) -> Manifest:
     if profile == SGLANG and _has_fusable_expert(order.model):
         facts[SHARED_LAST] = True
         said.append(_SAID_LAST)
-    for fact, names in ((BIAS_TYPE, _BIAS), (VOCABULARY_TYPE, _VOCABULARY)):
+    for fact, names in ((BIAS_TYPE, _EXPERT_BIAS_SUFFIX), (VOCABULARY_TYPE, _VOCABULARY_WEIGHT_SUFFIXES)):
         known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.name
@@ -90,7 +90,7 @@ def _list_unused_keys(order: PackRequest) -> tuple[list[str], list[str]]:
     if not order.model.family.startswith("gemma4"):
         return [], []
     known = order.model.tensors
-    unused = [name for name in order.have.tensors if known[name].optional and _UNUSED.search(name)]
+    unused = [name for name in order.have.tensors if known[name].optional and _UNUSED_KV_PATTERN.search(name)]
     said = f"{len(unused)} tensors of layers that borrow keys and values are left behind: no layer of vLLM uses them"
     return unused, [said] * bool(unused)
 
@@ -102,7 +102,7 @@ def choose_profile(version: str) -> str:
     """
     if version == SGLANG:
         return version
-    found = _VERSION.fullmatch(version)
+    found = _VLLM_VERSION_PATTERN.fullmatch(version)
     if found is None:
         raise UsageError(f"unknown --vllm-profile {version!r}", hint=f"known are {', '.join((*PROFILES, SGLANG))}")
     asked = f"{int(found[1])}.{int(found[2])}"
@@ -122,7 +122,7 @@ def choose_profile(version: str) -> str:
 
 def _has_fusable_expert(model: Model) -> bool:
     """Return whether SGLang by default puts the expert that all tokens share behind the others."""
-    architecture, count = _FUSED
+    architecture, count = _FUSED_SHARED_EXPERT_MODEL
     for name, tensor in model.tensors.items():
         if model.architecture == architecture and name.endswith(".mlp.shared_experts.down_proj.weight"):
             each = model.tensors.get(name.replace("shared_experts", f"experts.{count - 1}"))

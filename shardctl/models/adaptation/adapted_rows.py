@@ -15,9 +15,9 @@ from shardctl.tensors.tiles import split_run
 if TYPE_CHECKING:
     from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
 
-_TILE: Final = 1 << 18
+_TILE_ELEMENTS: Final = 1 << 18
 """Elements that are read at a time."""
-_F32: Final = BY_NAME["F32"]
+_F32_DTYPE: Final = BY_NAME["F32"]
 
 
 @value_class
@@ -41,13 +41,13 @@ class AdaptedRows:
         item, width = dtype.unit_bytes, self.shape[1]
         out = np.frombuffer(into, np.uint8)
         written = 0
-        for (start, stop), columns in split_run(offset // item, (offset + len(out)) // item, width, _TILE):
+        for (start, stop), columns in split_run(offset // item, (offset + len(out)) // item, width, _TILE_ELEMENTS):
             values = read_elements(reader, buffer, self.stored, ((start, stop), columns))
             for place, number in enumerate(self.numbers):
                 if start <= number < stop:
                     row = read_numbers(reader, buffer, self.rows, ((place, place + 1), columns))[0]
                     cast = np.empty(row.size * item, np.uint8)
-                    overflowed = cast_elements(row.view(np.uint8), _F32, dtype, cast).overflowed
+                    overflowed = cast_elements(row.view(np.uint8), _F32_DTYPE, dtype, cast).overflowed
                     wrong = overflowed + int(np.count_nonzero(~np.isfinite(row)))
                     if wrong:
                         raise build_overflow_error(self.name, wrong, dtype)

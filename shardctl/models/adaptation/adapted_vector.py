@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
 
-_RUN: Final = 1 << 18
+_CHUNK_ELEMENTS: Final = 1 << 18
 """Elements that are worked out at a time."""
-_F32: Final = BY_NAME["F32"]
+_F32_DTYPE: Final = BY_NAME["F32"]
 
 
 @value_class
@@ -38,13 +38,13 @@ class AdaptedVector:
         item = self.dtype.unit_bytes
         out = np.frombuffer(into, np.uint8)
         first, last = offset // item, (offset + len(out)) // item
-        for start in range(first, last, _RUN):
-            span = start, min(start + _RUN, last)
+        for start in range(first, last, _CHUNK_ELEMENTS):
+            span = start, min(start + _CHUNK_ELEMENTS, last)
             values = stored = read_numbers(reader, buffer, self.stored, (span,))
             if self.added is not None:
                 values = values + read_numbers(reader, buffer, self.added, (span,)) * np.float32(self.scaling)
             place = out[(span[0] - first) * item : (span[1] - first) * item]
-            overflowed = cast_elements(values.view(np.uint8).reshape(-1), _F32, self.dtype, place).overflowed
+            overflowed = cast_elements(values.view(np.uint8).reshape(-1), _F32_DTYPE, self.dtype, place).overflowed
             wrong = ~np.isfinite(values)
             if self.added is not None:
                 wrong &= np.isfinite(stored)

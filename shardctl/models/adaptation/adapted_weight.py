@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.bands import BandBuffer, ByteReader, ChunkIndex
     from shardctl.tensors.tiles import Span
 
-_TILE: Final = 1 << 18
+_MAX_TILE_ELEMENTS: Final = 1 << 18
 """Elements of a tile at most, and of the parts of the adapter's matrices that are read at a time."""
 ADAPTING_BYTES: Final = 10 << 20
 """Memory that one thread needs to change tiles."""
-_F32: Final = BY_NAME["F32"]
+_F32_DTYPE: Final = BY_NAME["F32"]
 
 
 @value_class
@@ -49,7 +49,7 @@ class LowRankProduct:
 
     def read(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]) -> NDArray[np.float32]:
         """Compute a tile; raises SourceError for matrices with elements that are not finite."""
-        (start, stop), width = spans[1], max(_TILE // self.rank, 1)
+        (start, stop), width = spans[1], max(_MAX_TILE_ELEMENTS // self.rank, 1)
         left = _read_finite(reader, buffer, self.left, (spans[0], (0, self.rank)))
         parts = []
         for first in range(start, stop, width):
@@ -106,7 +106,7 @@ class AdaptedWeight:
             values = self._change(reader, buffer, spans)
             size = values.size * item
             bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-            overflowed = cast_elements(bits, _F32, dtype, out[written : written + size]).overflowed
+            overflowed = cast_elements(bits, _F32_DTYPE, dtype, out[written : written + size]).overflowed
             if overflowed or not np.isfinite(values).all():
                 self._check_base(reader, buffer, spans, out[written : written + size])
             written += size
@@ -123,9 +123,12 @@ class AdaptedWeight:
             raise build_overflow_error(self.name, int(np.count_nonzero(wrong)), dtype)
 
     def _choose_tile(self) -> int:
-        """Choose how many elements a tile has, so that neither it nor its part of the first matrix exceeds `_TILE`."""
+        """Choose how many elements a tile has.
+
+        Neither it nor its part of the first matrix exceeds `_MAX_TILE_ELEMENTS`.
+        """
         width = self.shape[1]
-        return min(_TILE, width * max(_TILE // max(width, self.product.rank), 1))
+        return min(_MAX_TILE_ELEMENTS, width * max(_MAX_TILE_ELEMENTS // max(width, self.product.rank), 1))
 
     def _change(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]) -> NDArray[np.float32]:
         if self.magnitude is None:
@@ -145,7 +148,7 @@ class AdaptedWeight:
         values = read_numbers(reader, buffer, self.stored, spans)
         product = self.product.read(reader, buffer, spans)
         dtype = self.stored.chunks[0].dtype
-        if self.product.rounded and dtype != _F32:
+        if self.product.rounded and dtype != _F32_DTYPE:
             product = round_numbers(product, dtype.name)
         values += product
         return values
@@ -159,7 +162,7 @@ class AdaptedWeight:
         with self._lock:
             if not self._norms:
                 total = np.zeros(self.shape[1])
-                rows = max(_TILE // max(self.shape[1], self.product.rank), 1)
+                rows = max(_MAX_TILE_ELEMENTS // max(self.shape[1], self.product.rank), 1)
                 for start in range(0, self.shape[0], rows):
                     span = start, min(start + rows, self.shape[0])
                     add_squares(total, self._add(reader, buffer, (span, (0, self.shape[1]))))

@@ -44,12 +44,12 @@ _OTHER_ROUNDINGS: Final = 8
 """Roundings besides those of the sums, generously: of the scaling, the products, the norms and the bounds."""
 _SUM_ERROR: Final = 2.0**-50
 """The relative error of a number that was rounded to float64 three times or less."""
-_VANISHING: Final = 2.0**-512
+_UNDERFLOW_SCALING: Final = 2.0**-512
 """A scaling below which every product of numbers of float32 rounds to zero."""
-_MAGNITUDE: Final = 0x7FFF_FFFF
-_FRACTION: Final = 0x7F_FFFF
+_FLOAT32_MAGNITUDE_MASK: Final = 0x7FFF_FFFF
+_FLOAT32_FRACTION_MASK: Final = 0x7F_FFFF
 """Bits of a float32."""
-_SMALLEST: Final = 2.0**-149
+_FLOAT32_MIN_SUBNORMAL: Final = 2.0**-149
 """Every number of float32 is a multiple of this."""
 
 
@@ -60,7 +60,7 @@ def multiply_low_rank(left: NDArray[np.float32], right: NDArray[np.float32], sca
     """
     (rows, rank), columns = left.shape, right.shape[1]
     product = np.empty((rows, columns), np.float32)
-    if abs(scaling) < _VANISHING:
+    if abs(scaling) < _UNDERFLOW_SCALING:
         product.fill(0)
         return product
     low = min(_LOW_BLOCK, rows)
@@ -141,10 +141,12 @@ def _describe_factors(stored: NDArray[np.float32], axis: int, scaling: float = 1
     values = stored.astype(np.float64)
     norms = np.sqrt(np.square(values).sum(axis)) * (abs(scaling) * (1 + 2.0**-20))
     bits = stored.view(np.int32)
-    fractions = np.bitwise_or.reduce(bits, axis) & _FRACTION | _FRACTION + 1
+    fractions = np.bitwise_or.reduce(bits, axis) & _FLOAT32_FRACTION_MASK | _FLOAT32_FRACTION_MASK + 1
     _, lowest = np.frexp(fractions & -fractions)  # how many bits the elements lack at their ends, plus one
-    magnitudes = (bits & _MAGNITUDE) - 1  # those of zeros wrap around
-    exponents = np.maximum(magnitudes.view(np.uint32).min(axis, initial=_MAGNITUDE) + 1 >> 23, 1).astype(np.int32)
+    magnitudes = (bits & _FLOAT32_MAGNITUDE_MASK) - 1  # those of zeros wrap around
+    exponents = np.maximum(magnitudes.view(np.uint32).min(axis, initial=_FLOAT32_MAGNITUDE_MASK) + 1 >> 23, 1).astype(
+        np.int32
+    )
     _, tops = np.frexp(norms)
     spans = tops - (exponents + lowest - 151 + _find_last_bit(scaling))
     return _Factors(values if scaling == 1 else values * scaling, norms, spans)
@@ -166,7 +168,7 @@ def _round_product(left: NDArray[np.float32], right: NDArray[np.float32], scalin
     found, other = (np.float32(near * (1 + end)) for end in (-_SUM_ERROR, _SUM_ERROR))
     if found == other:
         return found
-    first, second = ([int(each / _SMALLEST) for each in vector.tolist()] for vector in (left, right))
+    first, second = ([int(each / _FLOAT32_MIN_SUBNORMAL) for each in vector.tolist()] for vector in (left, right))
     numerator, denominator = scaling.as_integer_ratio()
     top, bottom = sum(map(mul, first, second)) * numerator, denominator << 298
     near = top / bottom

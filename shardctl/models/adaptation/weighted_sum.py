@@ -38,15 +38,20 @@ SUMMABLE: Final[Mapping[str, DTypeLike]] = {
     "BF16": ml_dtypes.bfloat16,
 }
 """The element types that are summed."""
-_PRECISIONS: Final = {"F64": (53, -1074, 1024), "F32": (24, -149, 128), "F16": (11, -24, 16), "BF16": (8, -133, 128)}
+_FLOAT_FORMAT_LIMITS: Final = {
+    "F64": (53, -1074, 1024),
+    "F32": (24, -149, 128),
+    "F16": (11, -24, 16),
+    "BF16": (8, -133, 128),
+}
 """Bits of the significand, the exponent of the smallest number, and that of the power of two above all."""
 _RUN_ELEMENTS: Final = 1 << 16
 """Elements that are summed at a time."""
 _SMALL_BITS: Final = 26
 """Bits of integers by which a number of 24 bits is multiplied exactly in float64, and that divide half a float64."""
-_SPLITTER: Final = 2.0**27 + 1
+_VELTKAMP_SPLITTER: Final = 2.0**27 + 1
 """Splits a float64 into two halves of 26 bits (Veltkamp)."""
-_UNIT: Final = 2.0**-53
+_UNIT_ROUNDOFF: Final = 2.0**-53
 _LEAST_EXACT: Final = 2.0**-900
 """Magnitudes below which the error of a product may underflow."""
 _MOST_EXACT: Final = 2.0**990
@@ -216,7 +221,7 @@ class _Remainders:
             rest = rest + (carried + (error + low * wide))
             magnitude = magnitude + size
         total, rest = _add(total, rest)
-        bounds = magnitude * ((4 * len(values) ** 2 + 8) * _UNIT**2)
+        bounds = magnitude * ((4 * len(values) ** 2 + 8) * _UNIT_ROUNDOFF**2)
         sides = np.where(np.abs(rest) > bounds, np.sign(rest), 0).astype(np.int8)
         return cls(total, rest, bounds, sides, False, odd, plain)
 
@@ -235,7 +240,7 @@ def _add(one: NDArray[np.float64], two: NDArray[np.float64]) -> tuple[NDArray[np
 
 def _take_high_half(value: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return a float64 rounded to 26 bits, from which it differs by a number of at most 26 bits (Veltkamp)."""
-    spread = value * _SPLITTER
+    spread = value * _VELTKAMP_SPLITTER
     return spread - (spread - value)
 
 
@@ -276,7 +281,7 @@ def _round_fraction(value: Fraction, dtype: str) -> float:
     >>> _round_fraction(Fraction(1, 3), "BF16"), _round_fraction(Fraction(10) ** 6, "F16")
     (0.333984375, inf)
     """
-    bits, least, above = _PRECISIONS[dtype]
+    bits, least, above = _FLOAT_FORMAT_LIMITS[dtype]
     size = abs(value)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     if size < Fraction(2) ** exponent:

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _SETTINGS_TEXT: Final = TextLimits(size=1 << 16, memory=1 << 20, depth=4)
 """A `quant_state`; those that bitsandbytes writes have less than 300 bytes."""
-_MATRIX: Final = 2
-_ORIGINALS: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_MATRIX_NDIM: Final = 2
+_ORIGINAL_DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FOUR_BITS: Final = 16
-_BYTE: Final = 256
-_ARRANGEMENTS: Final = ("row", "col32", "col_turing", "col_ampere")
+_BYTE_VALUE_COUNT: Final = 256
+_WEIGHT_FORMAT_NAMES: Final = ("row", "col32", "col_turing", "col_ampere")
 """What the values of `weight_format` mean (bitsandbytes/utils.py, `LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING`)."""
-_RECIPROCAL: Final = np.float32(7.874015718698502e-3)
+_RECIPROCAL_OF_127: Final = np.float32(7.874015718698502e-3)
 """Of 127, as bitsandbytes writes it."""
 
 
@@ -124,7 +124,7 @@ def _read_settings(decoder: PackedIntegers, tile: WeightTile) -> _FlatSettings:
         (decoder.table, _FOUR_BITS),
     ]
     if tile.has(decoder.second):
-        wanted += [(decoder.second, -(-blocks // settings.second_block)), (decoder.second_table, _BYTE)]
+        wanted += [(decoder.second, -(-blocks // settings.second_block)), (decoder.second_table, _BYTE_VALUE_COUNT)]
     for array, extent in wanted:
         stored = tile.arrays[array.names[0]].tensor
         if stored.shape[0] != extent:
@@ -142,17 +142,21 @@ def _parse_settings(text: bytes, name: str) -> _FlatSettings:
     said = parse_json(text, name, _SETTINGS_TEXT)
     values = ModelConfig(said if isinstance(said, dict) else {}, name)
     shape, offset = values.values.get("shape"), values.values.get("nested_offset", 0.0)
-    original = _ORIGINALS.get(values.text("dtype", ""))
+    original = _ORIGINAL_DTYPES.get(values.text("dtype", ""))
     if original is None:
         raise SourceError(
-            f"{name} has dtype = {values.values.get('dtype')!r:.50}; bitsandbytes has {', '.join(_ORIGINALS)}"
+            f"{name} has dtype = {values.values.get('dtype')!r:.50}; bitsandbytes has {', '.join(_ORIGINAL_DTYPES)}"
         )
-    if not isinstance(shape, list) or len(shape) != _MATRIX or not all(isinstance(n, int) and n > 0 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != _MATRIX_NDIM
+        or not all(isinstance(n, int) and n > 0 for n in shape)
+    ):
         raise SourceError(f"{name} has shape = {shape!r:.50} where that of a matrix is expected")
     if not isinstance(offset, int | float):
         raise SourceError(f"{name} has nested_offset = {offset!r:.50} where a number is expected")
     block = values.size("blocksize")
-    second = values.size("nested_blocksize", _BYTE)
+    second = values.size("nested_blocksize", _BYTE_VALUE_COUNT)
     return _FlatSettings((shape[0], shape[1]), original, block, second, np.float32(offset))
 
 
@@ -162,12 +166,12 @@ def decode_byte_rows(decoder: ByteRows, tile: WeightTile) -> DecodedTile:
         number = int(tile.read(decoder.arrangement).reshape(()))
         if number:
             stored = tile.arrays[decoder.arrangement.names[0]].tensor.name
-            known = f" ({_ARRANGEMENTS[number]})" if number < len(_ARRANGEMENTS) else ""
+            known = f" ({_WEIGHT_FORMAT_NAMES[number]})" if number < len(_WEIGHT_FORMAT_NAMES) else ""
             raise UnsupportedError(
                 f"{stored} is {number}{known}: the codes are in the order of a kernel that bitsandbytes has given up",
                 hint="load the model with the bitsandbytes that wrote it, and save it again",
             )
     values = tile.read(decoder.codes).astype(np.float32)
     values *= tile.read_numbers(decoder.peak)[:, None]
-    values *= _RECIPROCAL
+    values *= _RECIPROCAL_OF_127
     return DecodedTile(values)

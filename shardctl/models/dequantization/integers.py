@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import PackedByInput, QuantizedArray, ScaledIntegers
     from shardctl.tensors.tiles import Span
 
-_INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_PACKING_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an integer of AWQ's the codes of eight neighbouring outputs are."""
 
 
@@ -117,7 +117,7 @@ def _read_zeros(decoder: ScaledIntegers, tile: WeightTile, also: Mapping[int, Sp
 
 def decode_packed_integers(decoder: PackedByInput, tile: WeightTile) -> DecodedTile:
     """Work out a tile of GPTQ's or AWQ's integers."""
-    places, bits = _INTERLEAVED if decoder.interleaved else None, decoder.bits
+    places, bits = _AWQ_PACKING_ORDER if decoder.interleaved else None, decoder.bits
     axis, dim = (1, OUT) if decoder.interleaved else (0, IN)
     codes = _crop(unpack_codes(tile.read(decoder.codes), bits, axis, places), axis, tile.spans[dim], bits)
     rows = _find_groups(decoder, tile)

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from shardctl.models.dequantization.tile import WeightTile
     from shardctl.models.quantization.storage import KernelTiles, PackedRows, QuantizedArray
 
-_BITS: Final = 4
-_MIDDLE: Final = np.float32(8)
+_BITS_PER_WEIGHT: Final = 4
+_DEFAULT_ZERO_POINT: Final = np.float32(8)
 """The zero point of codes that have none of their own."""
-_SIDE: Final = 16
+_TENSOR_CORE_TILE_SIZE: Final = 16
 """Inputs, and outputs, of one of the matrices that a GPU multiplies."""
-_INTERLEAVED: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+_MARLIN_PACKING_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def decode_packed_rows(decoder: PackedRows, tile: WeightTile) -> DecodedTile:
     """Work out a tile of AWQ's `gemv` order; raises SourceError if it has too few scales."""
-    (first, last), word = tile.spans[IN], 32 // _BITS
-    codes = unpack_codes(tile.read(decoder.codes), _BITS, 1)
+    (first, last), word = tile.spans[IN], 32 // _BITS_PER_WEIGHT
+    codes = unpack_codes(tile.read(decoder.codes), _BITS_PER_WEIGHT, 1)
     values = codes[:, first % word : first % word + last - first].astype(np.float32)
-    zeros, scales = unpack_codes(tile.read(decoder.zero), _BITS, 1), tile.read_numbers(decoder.scale)
+    zeros, scales = unpack_codes(tile.read(decoder.zero), _BITS_PER_WEIGHT, 1), tile.read_numbers(decoder.scale)
     groups = np.arange(first, last) // decoder.group if decoder.group > 0 else np.zeros(last - first, np.int64)
     if groups[-1] >= min(zeros.shape[1], scales.shape[1]):
         raise _refuse_groups(tile, decoder.scale, int(groups[-1]))
@@ -48,11 +48,13 @@ def decode_packed_rows(decoder: PackedRows, tile: WeightTile) -> DecodedTile:
 def decode_kernel_tiles(decoder: KernelTiles, tile: WeightTile) -> DecodedTile:
     """Work out a tile of Marlin's order; raises SourceError if it has too few scales."""
     (left, right), (first, last) = tile.spans[OUT], tile.spans[IN]
-    stored = unpack_codes(tile.read(decoder.codes), _BITS, 1)
+    stored = unpack_codes(tile.read(decoder.codes), _BITS_PER_WEIGHT, 1)
     rows, blocks = stored.shape[0], stored.shape[1] // (TILE_INPUTS * TILE_OUTPUTS)
     codes = np.empty((rows, blocks, TILE_INPUTS * TILE_OUTPUTS), np.uint8)
     codes[..., _list_code_places()] = stored.reshape(codes.shape)
-    squares = codes.reshape(rows, blocks, TILE_OUTPUTS // _SIDE, _SIDE, _SIDE).transpose(0, 3, 1, 2, 4)
+    squares = codes.reshape(
+        rows, blocks, TILE_OUTPUTS // _TENSOR_CORE_TILE_SIZE, _TENSOR_CORE_TILE_SIZE, _TENSOR_CORE_TILE_SIZE
+    ).transpose(0, 3, 1, 2, 4)
     whole = squares.reshape(rows * TILE_INPUTS, blocks * TILE_OUTPUTS)
     above, before = first % TILE_INPUTS, left % TILE_OUTPUTS
     values = whole[above : above + last - first, before : before + right - left].astype(np.float32)
@@ -65,7 +67,7 @@ def decode_kernel_tiles(decoder: KernelTiles, tile: WeightTile) -> DecodedTile:
     groups = np.zeros(last - first, np.int64) if single else np.arange(first, last) // decoder.group - skipped
     if groups[-1] >= len(scales):
         raise _refuse_groups(tile, decoder.scale, int(groups[-1]) + skipped)
-    values -= _MIDDLE
+    values -= _DEFAULT_ZERO_POINT
     values *= scales[groups, before : before + right - left]
     return DecodedTile(values, get_scale_type(tile, decoder.scale))
 
@@ -83,8 +85,10 @@ def _list_code_places() -> NDArray[np.int64]:
     """
     thread, matrix, half, pair = np.meshgrid(np.arange(32), np.arange(4), np.arange(2), np.arange(4), indexing="ij")
     row = 2 * (thread % 4) + pair % 2 + 8 * (pair // 2)
-    places = matrix * _SIDE * _SIDE + row * _SIDE + thread // 4 + 8 * half
-    ordered: NDArray[np.int64] = places.reshape(-1, len(_INTERLEAVED))[:, _INTERLEAVED].reshape(-1)
+    places = (
+        matrix * _TENSOR_CORE_TILE_SIZE * _TENSOR_CORE_TILE_SIZE + row * _TENSOR_CORE_TILE_SIZE + thread // 4 + 8 * half
+    )
+    ordered: NDArray[np.int64] = places.reshape(-1, len(_MARLIN_PACKING_ORDER))[:, _MARLIN_PACKING_ORDER].reshape(-1)
     return ordered
 
 

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import StackedIntegers
     from shardctl.tensors.tiles import Span
 
-_PACKINGS: Final = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
+_HQQ_PACKING_FORMATS: Final = {
+    "8bit_u8": (8, 1),
+    "4bit_u8": (4, 2),
+    "3bit_32": (3, 10),
+    "2bit_u8": (2, 4),
+    "1bit_u8": (1, 8),
+}
 """By name: bits of a code, and how many codes share a byte or an integer, the first in the highest bits."""
-_COMPUTED: Final = {"torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32"}
-_LONGEST: Final = 64
+_COMPUTE_DTYPES: Final = {"torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32"}
+_MAX_TEXT_CHARACTERS: Final = 64
 """Characters of a text; the longest that HQQ writes has 14."""
 
 
@@ -88,7 +94,7 @@ def _read_number(decoder: StackedIntegers, tile: WeightTile, name: str) -> int:
 
 def _read_text(decoder: StackedIntegers, tile: WeightTile, name: str) -> str:
     stored = tile.arrays[name].tensor
-    if stored.shape[0] > _LONGEST:
+    if stored.shape[0] > _MAX_TEXT_CHARACTERS:
         raise SourceError(f"{stored.name} has {stored.shape[0]:,} bytes where a short text is expected")
     return bytes(tile.read(_find_setting(decoder, name))).decode("latin-1")
 
@@ -98,10 +104,10 @@ def _read_settings(decoder: StackedIntegers, tile: WeightTile) -> _GroupMatrix:
     where = tile.arrays["W_q"].tensor.name.removesuffix(".W_q")
     packing, computed = _read_text(decoder, tile, "packing"), _read_text(decoder, tile, "compute_dtype")
     odd = [name for name in ("view_as_float", "quant_scale", "quant_zero") if _read_number(decoder, tile, name)]
-    if odd or packing not in _PACKINGS or computed not in _COMPUTED:
+    if odd or packing not in _HQQ_PACKING_FORMATS or computed not in _COMPUTE_DTYPES:
         said = f"{odd[0]} = true" if odd else f"the packing {packing!r} and the type {computed!r}"
         raise UnsupportedError(f"shardctl does not know how to decode HQQ's {where} with {said}")
-    bits, together = _PACKINGS[packing]
+    bits, together = _HQQ_PACKING_FORMATS[packing]
     outputs, inputs = (int(size) for size in tile.read(_find_setting(decoder, "shape")))
     group, by_row = _read_number(decoder, tile, "group_size"), _read_number(decoder, tile, "axis") == 1
     count = outputs * inputs // group if group > 0 else 0
@@ -116,4 +122,4 @@ def _read_settings(decoder: StackedIntegers, tile: WeightTile) -> _GroupMatrix:
         )
     if tile.spans[OUT][1] > outputs or tile.spans[IN][1] > inputs:
         raise SourceError(f"{where} says that the weight has the shape [{outputs}, {inputs}], which is not the model's")
-    return _GroupMatrix(rows, width, bits, together, step, by_row, _COMPUTED[computed])
+    return _GroupMatrix(rows, width, bits, together, step, by_row, _COMPUTE_DTYPES[computed])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 IN_BETWEEN: Final = ("F16", "BF16")
 """Types narrower than F32 that owners of methods compute in."""
-_TYPES: Final[Mapping[str, DTypeLike]] = {
+_NUMPY_DTYPES: Final[Mapping[str, DTypeLike]] = {
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
     "F32": np.float32,
@@ -46,7 +46,7 @@ _TYPES: Final[Mapping[str, DTypeLike]] = {
     "U32": np.uint32,
     "U8": np.uint8,
 }
-_BIAS: Final = 127
+_E8M0_EXPONENT_BIAS: Final = 127
 """Of an exponent that is stored alone (OCP Microscaling Formats 1.0, E8M0)."""
 
 
@@ -163,13 +163,13 @@ class WeightTile:
         into = np.empty(dtype.nbytes(box.shape), np.uint8)
         found = self.buffer.read(self.reader, stored.chunks, box, into)
         assert found == box.size, f"{stored.tensor.name} {box}: read {found} elements"  # noqa: S101
-        return into.view(_TYPES[dtype.name]).reshape(box.shape)
+        return into.view(_NUMPY_DTYPES[dtype.name]).reshape(box.shape)
 
     def read_numbers(self, array: QuantizedArray, also: Mapping[int, Span] | None = None) -> NDArray[np.float32]:
         """Read the same as F32; what is stored as bytes are exponents."""
         values = self.read(array, also)
         if values.dtype == np.uint8:
-            return np.ldexp(np.float32(1), values.astype(np.int32) - _BIAS)
+            return np.ldexp(np.float32(1), values.astype(np.int32) - _E8M0_EXPONENT_BIAS)
         return values.astype(np.float32)
 
     def read_factors(self, array: QuantizedArray, order: tuple[int, int], numbers: NDArray[Any]) -> BlockFactors:
@@ -197,7 +197,7 @@ class WeightTile:
 
 def round_numbers(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
     """Return the numbers as a narrower type has them, as F32."""
-    return values if kind == "F32" else values.astype(_TYPES[kind]).astype(np.float32)
+    return values if kind == "F32" else values.astype(_NUMPY_DTYPES[kind]).astype(np.float32)
 
 
 def smooth_inputs(smoothing: QuantizedArray | None, tile: WeightTile, decoded: DecodedTile) -> DecodedTile:

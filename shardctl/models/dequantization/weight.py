@@ -68,7 +68,7 @@ TILE: Final = 1 << 18
 DECODING_BYTES: Final = 9 << 20
 """Memory that one thread needs to decode tiles (measured: 3 to 6 MiB) and to gather what they are decoded from."""
 
-_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the sixteen codes of E2M1 stand for (OCP Microscaling Formats 1.0)."""
 
 
@@ -137,7 +137,7 @@ def _read_blocked_scales(scale: QuantizedArray, tile: WeightTile, group: int) ->
 @cache
 def _build_pair_table() -> NDArray[np.float32]:
     """Build the two numbers in each of the 256 bytes."""
-    numbers = np.array(_FP4, np.float32)
+    numbers = np.array(_FP4_VALUES, np.float32)
     return np.stack((np.tile(numbers, 16), np.repeat(numbers, 16)), axis=1)
 
 
@@ -226,7 +226,9 @@ class QuantizedWeight:
 
     def _decode(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span], out: NDArray[np.uint8]) -> int:
         ordered = spans if self.decoder.order[0] == OUT else spans[::-1]
-        values, rounded = _DECODERS[type(self.decoder)](self.decoder, WeightTile(self.arrays, ordered, reader, buffer))
+        values, rounded = _DECODERS_BY_TYPE[type(self.decoder)](
+            self.decoder, WeightTile(self.arrays, ordered, reader, buffer)
+        )
         bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         if rounded not in ("F32", self.dtype.name):
             middle = BY_NAME[rounded]
@@ -236,7 +238,7 @@ class QuantizedWeight:
         return cast_elements(bits, BY_NAME["F32"], self.dtype, out).overflowed
 
 
-_DECODERS: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], DecodedTile]]] = {
+_DECODERS_BY_TYPE: Final[Mapping[type[WeightDecoder], Callable[[Any, WeightTile], DecodedTile]]] = {
     ScaledFloats: _decode_scaled_floats,
     PackedFloats: _decode_packed_floats,
     ScaledIntegers: decode_scaled_integers,

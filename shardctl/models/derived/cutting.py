@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from shardctl.models.rules.fused_orders import FusedOrders
     from shardctl.models.tables.model import ModelTensor
 
-_EXPERT: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
+_EXPERT_NUMBER_PATTERN: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
 _QUERY_NORMS: Final = re.compile(r"(q|query)_?(layer_?)?norm|q_ln")
 _KEY_NORMS: Final = re.compile(r"(k|key)_?(layer_?)?norm|k_ln")
 _INNER_NORMS: Final = re.compile(r".*(sub|inner).*(norm|ln)")
 """What norms are called that stand between heads and their output, and need all of them."""
-_GATES: Final = ("g_proj", "gate_proj", "linear_gate", "gate_attn")
+_ATTENTION_GATE_NAMES: Final = ("g_proj", "gate_proj", "linear_gate", "gate_attn")
 """What linears in attention are called whose output multiplies that of the heads."""
-_PAIRS: Final = re.compile(r"lambda_\w+")
+_LAMBDA_PARAMETER_PATTERN: Final = re.compile(r"lambda_\w+")
 """What parameters are called by which pairs of heads are subtracted from each other (differential attention)."""
 _ONE_EACH: Final = (*("sinks", "attn_sink", "attention_sinks", "learnable_sink_param", "gate_bias", "softmax_offset"),)
 """What parameters are called that have one number for each head."""
 _ROW_EACH: Final = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v")
 """What parameters are called that have a row for each head: what Transformer-XL adds to queries."""
-_RELATIVE: Final = ("linear_pos", "relative_k_proj", "pos_proj")
+_RELATIVE_KEY_MODULES: Final = ("linear_pos", "relative_k_proj", "pos_proj")
 """What linears are called that make keys of relative positions."""
-_INDEXERS: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
+_REPLICATED_ATTENTION_MODULES: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
 """What stands in attention and works by itself, on every rank alike."""
 _BIASES_BY_HEAD: Final = ("relative_attention_bias",)
-_CONV1D: Final = ("c_fc", "c_attn")
+_CONV1D_MODULE_NAMES: Final = ("c_fc", "c_attn")
 """What modules are called that are Conv1D in some models and Linear in others."""
 _EXPERT_COLUMNS: Final = "columns of each expert"
-_MATRIX: Final = 2
-_STACK: Final = 3
+_MATRIX_NDIM: Final = 2
+_STACKED_MATRIX_NDIM: Final = 3
 
 
 def find_expert_number(name: str) -> int | None:
@@ -59,7 +59,7 @@ def find_expert_number(name: str) -> int | None:
     >>> find_expert_number("model.layers.0.mlp.experts.12.up_proj.weight")
     12
     """
-    found = _EXPERT.match(name)
+    found = _EXPERT_NUMBER_PATTERN.match(name)
     return int(found["number"]) if found else None
 
 
@@ -117,8 +117,8 @@ class GroupPartitioner:
                 continue
             dims = [n for n, dim in enumerate(rule.cuts) if any(cut.axis != "ep" for cut in dim)]
             cut, inputs = bool(dims), module is circuit.output
-            if len(module.shape) == _STACK:  # where a plan says which dim is cut, counted from the last
-                inputs = dims == [_STACK - 1]
+            if len(module.shape) == _STACKED_MATRIX_NDIM:  # where a plan says which dim is cut, counted from the last
+                inputs = dims == [_STACKED_MATRIX_NDIM - 1]
             mine = "nothing" if not cut else "inputs" if inputs else "outputs"
             if mine != said.cut and cut:
                 raise UnshardedGroupError(f"{said.source} has {said.style} for {module.path.rpartition('.')[2]}")
@@ -221,7 +221,7 @@ class GroupPartitioner:
         dependent = {layout.heads, layout.key_heads, heads.size, keys.size, circuit.output.shape[-1]} - {1}
         for module in self.tree.within(circuit.owner):
             last = module.path.rpartition(".")[2]
-            if module.path in mine or any(word in _INDEXERS for word in module.path.split(".")):
+            if module.path in mine or any(word in _REPLICATED_ATTENTION_MODULES for word in module.path.split(".")):
                 continue
             section = heads if _QUERY_NORMS.fullmatch(last) else keys if _KEY_NORMS.fullmatch(last) else None
             if section is not None:
@@ -230,11 +230,15 @@ class GroupPartitioner:
                 last in _ROW_EACH and module.shape == (layout.heads, heads.unit)
             ):
                 rules |= _cut_rows(module, (PartitionSection(layout.heads, noun="heads"),), "one for each head")
-            elif last in _RELATIVE and module.is_matrix and module.shape[0] == heads.size:
+            elif last in _RELATIVE_KEY_MODULES and module.is_matrix and module.shape[0] == heads.size:
                 rules |= _cut_rows(module, (heads,), "keys of relative positions by heads")
             elif last in _BIASES_BY_HEAD and module.is_matrix and module.shape[1] == layout.heads:
                 rules |= _cut_columns(module, PartitionSection(layout.heads, noun="heads"), "a bias for each head")
-            elif last in _GATES and module.is_matrix and module.shape[0] in {layout.heads, circuit.output.shape[1]}:
+            elif (
+                last in _ATTENTION_GATE_NAMES
+                and module.is_matrix
+                and module.shape[0] in {layout.heads, circuit.output.shape[1]}
+            ):
                 unit = module.shape[0] // layout.heads
                 rules |= _cut_rows(
                     module, (PartitionSection(module.shape[0], unit, noun="heads"),), "a gate for each head"
@@ -242,7 +246,7 @@ class GroupPartitioner:
             elif (
                 _depends(module, dependent, circuit.output.shape[0])
                 or _INNER_NORMS.fullmatch(last)
-                or _PAIRS.fullmatch(last)
+                or _LAMBDA_PARAMETER_PATTERN.fullmatch(last)
             ):
                 raise UnshardedGroupError(f"what {last} {list(module.shape)} does with its heads is not known")
         return rules
@@ -262,11 +266,11 @@ class GroupPartitioner:
         first, output = circuit.inputs[0], circuit.output
         if any(m.shape != first.shape for m in circuit.inputs) or len(first.shape) != len(output.shape):
             raise UnshardedGroupError("the shapes of its linears do not fit each other")
-        if len(first.shape) == _STACK:
+        if len(first.shape) == _STACKED_MATRIX_NDIM:
             return self._cut_stack(circuit)
         if not first.is_matrix:
             raise UnshardedGroupError("its weights are no matrices")
-        expert = _EXPERT.fullmatch(circuit.owner)
+        expert = _EXPERT_NUMBER_PATTERN.fullmatch(circuit.owner)
         transposed = _has_inputs_for_rows(first)
         width = output.shape[0 if transposed else 1]
         rows = first.shape[1 if transposed else 0]
@@ -401,14 +405,14 @@ def _has_inputs_for_rows(module: StoredModule) -> bool:
     rows, columns = module.shape
     if module.bias is not None and rows != columns:
         return module.bias.shape == (columns,)
-    if module.path.rpartition(".")[2] in _CONV1D:
+    if module.path.rpartition(".")[2] in _CONV1D_MODULE_NAMES:
         raise UnshardedGroupError("whether its rows are inputs or outputs is not known")
     return False
 
 
 def _depends(module: StoredModule, dependent: set[int], hidden: int) -> bool:
     """Tell whether the extents of a tensor say that it may have something for each head."""
-    if len(module.shape) >= _MATRIX:
+    if len(module.shape) >= _MATRIX_NDIM:
         return bool(dependent & set(module.shape))
     return bool(module.shape) and module.shape[0] in dependent and module.shape[0] != hidden
 

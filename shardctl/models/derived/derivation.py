@@ -14,7 +14,7 @@ SHAPES: Final = "names and shapes"
 """The origin of a rule that no library confirms."""
 ORDER_UNKNOWN: Final = "what is fused in it, in which order, is not known"
 """Why an array stays whole that holds more than one projection."""
-_PROOF: Final = "reshard --prove or verify --forward proves it, inspect --show-rules prints it"
+_VERIFICATION_HINT: Final = "reshard --prove or verify --forward proves it, inspect --show-rules prints it"
 
 
 @value_class
@@ -82,4 +82,4 @@ class RuleDerivation:
             whole = f"; whole, because the order of what is fused in them is not known: {format_first_few(unordered)}"
         if others:
             whole += f"; whole, because it is not known how to cut them: {format_first_few(others)}"
-        return f"shardctl has no table for {what}; its cuts are derived from {source}{whole}; {_PROOF}"
+        return f"shardctl has no table for {what}; its cuts are derived from {source}{whole}; {_VERIFICATION_HINT}"

@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model, ModelTensor
     from shardctl.tensors.mesh import Mesh
 
-_EMBEDDINGS: Final = ("wte", "shared", "embed_in", "encoder_embed", "decoder_embed")
+_EMBEDDING_MODULE_NAMES: Final = ("wte", "shared", "embed_in", "encoder_embed", "decoder_embed")
 """What embeddings of tokens are called whose names do not begin with one of the next."""
 _EMBEDDING_STARTS: Final = ("embed_tokens", "word_embed", "tok_embed", "token_embed", "embedding", "embed_token")
-_HEADS: Final = ("lm_head", "embed_out", "output_projection", "proj_out", "decoder", "output", "head")
+_HEAD_MODULE_NAMES: Final = ("lm_head", "embed_out", "output_projection", "proj_out", "decoder", "output", "head")
 """What linears are called that give a score for each token."""
-_ROUTERS: Final = ("gate", "router", "layer", "classifier", "shared_expert_gate")
-_POSITIONS: Final = ("position", "pos_emb", "wpe", "token_type", "relative", "rotary", "indexer")
+_ROUTER_MODULE_NAMES: Final = ("gate", "router", "layer", "classifier", "shared_expert_gate")
+_POSITION_NAME_FRAGMENTS: Final = ("position", "pos_emb", "wpe", "token_type", "relative", "rotary", "indexer")
 
-_BASE: Final = "Embedding"
+_EMBEDDING_BASE_CLASS: Final = "Embedding"
 
-_FOLLOWED: Final = ("fp8", "fbgemm_fp8", "gptq", "awq")
+_RESTORABLE_QUANTIZATION_METHODS: Final = ("fp8", "fbgemm_fp8", "gptq", "awq")
 """Methods whose arrays say by their shapes what the weight's is."""
-_CODES: Final = ("U8", "I8", "I32", *FP8)
-_MATRIX: Final = 2
+_QUANTIZED_DTYPES: Final = ("U8", "I8", "I32", *FP8)
+_MATRIX_NDIM: Final = 2
 
 
 def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, library: bool = True) -> Model:
@@ -101,11 +101,11 @@ def _cut_vocabularies(cutter: GroupPartitioner, normed: Collection[str]) -> None
         last = module.path.rpartition(".")[2]
         if not module.is_matrix or module.weight.name in cutter.rules:
             continue
-        embeds = last in _EMBEDDINGS or last.startswith(_EMBEDDING_STARTS)
+        embeds = last in _EMBEDDING_MODULE_NAMES or last.startswith(_EMBEDDING_STARTS)
         inside = (part.path.rpartition(".")[2] for part in cutter.tree.within(module.path))
         if embeds and (last in normed or any("norm" in part for part in inside)):
             cutter.reasons[module.weight.name] = "its module ends with a norm, which needs the rows of all ranks"
-        elif (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
+        elif (embeds or last in _HEAD_MODULE_NAMES) and module.shape[0] in cutter.sizes.vocabularies:
             note = "embeddings by tokens" if embeds else "scores by tokens"
             cutter.rules[module.weight.name] = TensorRule(((AxisPartition("tp"),), ()), SHAPES, note)
             if module.bias is not None:
@@ -135,7 +135,7 @@ def _divide_experts(cutter: GroupPartitioner, model: Model, styles: Mapping[str,
     """Divide by ep the arrays of experts of which a library says so, and whose circuit is not known."""
     for name, said in styles.items():
         shape = model.tensors[name].shape
-        if name not in cutter.rules and len(shape) >= _MATRIX:
+        if name not in cutter.rules and len(shape) >= _MATRIX_NDIM:
             ep = AxisPartition("ep", (PartitionSection(shape[0], noun="experts"),))
             cutter.rules[name] = TensorRule(
                 ((ep,), *((),) * (len(shape) - 1)), said.source, "experts; how to cut one is not known"
@@ -179,7 +179,7 @@ def _collect_rules(rules: Mapping[str, TensorRule], model: Model) -> tuple[Deriv
 def _collect_uncut(cutter: GroupPartitioner, model: Model) -> tuple[UncutTensors, ...]:
     found: dict[str, UncutTensors] = {}
     for name, tensor in model.tensors.items():
-        if name in cutter.rules or sum(extent > 1 for extent in tensor.shape) < _MATRIX:
+        if name in cutter.rules or sum(extent > 1 for extent in tensor.shape) < _MATRIX_NDIM:
             continue
         reason = cutter.reasons.get(name) or _explain_whole(name, tensor)
         pattern = list_name_patterns([name])[0]
@@ -192,9 +192,9 @@ def _explain_whole(name: str, tensor: ModelTensor) -> str | None:
     """Say why a tensor that no circuit has stays whole; None if it is one that always does."""
     words = name.split(".")
     module = words[-2] if len(words) > 1 else ""
-    if module in _ROUTERS or any(word in name for word in _POSITIONS) or "norm" in module:
+    if module in _ROUTER_MODULE_NAMES or any(word in name for word in _POSITION_NAME_FRAGMENTS) or "norm" in module:
         return None
-    return "a convolution" if len(tensor.shape) > _MATRIX else "not recognised"
+    return "a convolution" if len(tensor.shape) > _MATRIX_NDIM else "not recognised"
 
 
 def _list_expert_patterns(rules: Mapping[str, TensorRule]) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ def _read_folder(folder: Path) -> frozenset[str]:
         normed = {
             node.name
             for node in classes
-            if any(isinstance(base, ast.Attribute) and base.attr == _BASE for base in node.bases)
+            if any(isinstance(base, ast.Attribute) and base.attr == _EMBEDDING_BASE_CLASS for base in node.bases)
             and any("norm" in attribute for attribute, _ in _list_submodules(node))
         }
         found |= {name for node in classes for name, kind in _list_submodules(node) if kind in normed}
@@ -261,7 +261,7 @@ def _restore_weights(model: Model, config: Mapping[str, object]) -> Model:
     settings = find_quantization_config(config)
     if settings is None:
         return model
-    scheme = read_scheme(config) if name_method(settings) in _FOLLOWED else None
+    scheme = read_scheme(config) if name_method(settings) in _RESTORABLE_QUANTIZATION_METHODS else None
     if scheme is None:
         raise _explain_unknown(model)
     tensors: dict[str, ModelTensor] = {}
@@ -274,7 +274,7 @@ def _restore_weights(model: Model, config: Mapping[str, object]) -> Model:
         else:
             tensors.setdefault(weight.name, weight)
     kept = (tensor for name, tensor in tensors.items() if tensor is model.tensors.get(name))
-    if any(tensor.dtype.name in _CODES and len(tensor.shape) >= _MATRIX for tensor in kept):
+    if any(tensor.dtype.name in _QUANTIZED_DTYPES and len(tensor.shape) >= _MATRIX_NDIM for tensor in kept):
         raise _explain_unknown(model)
     return replace(model, tensors=tensors)
 
@@ -284,9 +284,9 @@ def _restore_weight(model: Model, scheme: QuantizationScheme, module: str) -> Mo
     codes, *others = scheme.storage((module,)).arrays
     stored = next((t for n in codes.names if (t := model.tensors.get(f"{module}.{n}")) is not None), None)
     scaled = any(f"{module}.{name}" in model.tensors for array in others for name in array.names if name != "bias")
-    if stored is None or stored.dtype.name not in _CODES or len(stored.shape) != _MATRIX or not scaled:
+    if stored is None or stored.dtype.name not in _QUANTIZED_DTYPES or len(stored.shape) != _MATRIX_NDIM or not scaled:
         return None
-    extents = [0] * _MATRIX
+    extents = [0] * _MATRIX_NDIM
     for extent, along in zip(stored.shape, codes.forms[0], strict=True):
         assert isinstance(along, AlongDim)  # noqa: S101 - codes of these methods follow the weight
         extents[along.dim] = extent * along.block // along.stored

@@ -10,7 +10,7 @@ from shardctl.base.value import state_class, value_class
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_HEADS: Final = (
+_HEAD_COUNT_KEYS: Final = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
     *("decoder_attention_heads", "num_encoder_attention_heads", "num_query_heads"),
 )
@@ -19,13 +19,13 @@ _KEY_HEADS: Final = (
     *("encoder_num_key_value_heads", "decoder_num_key_value_heads", "num_query_groups"),
 )
 _HEAD_SIZES: Final = ("head_dim", "attention_head_dim", "d_kv", "kv_channels", "head_size", "attention_head_size")
-_VOCABULARIES: Final = (
+_VOCABULARY_SIZE_KEYS: Final = (
     *("vocab_size", "n_words", "padded_vocab_size", "src_vocab_size", "tgt_vocab_size", "decoder_vocab_size"),
     *("text_vocab_size", "input_vocab_size", "output_vocab_size"),
 )
-_SHARING: Final = "num_kv_shared_layers"
+_KV_SHARING_KEY: Final = "num_kv_shared_layers"
 """The key of a config that says how many of the last layers have no keys and values of their own."""
-_TOWERS: Final = (
+_SUBMODEL_KEYWORDS: Final = (
     ("vision", "visual", "image", "vit", "pixel"),
     ("audio", "speech", "acoustic", "sound", "mel"),
     ("text", "language", "llm", "lm"),
@@ -77,9 +77,13 @@ class ConfigSizes:
         parts = list(list_parts(self.config))
         self.towers = [tower for words, part in parts for tower in _read_towers(words, part)]
         self.vocabularies = frozenset(
-            n for _, part in parts for key, value in part.items() if key in _VOCABULARIES for n in _list_numbers(value)
+            n
+            for _, part in parts
+            for key, value in part.items()
+            if key in _VOCABULARY_SIZE_KEYS
+            for n in _list_numbers(value)
         )
-        self.shares_keys = any(any(_list_numbers(part.get(_SHARING))) for _, part in parts)
+        self.shares_keys = any(any(_list_numbers(part.get(_KV_SHARING_KEY))) for _, part in parts)
 
     def find_heads(self, path: str, queries: int, keys: int, output: int) -> HeadLayout | None:
         """Find the heads of the attention at `path`, by the rows of queries and keys and the columns of its output.
@@ -147,7 +151,7 @@ def list_parts(
 def _read_towers(words: tuple[str, ...], part: Mapping[str, object]) -> Iterator[TowerSizes]:
     """Return one for each key that counts heads, because encoder and decoder may share a config."""
     sizes = tuple(n for key in _HEAD_SIZES for n in _list_numbers(part.get(key)))
-    for key in _HEADS:
+    for key in _HEAD_COUNT_KEYS:
         heads = tuple(dict.fromkeys(_list_numbers(part.get(key))))
         if heads:
             keys = frozenset(n for each in _KEY_HEADS if _speak_alike(key, each) for n in _list_numbers(part.get(each)))
@@ -161,7 +165,9 @@ def _speak_alike(heads: str, keys: str) -> bool:
 def find_topics(text: str) -> frozenset[int]:
     """Find which parts of a model a path or a key speaks of, by number."""
     words = text.lower().replace(".", "_").split("_")
-    return frozenset(n for n, topic in enumerate(_TOWERS) if any(w.startswith(t) for w in words for t in topic))
+    return frozenset(
+        n for n, topic in enumerate(_SUBMODEL_KEYWORDS) if any(w.startswith(t) for w in words for t in topic)
+    )
 
 
 def _fit_tower(tower: TowerSizes, queries: int, keys: int, output: int) -> Iterator[HeadLayout]:

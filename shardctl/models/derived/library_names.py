@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _Renaming = tuple[tuple[str, ...], str]
 """Patterns of stored names, and what the first that is found becomes."""
-_TABLE: Final = "mapping"
-_ALIASES: Final = "_MODEL_TO_CONVERSION_PATTERN"
+_MAPPING_VARIABLE_NAME: Final = "mapping"
+_ALIASES_VARIABLE_NAME: Final = "_MODEL_TO_CONVERSION_PATTERN"
 
 
 def build_renamer(kinds: Iterable[str]) -> Callable[[str], str]:
@@ -62,9 +62,9 @@ def _read_table(path: Path) -> dict[str, tuple[_Renaming, ...]]:
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         if isinstance(target, ast.Name) and isinstance(node.value, ast.Dict):
-            if target.id == _ALIASES:
+            if target.id == _ALIASES_VARIABLE_NAME:
                 aliases = ast.literal_eval(node.value)
-            elif target.id == _TABLE:
+            elif target.id == _MAPPING_VARIABLE_NAME:
                 table |= {str(ast.literal_eval(k)): _read_list(v, table) for k, v in _pair_up(node.value)}
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
             key = str(target.slice.value)

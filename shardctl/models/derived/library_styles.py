@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
     from shardctl.models.rules.transformers_plan import TransformersPlan
 
-_DIVIDED: Final = "grouped_gemm"
+_EXPERT_PARALLEL_STYLE: Final = "grouped_gemm"
 """The style of arrays whose first dim counts experts, which are divided among ranks."""
-_PARAMETERS: Final = ("weight", "bias")
-_OUTPUTS: Final = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise")
-_INPUTS: Final = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
-_WHOLE: Final = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel")
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_COLUMN_PARALLEL_STYLES: Final = (
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "packed_colwise",
+    "embedding_rowwise",
+)
+_ROW_PARALLEL_STYLES: Final = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
+_REPLICATED_STYLES: Final = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel")
 """Styles by what they cut of a module: its outputs, its inputs, nothing (distributed/tensor_parallel.py)."""
 
 
@@ -37,9 +43,9 @@ class LibraryStyle:
     @property
     def cut(self) -> Literal["outputs", "inputs", "nothing", ""]:
         """What of a module it divides among ranks; empty for a style that is not known."""
-        if self.style in _OUTPUTS:
+        if self.style in _COLUMN_PARALLEL_STYLES:
             return "outputs"
-        return "inputs" if self.style in _INPUTS else "nothing" if self.style in _WHOLE else ""
+        return "inputs" if self.style in _ROW_PARALLEL_STYLES else "nothing" if self.style in _REPLICATED_STYLES else ""
 
 
 def read_library_styles(config: Mapping[str, object], names: Iterable[str]) -> dict[str, LibraryStyle]:
@@ -50,7 +56,7 @@ def read_library_styles(config: Mapping[str, object], names: Iterable[str]) -> d
 def read_library_experts(config: Mapping[str, object], names: Iterable[str]) -> dict[str, LibraryStyle]:
     """Return the style of each stored array whose experts a plan of transformers divides among ranks."""
     found = _read_styles(config, names, lambda plan: plan.ep)
-    return {name: style for name, style in found.items() if style.style == _DIVIDED}
+    return {name: style for name, style in found.items() if style.style == _EXPERT_PARALLEL_STYLE}
 
 
 def _read_styles(
@@ -101,4 +107,4 @@ def _find_style(path: str, topics: frozenset[int], styles: Mapping[str, tuple[re
 def _name_module(name: str) -> str:
     """Return the module of a tensor; a parameter with a name of its own is called as plans call it."""
     owner, _, last = name.rpartition(".")
-    return owner if last in _PARAMETERS else name
+    return owner if last in _PARAMETER_NAMES else name

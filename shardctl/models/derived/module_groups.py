@@ -152,7 +152,7 @@ def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
     """List the circuits that names show, the surest first; of several with one module, the first counts."""
     for path, module in tree.modules.items():
         owner, _, last = path.rpartition(".")
-        if last in _LATENT:
+        if last in _LATENT_KV_MODULES:
             yield from _find_latent(tree, owner, module)
         if last in _QUERIES_ALONE:
             yield from _find_shared(tree, owner, module)
@@ -166,7 +166,7 @@ def list_circuits(tree: ModuleTree) -> Iterator[Circuit]:
                 yield from _find_forward(tree, path, names, gated=starts is _GATED_STARTS)
 
 
-_LATENT: Final = ("kv_b_proj", "kv_b")
+_LATENT_KV_MODULES: Final = ("kv_b_proj", "kv_b")
 _QUERIES_ALONE: Final = ("q_proj",)
 """What queries are called in layers that take keys and values from another layer."""
 
@@ -230,7 +230,7 @@ def _find_latent(tree: ModuleTree, owner: str, module: StoredModule) -> Iterator
 
 def _find_shared(tree: ModuleTree, owner: str, queries: StoredModule) -> Iterator[Circuit]:
     output = _find_one(tree, owner, OUTPUTS, {queries.path})
-    alone = not any(tree.find(owner, name) for name in ("k_proj", "v_proj", *_LATENT))
+    alone = not any(tree.find(owner, name) for name in ("k_proj", "v_proj", *_LATENT_KV_MODULES))
     if alone and queries.is_matrix and output is not None:
         yield SharedAttentionGroup(owner, queries, output)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_AFMOE: Final = (
+_AFMOE_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     *HEAD_NORMS,
@@ -67,7 +67,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 AFMOE: Final = Family(
     name="afmoe",
-    rows=_AFMOE,
+    rows=_AFMOE_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Afmoe", question=None, sentences=False, tokens=None),
     prefixes=("model",),

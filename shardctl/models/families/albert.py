@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WORDS: Final = ".embeddings.word_embeddings.weight"
-_BLOCK: Final = ".encoder.albert_layer_groups.{layer}.albert_layers.{inner}"
-_ALBERT: Final = (
+_WORD_EMBEDDING_NAME: Final = ".embeddings.word_embeddings.weight"
+_BLOCK_PREFIX: Final = ".encoder.albert_layer_groups.{layer}.albert_layers.{inner}"
+_ALBERT_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(_WORDS, "vocab embedding", on="first"),
+    Row(_WORD_EMBEDDING_NAME, "vocab embedding", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions embedding", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types embedding", on="first"),
     Row(".embeddings.LayerNorm.weight", "embedding", on="first"),
     Row(".embeddings.LayerNorm.bias", "embedding", on="first"),
     Row(".encoder.embedding_hidden_mapping_in.weight", "hidden embedding", on="first"),
     Row(".encoder.embedding_hidden_mapping_in.bias", "hidden", on="first"),
-    *build_norm_rows(f"{_BLOCK}.full_layer_layer_norm"),
-    Row(f"{_BLOCK}.attention.query.weight", "q hidden"),
-    Row(f"{_BLOCK}.attention.query.bias", "q"),
-    Row(f"{_BLOCK}.attention.key.weight", "q hidden"),
-    Row(f"{_BLOCK}.attention.key.bias", "q"),
-    Row(f"{_BLOCK}.attention.value.weight", "q hidden"),
-    Row(f"{_BLOCK}.attention.value.bias", "q"),
-    Row(f"{_BLOCK}.attention.dense.weight", "hidden q"),
-    Row(f"{_BLOCK}.attention.dense.bias", "hidden"),
-    *build_norm_rows(f"{_BLOCK}.attention.LayerNorm"),
-    Row(f"{_BLOCK}.ffn.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.ffn.bias", "ffn"),
-    Row(f"{_BLOCK}.ffn_output.weight", "hidden ffn"),
-    Row(f"{_BLOCK}.ffn_output.bias", "hidden"),
+    *build_norm_rows(f"{_BLOCK_PREFIX}.full_layer_layer_norm"),
+    Row(f"{_BLOCK_PREFIX}.attention.query.weight", "q hidden"),
+    Row(f"{_BLOCK_PREFIX}.attention.query.bias", "q"),
+    Row(f"{_BLOCK_PREFIX}.attention.key.weight", "q hidden"),
+    Row(f"{_BLOCK_PREFIX}.attention.key.bias", "q"),
+    Row(f"{_BLOCK_PREFIX}.attention.value.weight", "q hidden"),
+    Row(f"{_BLOCK_PREFIX}.attention.value.bias", "q"),
+    Row(f"{_BLOCK_PREFIX}.attention.dense.weight", "hidden q"),
+    Row(f"{_BLOCK_PREFIX}.attention.dense.bias", "hidden"),
+    *build_norm_rows(f"{_BLOCK_PREFIX}.attention.LayerNorm"),
+    Row(f"{_BLOCK_PREFIX}.ffn.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.ffn.bias", "ffn"),
+    Row(f"{_BLOCK_PREFIX}.ffn_output.weight", "hidden ffn"),
+    Row(f"{_BLOCK_PREFIX}.ffn_output.bias", "hidden"),
     Row(".pooler.weight", "hidden hidden", "pooler", on="last"),
     Row(".pooler.bias", "hidden", "pooler", on="last"),
     Row("predictions.bias", "vocab", "mlm", on="last"),
@@ -49,7 +49,7 @@ _ALBERT: Final = (
     Row("predictions.LayerNorm.bias", "embedding", "mlm", on="last"),
     Row("predictions.dense.weight", "embedding hidden", "mlm", on="last"),
     Row("predictions.dense.bias", "embedding", "mlm", on="last"),
-    Row("predictions.decoder.weight", "vocab embedding", "mlm", on="last", tie=_WORDS),
+    Row("predictions.decoder.weight", "vocab embedding", "mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("predictions.decoder.bias", "vocab", "mlm", on="last", tie="predictions.bias"),
     Row("sop_classifier.classifier.weight", "labels hidden", "order", on="last"),
     Row("sop_classifier.classifier.bias", "labels", "order", on="last"),
@@ -75,7 +75,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 ALBERT: Final = Family(
     name="albert",
-    rows=_ALBERT,
+    rows=_ALBERT_ROWS,
     facts=_build_facts,
     classes={
         "AlbertModel": ModelClass("", "pooler?"),

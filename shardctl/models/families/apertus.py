@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_ACTIVATION: Final = f"{LAYER}.mlp.act_fn"
-_APERTUS: Final = (
+_ACTIVATION_PREFIX: Final = f"{LAYER}.mlp.act_fn"
+_APERTUS_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     *HEAD_NORMS,
     *UNGATED,
-    Row(f"{_ACTIVATION}.alpha_p", "1", when="xielu"),
-    Row(f"{_ACTIVATION}.alpha_n", "1", when="xielu"),
-    Row(f"{_ACTIVATION}.beta", "", when="xielu"),
-    Row(f"{_ACTIVATION}.eps", "", when="xielu"),
+    Row(f"{_ACTIVATION_PREFIX}.alpha_p", "1", when="xielu"),
+    Row(f"{_ACTIVATION_PREFIX}.alpha_n", "1", when="xielu"),
+    Row(f"{_ACTIVATION_PREFIX}.beta", "", when="xielu"),
+    Row(f"{_ACTIVATION_PREFIX}.eps", "", when="xielu"),
     Row(f"{LAYER}.attention_layernorm.weight", "hidden"),
     Row(f"{LAYER}.feedforward_layernorm.weight", "hidden"),
     *LAST_NORM,
@@ -48,7 +48,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 APERTUS: Final = Family(
     name="apertus",
-    rows=_APERTUS,
+    rows=_APERTUS_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Apertus", question=None, sentences=False),
     prefixes=("model",),

@@ -28,29 +28,34 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_MIXER: Final = f"{LAYER}.self_attn"
-_QKV: Final = tuple(f"{one}_{kind}.weight" for kind in ("proj", "conv1d") for one in "qkv")
-_KDA: Final = (
-    *(row for row in KDA if row.name.endswith(_QKV)),
-    Row(f"{_MIXER}.A_log", "value_heads", dtype="F32"),
-    Row(f"{_MIXER}.dt_bias", "values", dtype="F32"),
-    Row(f"{_MIXER}.f_proj.weight", "decays hidden"),
+_MIXER_PREFIX: Final = f"{LAYER}.self_attn"
+_QKV_WEIGHT_SUFFIXES: Final = tuple(f"{one}_{kind}.weight" for kind in ("proj", "conv1d") for one in "qkv")
+_KDA_ROWS: Final = (
+    *(row for row in KDA if row.name.endswith(_QKV_WEIGHT_SUFFIXES)),
+    Row(f"{_MIXER_PREFIX}.A_log", "value_heads", dtype="F32"),
+    Row(f"{_MIXER_PREFIX}.dt_bias", "values", dtype="F32"),
+    Row(f"{_MIXER_PREFIX}.f_proj.weight", "decays hidden"),
     *(
         row
         for row in KDA
         if row.name.endswith(("b_proj.weight", "o_norm.weight", "o_proj.weight")) and "_b_" not in row.name
     ),
-    Row(f"{_MIXER}.g_proj.weight", "values hidden"),
+    Row(f"{_MIXER_PREFIX}.g_proj.weight", "values hidden"),
 )
-_LATENT: Final = (*LATENT, Row(f"{_MIXER}.g_proj.weight", "heads hidden"))
-_LAYER: Final = (
-    *add_condition(_KDA, "!attention"),
-    *add_condition(_LATENT, "attention"),
+_LATENT_ATTENTION_ROWS: Final = (*LATENT, Row(f"{_MIXER_PREFIX}.g_proj.weight", "heads hidden"))
+_LAYER_ROWS: Final = (
+    *add_condition(_KDA_ROWS, "!attention"),
+    *add_condition(_LATENT_ATTENTION_ROWS, "attention"),
     *BALANCED_EXPERTS,
     *NORMS,
 )
-_NEXT: Final = ".layers.{next}"
-_ENDS: Final = {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden", "final_layernorm": "hidden"}
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {
+    "enorm": "hidden",
+    "hnorm": "hidden",
+    "eh_proj": "hidden hidden+hidden",
+    "final_layernorm": "hidden",
+}
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -77,7 +82,7 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(group - 1, layers, group))
 
 
-_FURTHER: Final = (
+_EXTRA_SAVED_ACTIVATIONS: Final = (
     FurtherTensor("fp32 decays, before and behind their bound", dims="decays", width=8, when="!attention"),
     FurtherTensor("decays", dims="decays", when="!attention"),
     FurtherTensor("fp32 gates of attention's heads", dims="heads", width=4, when="attention"),
@@ -88,11 +93,11 @@ BAILING_HYBRID: Final = Family(
     name="bailing_hybrid",
     rows=(
         *EMBEDDING,
-        *_LAYER,
+        *_LAYER_ROWS,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_LAYER, _NEXT, "moe shared attention"),
-        *build_predicting_ends(_NEXT, _ENDS),
+        *build_predicting_rows(_LAYER_ROWS, _MTP_LAYER_PREFIX, "moe shared attention"),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, _MTP_EXTRA_TENSORS),
     ),
     facts=_build_facts,
     classes={"BailingHybridForCausalLM": ModelClass("model", "lm"), "BailingHybridModel": ModelClass()},
@@ -106,11 +111,15 @@ BAILING_HYBRID: Final = Family(
     },
     fused=(
         *(array for array in KDA_ARRAYS if not array.name.endswith("proj.weight")),
-        FusedArray(f"{_MIXER}.forget_gate.f_proj.weight", (f"{_MIXER}.f_proj.weight",)),
+        FusedArray(f"{_MIXER_PREFIX}.forget_gate.f_proj.weight", (f"{_MIXER_PREFIX}.f_proj.weight",)),
         *build_fused_experts(),
     ),
     traits=LayerFeatures(
-        activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True, further=_FURTHER
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        experts_per_token=8,
+        wide_router=True,
+        further=_EXTRA_SAVED_ACTIVATIONS,
     ),
     aliases={
         "num_experts": "n_routed_experts",

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_MIXER: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
-_ATTENTION: Final = add_condition((row for row in QKVO if not row.buffer), "attention")
+_MIXER_ROWS: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
+_ATTENTION_ROWS: Final = add_condition((row for row in QKVO if not row.buffer), "attention")
 _FEED_FORWARD: Final = (
     Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
     Row(f"{LAYER}.feed_forward.gate_proj.bias", "ffn", when="mlp_bias"),
@@ -42,31 +42,31 @@ _FEED_FORWARD: Final = (
     Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
     Row(f"{LAYER}.feed_forward.down_proj.bias", "hidden", when="mlp_bias"),
 )
-_NORMS: Final = (
+_NORM_ROWS: Final = (
     Row(f"{LAYER}.input_layernorm.weight", "hidden"),
     Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
 )
-_ENDS: Final = (Row(".final_layernorm.weight", "hidden", on="last"), *HEADS)
-_BAMBA: Final = (*EMBEDDING, *_FEED_FORWARD, *_NORMS, *_MIXER, *_ATTENTION, *_ENDS)
-_BESIDE: Final = tuple(
+_NORM_AND_HEAD_ROWS: Final = (Row(".final_layernorm.weight", "hidden", on="last"), *HEADS)
+_BAMBA_ROWS: Final = (*EMBEDDING, *_FEED_FORWARD, *_NORM_ROWS, *_MIXER_ROWS, *_ATTENTION_ROWS, *_NORM_AND_HEAD_ROWS)
+_PARALLEL_MIXER_ROWS: Final = tuple(
     replace(row, when="out_bias") if row.name.endswith("out_proj.bias") else row
     for row in build_mixer2_rows(f"{LAYER}.mamba", norm="mixer_norm")
 )
-_FALCON: Final = (
+_FALCON_H1_ROWS: Final = (
     *EMBEDDING,
     *_FEED_FORWARD,
-    *_BESIDE,
+    *_PARALLEL_MIXER_ROWS,
     *(row for row in QKVO if not row.buffer),
-    *_NORMS,
-    *_ENDS,
+    *_NORM_ROWS,
+    *_NORM_AND_HEAD_ROWS,
 )
-_GRANITE: Final = (
+_GRANITE_MOE_HYBRID_ROWS: Final = (
     *EMBEDDING,
     *NORMS,
     *add_condition(MOE, "moe"),
     *SHARED,
-    *_MIXER,
-    *_ATTENTION,
+    *_MIXER_ROWS,
+    *_ATTENTION_ROWS,
     *LAST_NORM,
     *HEADS,
 )
@@ -137,7 +137,7 @@ def _build_falcon_facts(config: ModelConfig) -> ModelDims:
 
 BAMBA: Final = Family(
     name="bamba",
-    rows=_BAMBA,
+    rows=_BAMBA_ROWS,
     facts=_build_bamba_facts,
     classes={"BambaForCausalLM": ModelClass("model", "lm"), "BambaModel": ModelClass()},
     prefixes=("model",),
@@ -146,7 +146,7 @@ BAMBA: Final = Family(
 )
 GRANITE_MOE_HYBRID: Final = Family(
     name="granitemoehybrid",
-    rows=_GRANITE,
+    rows=_GRANITE_MOE_HYBRID_ROWS,
     facts=_build_granite_facts,
     classes={"GraniteMoeHybridForCausalLM": ModelClass("model", "lm"), "GraniteMoeHybridModel": ModelClass()},
     prefixes=("model",),
@@ -157,7 +157,7 @@ GRANITE_MOE_HYBRID: Final = Family(
 )
 FALCON_H1: Final = Family(
     name="falcon_h1",
-    rows=_FALCON,
+    rows=_FALCON_H1_ROWS,
     facts=_build_falcon_facts,
     classes={"FalconH1ForCausalLM": ModelClass("model", "lm"), "FalconH1Model": ModelClass()},
     prefixes=("model",),

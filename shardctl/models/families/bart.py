@@ -57,21 +57,21 @@ def _build_decoder_rows(*, k_bias: bool) -> tuple[Row, ...]:
     )
 
 
-_SHARED: Final = ".shared.weight"
-_BART: Final = (
+_SHARED_EMBEDDING_NAME: Final = ".shared.weight"
+_BART_ROWS: Final = (
     Row("final_logits_bias", "1 vocab", "bias_of_logits", on="last"),
-    Row(_SHARED, "vocab hidden", on="first"),
-    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED),
+    Row(_SHARED_EMBEDDING_NAME, "vocab hidden", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED_EMBEDDING_NAME),
     Row(".encoder.embed_positions.weight", "positions hidden", on="first"),
     *_build_encoder_rows(k_bias=True),
     *build_norm_rows(".encoder.layernorm_embedding", "first"),
     *build_norm_rows(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
-    Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start", tie=_SHARED),
+    Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start", tie=_SHARED_EMBEDDING_NAME),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
     *_build_decoder_rows(k_bias=True),
     *build_norm_rows(".decoder.layernorm_embedding", "decoder_start"),
     *build_norm_rows(".decoder.layer_norm", "last", "norms_at_ends"),
-    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
+    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED_EMBEDDING_NAME),
     Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
     Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
     Row("classification_head.out_proj.weight", "labels hidden", "sentence", on="last"),
@@ -80,25 +80,29 @@ _BART: Final = (
     Row("qa_outputs.bias", "2", "question", on="last"),
 )
 """mBART has norms at the ends of both stacks too."""
-_PEGASUS: Final = tuple(
-    row for row in _BART if "layernorm_embedding" not in row.name and not {"sentence", "question"} & {*row.when.split()}
+_PEGASUS_ROWS: Final = tuple(
+    row
+    for row in _BART_ROWS
+    if "layernorm_embedding" not in row.name and not {"sentence", "question"} & {*row.when.split()}
 )
-_M2M: Final = tuple(row for row in _PEGASUS if "embed_positions" not in row.name and row.name.startswith((".", "lm")))
+_M2M_100_ROWS: Final = tuple(
+    row for row in _PEGASUS_ROWS if "embed_positions" not in row.name and row.name.startswith((".", "lm"))
+)
 """Its positions are computed, as are Pegasus's, which are stored."""
-_TARGET: Final = ".decoder.embed_tokens.weight"
-_MARIAN: Final = (
+_TARGET_EMBEDDING_NAME: Final = ".decoder.embed_tokens.weight"
+_MARIAN_ROWS: Final = (
     Row("final_logits_bias", "1 target", "bias_of_logits", on="last"),
-    Row(_SHARED, "vocab hidden", "one_vocabulary", on="first"),
-    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED, tied="all_tied"),
+    Row(_SHARED_EMBEDDING_NAME, "vocab hidden", "one_vocabulary", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED_EMBEDDING_NAME, tied="all_tied"),
     Row(".encoder.embed_positions.weight", "positions hidden", on="first", optional=True),
     *_build_encoder_rows(k_bias=True),
-    Row(_TARGET, "target hidden", on="decoder_start", tie=_SHARED, tied="all_tied"),
+    Row(_TARGET_EMBEDDING_NAME, "target hidden", on="decoder_start", tie=_SHARED_EMBEDDING_NAME, tied="all_tied"),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start", optional=True),
     *_build_decoder_rows(k_bias=True),
-    Row("lm_head.weight", "target hidden", "lm", on="last", tie=_TARGET),
+    Row("lm_head.weight", "target hidden", "lm", on="last", tie=_TARGET_EMBEDDING_NAME),
 )
 """Its positions are computed, and transformers saves none; early checkpoints have them."""
-_WHISPER: Final = (
+_WHISPER_ROWS: Final = (
     Row(".encoder.conv1.weight", "hidden mels 3", on="first"),
     Row(".encoder.conv1.bias", "hidden", on="first"),
     Row(".encoder.conv2.weight", "hidden hidden 3", on="first"),
@@ -112,9 +116,9 @@ _WHISPER: Final = (
     *build_norm_rows(".decoder.layer_norm", "last"),
     Row("proj_out.weight", "vocab hidden", "lm", on="last", tie=".decoder.embed_tokens.weight"),
 )
-_OFFSET: Final = 2
+_POSITION_EMBEDDING_OFFSET: Final = 2
 """Rows of the positions before the first (`BartLearnedPositionalEmbedding`)."""
-_LABELS: Final = 3
+_DEFAULT_LABEL_COUNT: Final = 3
 """Labels that `BartConfig` assumes; mBART's assumes two, as most do."""
 
 
@@ -141,11 +145,14 @@ def _build_facts(config: ModelConfig, positions: int) -> ModelDims:
 
 
 def _build_bart_facts(config: ModelConfig) -> ModelDims:
-    return _build_facts(config.over({"num_labels": _LABELS}), config.size("max_position_embeddings", 1024) + _OFFSET)
+    return _build_facts(
+        config.over({"num_labels": _DEFAULT_LABEL_COUNT}),
+        config.size("max_position_embeddings", 1024) + _POSITION_EMBEDDING_OFFSET,
+    )
 
 
 def _build_mbart_facts(config: ModelConfig) -> ModelDims:
-    facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
+    facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _POSITION_EMBEDDING_OFFSET)
     return facts.also(flags={"norms_at_ends": True})
 
 
@@ -174,12 +181,12 @@ def _build_whisper_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_NAMES: Final = {
+_CONFIG_KEY_ALIASES: Final = {
     "hidden_size": "d_model",
     "num_hidden_layers": "encoder_layers",
     "num_attention_heads": "encoder_attention_heads",
 }
-_ASSUMED: Final = {
+_CONFIG_DEFAULTS: Final = {
     "vocab_size": 50265,
     "d_model": 1024,
     "decoder_attention_heads": 16,
@@ -189,12 +196,12 @@ _ASSUMED: Final = {
     "encoder_ffn_dim": 4096,
     "encoder_layers": 12,
 }
-_TRAITS: Final = LayerFeatures(
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("activation_function", "gelu"), dropout=("dropout", 0.1), narrow_softmax=True
 )
 BART: Final = Family(
     name="bart",
-    rows=_BART,
+    rows=_BART_ROWS,
     facts=_build_bart_facts,
     classes={
         "BartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
@@ -203,13 +210,13 @@ BART: Final = Family(
         "BartForQuestionAnswering": ModelClass("model", "question"),
     },
     prefixes=("model",),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed=_ASSUMED,
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed=_CONFIG_DEFAULTS,
 )
 MBART: Final = Family(
     name="mbart",
-    rows=_BART,
+    rows=_BART_ROWS,
     facts=_build_mbart_facts,
     classes={
         "MBartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
@@ -218,18 +225,18 @@ MBART: Final = Family(
         "MBartForQuestionAnswering": ModelClass("model", "question"),
     },
     prefixes=("model",),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed=_ASSUMED,
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed=_CONFIG_DEFAULTS,
 )
 WHISPER: Final = Family(
     name="whisper",
-    rows=_WHISPER,
+    rows=_WHISPER_ROWS,
     facts=_build_whisper_facts,
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
     traits=LayerFeatures(activation=("activation_function", "gelu"), dropout=("dropout", 0.0), narrow_softmax=True),
-    aliases={**_NAMES, "num_key_value_heads": "encoder_attention_heads"},
+    aliases={**_CONFIG_KEY_ALIASES, "num_key_value_heads": "encoder_attention_heads"},
     assumed={
         "decoder_attention_heads": 6,
         "encoder_attention_heads": 6,
@@ -243,33 +250,33 @@ WHISPER: Final = Family(
 )
 PEGASUS: Final = Family(
     name="pegasus",
-    rows=_PEGASUS,
+    rows=_PEGASUS_ROWS,
     facts=_build_pegasus_facts,
     classes={
         "PegasusForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
         "PegasusModel": ModelClass(),
     },
     prefixes=("model",),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed=_ASSUMED,
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed=_CONFIG_DEFAULTS,
 )
 MARIAN: Final = Family(
     name="marian",
-    rows=_MARIAN,
+    rows=_MARIAN_ROWS,
     facts=_build_marian_facts,
     classes={
         "MarianMTModel": ModelClass("model", "lm bias_of_logits?"),
         "MarianModel": ModelClass(),
     },
     prefixes=("model",),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed={**_ASSUMED, "vocab_size": 58101},
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed={**_CONFIG_DEFAULTS, "vocab_size": 58101},
 )
 M2M_100: Final = Family(
     name="m2m_100",
-    rows=_M2M,
+    rows=_M2M_100_ROWS,
     facts=_build_pegasus_facts,
     classes={"M2M100ForConditionalGeneration": ModelClass("model", "lm"), "M2M100Model": ModelClass()},
     prefixes=("model",),
@@ -279,6 +286,6 @@ M2M_100: Final = Family(
         narrow_softmax=True,
         attention_dropout=("attention_dropout", 0.1),
     ),
-    aliases=_NAMES,
-    assumed={**_ASSUMED, "vocab_size": 128112},
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed={**_CONFIG_DEFAULTS, "vocab_size": 128112},
 )

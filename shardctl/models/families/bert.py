@@ -72,7 +72,7 @@ WORD_HEADS: Final = (
     Row("cls.seq_relationship.bias", "2", when="nsp", on="last"),
 )
 """What predicts words, and whether one sentence follows another."""
-_BERT: Final = (
+_BERT_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
@@ -115,7 +115,7 @@ ENCODER_TRAITS: Final = LayerFeatures(
 )
 BERT: Final = Family(
     name="bert",
-    rows=_BERT,
+    rows=_BERT_ROWS,
     facts=build_encoder_facts,
     classes={
         "BertModel": ModelClass("", "pooler?"),

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BIASED: Final = (".self.query.bias", ".self.key.bias", ".self.value.bias")
+_QKV_BIAS_SUFFIXES: Final = (".self.query.bias", ".self.key.bias", ".self.value.bias")
 _BIG_BIRD: Final = (
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
     *build_norm_rows(".embeddings.LayerNorm", "first"),
-    *(replace(row, when="biased") if row.name.endswith(_BIASED) else row for row in ENCODER[: -len(POOLER)]),
+    *(replace(row, when="biased") if row.name.endswith(_QKV_BIAS_SUFFIXES) else row for row in ENCODER[: -len(POOLER)]),
     *(replace(row, name=row.name.replace(".dense", "")) for row in POOLER),
     *WORD_HEADS,
     *(row for row in ROBERTA_HEADS if row.name.startswith("classifier.")),

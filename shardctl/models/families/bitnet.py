@@ -36,7 +36,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     return facts.also(dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))})
 
 
-_FURTHER: Final = tuple(
+_EXTRA_SAVED_ACTIVATIONS: Final = tuple(
     one
     for what, dims in (("attention", "all_heads"), ("the MLP", "all_ffn"))
     for one in (
@@ -45,7 +45,7 @@ _FURTHER: Final = tuple(
         FurtherTensor(f"statistics of that norm, of {what}", width=4),
     )
 )
-_INPUT: Final = FurtherTensor(
+_OUTPUT_PROJECTION_INPUT: Final = FurtherTensor(
     "input of attention's last matrix, besides its result", dims="all_heads", given=("fused", "output trained")
 )
 BITNET: Final = Family(
@@ -54,6 +54,8 @@ BITNET: Final = Family(
     facts=_build_facts,
     classes={"BitNetForCausalLM": ModelClass("model", "lm"), "BitNetModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerFeatures(activation=("hidden_act", "relu2"), norm="rms", further=(*_FURTHER, _INPUT)),
+    traits=LayerFeatures(
+        activation=("hidden_act", "relu2"), norm="rms", further=(*_EXTRA_SAVED_ACTIVATIONS, _OUTPUT_PROJECTION_INPUT)
+    ),
     assumed={**assume_sizes(128256, 2560, 6912, 30, 20), "num_key_value_heads": 5},
 )

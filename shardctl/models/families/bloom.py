@@ -14,7 +14,7 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BLOOM: Final = (
+_BLOOM_ROWS: Final = (
     Row(".word_embeddings.weight", "vocab hidden", on="first"),
     Row(".word_embeddings_layernorm.weight", "hidden", on="first"),
     Row(".word_embeddings_layernorm.bias", "hidden", on="first"),
@@ -34,7 +34,7 @@ _BLOOM: Final = (
     Row(".ln_f.bias", "hidden", on="last"),
     *build_head_rows(".word_embeddings.weight"),
 )
-_NAMES: Final = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_CONFIG_KEY_ALIASES: Final = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 """Keys of the configs, and what else they are called."""
 
 
@@ -57,11 +57,11 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 BLOOM: Final = Family(
     name="bloom",
-    rows=_BLOOM,
+    rows=_BLOOM_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     traits=LayerFeatures(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0), unfused=True),
-    aliases=_NAMES,
+    aliases=_CONFIG_KEY_ALIASES,
     assumed={"vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": 2},
 )

@@ -16,7 +16,7 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_LAYER: Final = ".encoder.layers.{layer}"
+_LAYER_PREFIX: Final = ".encoder.layers.{layer}"
 
 
 def _build_linear_rows(name: str, dims: str) -> tuple[Row, ...]:
@@ -27,59 +27,59 @@ def _build_norm_rows(name: str, on: str = "", when: str = "") -> tuple[Row, ...]
     return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
 
 
-_ATTENTION: Final = (
-    *_build_linear_rows(f"{_LAYER}.self_attn.k_proj", "q hidden"),
-    *_build_linear_rows(f"{_LAYER}.self_attn.v_proj", "q hidden"),
-    *_build_linear_rows(f"{_LAYER}.self_attn.q_proj", "q hidden"),
-    *_build_linear_rows(f"{_LAYER}.self_attn.out_proj", "hidden q"),
+_ATTENTION_ROWS: Final = (
+    *_build_linear_rows(f"{_LAYER_PREFIX}.self_attn.k_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER_PREFIX}.self_attn.v_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER_PREFIX}.self_attn.q_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER_PREFIX}.self_attn.out_proj", "hidden q"),
 )
-_MLP: Final = (
-    *_build_linear_rows(f"{_LAYER}.mlp.fc1", "ffn hidden"),
-    *_build_linear_rows(f"{_LAYER}.mlp.fc2", "hidden ffn"),
+_MLP_ROWS: Final = (
+    *_build_linear_rows(f"{_LAYER_PREFIX}.mlp.fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_LAYER_PREFIX}.mlp.fc2", "hidden ffn"),
 )
 _CLIP_LAYER: Final = (
-    *_ATTENTION,
-    *_build_norm_rows(f"{_LAYER}.layer_norm1"),
-    *_MLP,
-    *_build_norm_rows(f"{_LAYER}.layer_norm2"),
+    *_ATTENTION_ROWS,
+    *_build_norm_rows(f"{_LAYER_PREFIX}.layer_norm1"),
+    *_MLP_ROWS,
+    *_build_norm_rows(f"{_LAYER_PREFIX}.layer_norm2"),
 )
 _SIGLIP_LAYER: Final = (
-    *_build_norm_rows(f"{_LAYER}.layer_norm1"),
-    *_ATTENTION,
-    *_build_norm_rows(f"{_LAYER}.layer_norm2"),
-    *_MLP,
+    *_build_norm_rows(f"{_LAYER_PREFIX}.layer_norm1"),
+    *_ATTENTION_ROWS,
+    *_build_norm_rows(f"{_LAYER_PREFIX}.layer_norm2"),
+    *_MLP_ROWS,
 )
-_WORDS: Final = (
+_TEXT_EMBEDDING_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.token_embedding.weight", "vocab hidden", on="first"),
     Row(".embeddings.position_embedding.weight", "positions hidden", on="first"),
 )
-_PATCHES: Final = (
+_PATCH_EMBEDDING_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.patch_embedding.weight", "hidden channels patch patch", on="first"),
 )
-_POSITIONS: Final = (Row(".embeddings.position_embedding.weight", "patches hidden", on="first"),)
-_CLIP_TEXT: Final = (*_WORDS, *_CLIP_LAYER, *_build_norm_rows(".final_layer_norm", "last"))
+_POSITION_EMBEDDING_ROWS: Final = (Row(".embeddings.position_embedding.weight", "patches hidden", on="first"),)
+_CLIP_TEXT: Final = (*_TEXT_EMBEDDING_ROWS, *_CLIP_LAYER, *_build_norm_rows(".final_layer_norm", "last"))
 CLIP_EYES: Final = (
     Row(".embeddings.class_embedding", "hidden", on="first"),
-    *_PATCHES,
-    *_POSITIONS,
+    *_PATCH_EMBEDDING_ROWS,
+    *_POSITION_EMBEDDING_ROWS,
     *_build_norm_rows(".pre_layrnorm", "first"),
     *_CLIP_LAYER,
     *_build_norm_rows(".post_layernorm", "last"),
 )
 """The vision model."""
 _SIGLIP_TEXT: Final = (
-    *_WORDS,
+    *_TEXT_EMBEDDING_ROWS,
     *_SIGLIP_LAYER,
     *_build_norm_rows(".final_layer_norm", "last"),
     Row(".head.weight", "projection hidden", on="last"),
     Row(".head.bias", "projection", on="last"),
 )
 SIGLIP_EYES: Final = (
-    *_PATCHES,
+    *_PATCH_EMBEDDING_ROWS,
     Row(".embeddings.patch_embedding.bias", "hidden", on="first"),
-    *_POSITIONS,
+    *_POSITION_EMBEDDING_ROWS,
     *_SIGLIP_LAYER,
     *_build_norm_rows(".post_layernorm", "last"),
     Row(".head.probe", "1 1 hidden", "head", on="last"),
@@ -96,14 +96,14 @@ SIGLIP_EYES: Final = (
 """The vision model, whose head pools by attention; that is whole on every tp rank."""
 _AFTER_TEXT: Final = {"last": "text_end"}
 _BEFORE_IMAGES: Final = {"first": "vision_start"}
-_CLIP: Final = (
+_CLIP_ROWS: Final = (
     Row("logit_scale", "", on="last"),
     *nest_rows(_CLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
     *nest_rows(CLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
     Row("visual_projection.weight", "projection vision_hidden", on="last"),
     Row("text_projection.weight", "projection text_hidden", on="last"),
 )
-_SIGLIP: Final = (
+_SIGLIP_ROWS: Final = (
     Row("logit_scale", "1", on="last"),
     Row("logit_bias", "1", on="last"),
     *nest_rows(_SIGLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
@@ -113,8 +113,13 @@ _PROJECTED_TEXT: Final = (*_CLIP_TEXT, Row("text_projection.weight", "projection
 _PROJECTED_EYES: Final = (*CLIP_EYES, Row("visual_projection.weight", "projection hidden", "projected", on="last"))
 
 # What the config classes assume where a config is silent; configs that lie in another's often are.
-_SMALL: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-_IMAGE: Final = {**_SMALL, "num_channels": 3, "image_size": 224}
+_BASE_SIZE_DEFAULTS: Final = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
+_VISION_DEFAULTS: Final = {**_BASE_SIZE_DEFAULTS, "num_channels": 3, "image_size": 224}
 _CLIP_TEXT_DEFAULTS: Final = {
     "vocab_size": 49408,
     "hidden_size": 512,
@@ -124,9 +129,9 @@ _CLIP_TEXT_DEFAULTS: Final = {
     "max_position_embeddings": 77,
     "projection_dim": 512,
 }
-_CLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 32, "projection_dim": 512}
-_SIGLIP_TEXT_DEFAULTS: Final = {**_SMALL, "vocab_size": 32000, "max_position_embeddings": 64}
-_SIGLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 16}
+_CLIP_VISION_DEFAULTS: Final = {**_VISION_DEFAULTS, "patch_size": 32, "projection_dim": 512}
+_SIGLIP_TEXT_DEFAULTS: Final = {**_BASE_SIZE_DEFAULTS, "vocab_size": 32000, "max_position_embeddings": 64}
+_SIGLIP_VISION_DEFAULTS: Final = {**_VISION_DEFAULTS, "patch_size": 16}
 
 
 def _build_tower_facts(config: ModelConfig) -> ModelDims:
@@ -213,7 +218,7 @@ _CLIP_TRAITS: Final = LayerFeatures(activation=("hidden_act", "quick_gelu"))
 _SIGLIP_TRAITS: Final = LayerFeatures(activation=("hidden_act", "gelu_pytorch_tanh"))
 CLIP: Final = Family(
     name="clip",
-    rows=_CLIP,
+    rows=_CLIP_ROWS,
     facts=_build_clip_facts,
     classes={"CLIPModel": ModelClass()},
     assumed={"text_config": {}, "vision_config": {}},
@@ -245,7 +250,7 @@ CLIP_VISION: Final = Family(
 )
 SIGLIP: Final = Family(
     name="siglip",
-    rows=_SIGLIP,
+    rows=_SIGLIP_ROWS,
     facts=_build_siglip_facts,
     classes={"SiglipModel": ModelClass()},
     assumed={"text_config": {}, "vision_config": {}},

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_COHERE: Final = (
+_COHERE_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     Row(f"{LAYER}.self_attn.q_norm.weight", "heads head", when="qk_norm"),
@@ -48,10 +48,10 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_WINDOW: Final = WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern")
+_SLIDING_WINDOW_RULE: Final = WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern")
 COHERE: Final = Family(
     name="cohere",
-    rows=_COHERE,
+    rows=_COHERE_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
@@ -66,11 +66,13 @@ COHERE: Final = Family(
 )
 COHERE2: Final = Family(
     name="cohere2",
-    rows=_COHERE,
+    rows=_COHERE_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW, side_by_side=("", True)),
+    traits=LayerFeatures(
+        activation=("hidden_act", "silu"), norm="layer32", window=_SLIDING_WINDOW_RULE, side_by_side=("", True)
+    ),
     assumed={
         "num_attention_heads": 64,
         "vocab_size": 256000,

@@ -15,23 +15,23 @@ from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BLOCK: Final = ".blocks.{layer}"
-_ATTENTION: Final = f"{_BLOCK}.norm_attn_norm"
-_EXPERTS: Final = f"{_BLOCK}.ffn.experts"
-_DBRX: Final = (
+_BLOCK_PREFIX: Final = ".blocks.{layer}"
+_ATTENTION_PREFIX: Final = f"{_BLOCK_PREFIX}.norm_attn_norm"
+_EXPERTS_PREFIX: Final = f"{_BLOCK_PREFIX}.ffn.experts"
+_DBRX_ROWS: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
-    Row(f"{_ATTENTION}.norm_1.weight", "hidden"),
-    Row(f"{_ATTENTION}.attn.Wqkv.weight", "q+kv+kv hidden"),
-    Row(f"{_ATTENTION}.attn.out_proj.weight", "hidden q"),
-    Row(f"{_ATTENTION}.norm_2.weight", "hidden"),
-    Row(f"{_BLOCK}.ffn.router.layer.weight", "experts hidden"),
-    Row(f"{_EXPERTS}.mlp.w1", "columns hidden"),
-    Row(f"{_EXPERTS}.mlp.v1", "columns hidden"),
-    Row(f"{_EXPERTS}.mlp.w2", "columns hidden"),
+    Row(f"{_ATTENTION_PREFIX}.norm_1.weight", "hidden"),
+    Row(f"{_ATTENTION_PREFIX}.attn.Wqkv.weight", "q+kv+kv hidden"),
+    Row(f"{_ATTENTION_PREFIX}.attn.out_proj.weight", "hidden q"),
+    Row(f"{_ATTENTION_PREFIX}.norm_2.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ffn.router.layer.weight", "experts hidden"),
+    Row(f"{_EXPERTS_PREFIX}.mlp.w1", "columns hidden"),
+    Row(f"{_EXPERTS_PREFIX}.mlp.v1", "columns hidden"),
+    Row(f"{_EXPERTS_PREFIX}.mlp.w2", "columns hidden"),
     Row(".norm_f.weight", "hidden", on="last"),
     Row("lm_head.weight", "vocab hidden", "lm", on="last"),
 )
-_ONE_EXPERT: Final = tuple(Row(f"{_EXPERTS}.{name}", "effn hidden") for name in ("gate", "up", "down"))
+_ONE_EXPERT: Final = tuple(Row(f"{_EXPERTS_PREFIX}.{name}", "effn hidden") for name in ("gate", "up", "down"))
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -54,7 +54,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_TRAITS: Final = LayerFeatures(
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("hidden_act", "silu"),
     norm="layer",
     dropout=("resid_pdrop", 0.0),
@@ -78,12 +78,12 @@ def _read_text(config: ModelConfig) -> tuple[LayerFeatures, ModelConfig]:
         "hidden_act": activation.get("name") if isinstance(activation, dict) else None,
         "max_position_embeddings": config.values.get("max_seq_len"),
     }
-    return _TRAITS, replace(config, values={**config.values, **usual})
+    return _LAYER_FEATURES, replace(config, values={**config.values, **usual})
 
 
 DBRX: Final = Family(
     name="dbrx",
-    rows=_DBRX,
+    rows=_DBRX_ROWS,
     facts=_build_facts,
     classes={"DbrxForCausalLM": ModelClass("transformer", "lm"), "DbrxModel": ModelClass()},
     prefixes=("transformer",),

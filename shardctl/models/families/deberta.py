@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WORDS: Final = ".embeddings.word_embeddings.weight"
-_ATTENTION: Final = f"{BLOCK}.attention.self"
-_HEAD: Final = "lm_predictions.lm_head"
-_EMBEDDINGS: Final = (
+_WORD_EMBEDDING_NAME: Final = ".embeddings.word_embeddings.weight"
+_ATTENTION_PREFIX: Final = f"{BLOCK}.attention.self"
+_LM_HEAD_PREFIX: Final = "lm_predictions.lm_head"
+_EMBEDDING_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(_WORDS, "vocab embedding", "!borrowed", on="first"),
-    Row(_WORDS, "vocab embedding", "borrowed", on="ends"),
+    Row(_WORD_EMBEDDING_NAME, "vocab embedding", "!borrowed", on="first"),
+    Row(_WORD_EMBEDDING_NAME, "vocab embedding", "borrowed", on="ends"),
     Row(".embeddings.position_embeddings.weight", "positions embedding", "absolute", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types embedding", "typed", on="first"),
     Row(".embeddings.embed_proj.weight", "hidden embedding", "narrow", on="first"),
     *build_norm_rows(".embeddings.LayerNorm", "first"),
 )
-_AFTER: Final = (
+_AFTER_ATTENTION_ROWS: Final = (
     Row(f"{BLOCK}.attention.output.dense.weight", "hidden q"),
     Row(f"{BLOCK}.attention.output.dense.bias", "hidden"),
     *build_norm_rows(f"{BLOCK}.attention.output.LayerNorm"),
@@ -48,18 +48,18 @@ _AFTER: Final = (
     *build_norm_rows(f"{BLOCK}.output.LayerNorm"),
     Row(".encoder.rel_embeddings.weight", "distances hidden", "relative", on="first"),
 )
-_HEADS: Final = (
+_HEAD_ROWS: Final = (
     Row("cls.predictions.bias", "vocab", "mlm legacy", on="last"),
     Row("cls.predictions.transform.dense.weight", "embedding hidden", "mlm legacy", on="last"),
     Row("cls.predictions.transform.dense.bias", "embedding", "mlm legacy", on="last"),
     Row("cls.predictions.transform.LayerNorm.weight", "embedding", "mlm legacy", on="last"),
     Row("cls.predictions.transform.LayerNorm.bias", "embedding", "mlm legacy", on="last"),
-    Row("cls.predictions.decoder.weight", "vocab embedding", "mlm legacy", on="last", tie=_WORDS),
+    Row("cls.predictions.decoder.weight", "vocab embedding", "mlm legacy", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("cls.predictions.decoder.bias", "vocab", "mlm legacy", on="last", tie="cls.predictions.bias"),
-    Row(f"{_HEAD}.bias", "words", "mlm !legacy", on="last"),
-    Row(f"{_HEAD}.dense.weight", "hidden hidden", "mlm !legacy", on="last"),
-    Row(f"{_HEAD}.dense.bias", "hidden", "mlm !legacy", on="last"),
-    *build_norm_rows(f"{_HEAD}.LayerNorm", "last", "mlm !legacy"),
+    Row(f"{_LM_HEAD_PREFIX}.bias", "words", "mlm !legacy", on="last"),
+    Row(f"{_LM_HEAD_PREFIX}.dense.weight", "hidden hidden", "mlm !legacy", on="last"),
+    Row(f"{_LM_HEAD_PREFIX}.dense.bias", "hidden", "mlm !legacy", on="last"),
+    *build_norm_rows(f"{_LM_HEAD_PREFIX}.LayerNorm", "last", "mlm !legacy"),
     *(replace(row, name=row.name.lstrip(".")) for row in POOLER),
     Row("classifier.weight", "labels hidden", "classifier", on="last"),
     Row("classifier.bias", "labels", "classifier", on="last"),
@@ -67,35 +67,35 @@ _HEADS: Final = (
     Row("qa_outputs.bias", "labels", "question", on="last"),
 )
 _DEBERTA_V2: Final = (
-    *_EMBEDDINGS,
-    Row(f"{_ATTENTION}.query_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.query_proj.bias", "q"),
-    Row(f"{_ATTENTION}.key_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.key_proj.bias", "q"),
-    Row(f"{_ATTENTION}.value_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.value_proj.bias", "q"),
-    Row(f"{_ATTENTION}.pos_key_proj.weight", "q hidden", "own_keys"),
-    Row(f"{_ATTENTION}.pos_key_proj.bias", "q", "own_keys"),
-    Row(f"{_ATTENTION}.pos_query_proj.weight", "q hidden", "own_queries"),
-    Row(f"{_ATTENTION}.pos_query_proj.bias", "q", "own_queries"),
-    *_AFTER,
+    *_EMBEDDING_ROWS,
+    Row(f"{_ATTENTION_PREFIX}.query_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.query_proj.bias", "q"),
+    Row(f"{_ATTENTION_PREFIX}.key_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.key_proj.bias", "q"),
+    Row(f"{_ATTENTION_PREFIX}.value_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.value_proj.bias", "q"),
+    Row(f"{_ATTENTION_PREFIX}.pos_key_proj.weight", "q hidden", "own_keys"),
+    Row(f"{_ATTENTION_PREFIX}.pos_key_proj.bias", "q", "own_keys"),
+    Row(f"{_ATTENTION_PREFIX}.pos_query_proj.weight", "q hidden", "own_queries"),
+    Row(f"{_ATTENTION_PREFIX}.pos_query_proj.bias", "q", "own_queries"),
+    *_AFTER_ATTENTION_ROWS,
     *build_norm_rows(".encoder.LayerNorm", "first", "normed_distances"),
     Row(".encoder.conv.conv.weight", "hidden conv_group conv_window", "conv", on="first"),
     Row(".encoder.conv.conv.bias", "hidden", "conv", on="first"),
     *build_norm_rows(".encoder.conv.LayerNorm", "first", "conv"),
-    *_HEADS,
+    *_HEAD_ROWS,
 )
 """A convolution follows the first layer."""
-_DEBERTA: Final = (
-    *_EMBEDDINGS,
-    Row(f"{_ATTENTION}.q_bias", "q"),
-    Row(f"{_ATTENTION}.v_bias", "q"),
-    Row(f"{_ATTENTION}.in_proj.weight", "qkv hidden"),
-    Row(f"{_ATTENTION}.pos_proj.weight", "q hidden", "own_keys"),
-    Row(f"{_ATTENTION}.pos_q_proj.weight", "q hidden", "own_queries"),
-    Row(f"{_ATTENTION}.pos_q_proj.bias", "q", "own_queries"),
-    *_AFTER,
-    *_HEADS,
+_DEBERTA_ROWS: Final = (
+    *_EMBEDDING_ROWS,
+    Row(f"{_ATTENTION_PREFIX}.q_bias", "q"),
+    Row(f"{_ATTENTION_PREFIX}.v_bias", "q"),
+    Row(f"{_ATTENTION_PREFIX}.in_proj.weight", "qkv hidden"),
+    Row(f"{_ATTENTION_PREFIX}.pos_proj.weight", "q hidden", "own_keys"),
+    Row(f"{_ATTENTION_PREFIX}.pos_q_proj.weight", "q hidden", "own_queries"),
+    Row(f"{_ATTENTION_PREFIX}.pos_q_proj.bias", "q", "own_queries"),
+    *_AFTER_ATTENTION_ROWS,
+    *_HEAD_ROWS,
 )
 """The present head has no matrix for words, but computes with the embedding, which then is on the last stage, too: its
 bias is whole on every rank."""
@@ -163,7 +163,7 @@ def _build_first_facts(config: ModelConfig) -> ModelDims:
     return facts.also(dims={"qkv": LogicalDim(3 * width, 3 * head, "tp", noun="attention heads")})
 
 
-_TRAITS: Final = replace(
+_LAYER_FEATURES: Final = replace(
     ENCODER_TRAITS,
     unfused=True,
     further=(
@@ -175,10 +175,12 @@ _TRAITS: Final = replace(
         FurtherTensor("the mask", "pairs", width=1),
     ),
 )
-_FP32: Final = replace(_TRAITS, unmodelled="scores of relative positions that transformers computes in fp32 only")
+_FP32_SCORES_FEATURES: Final = replace(
+    _LAYER_FEATURES, unmodelled="scores of relative positions that transformers computes in fp32 only"
+)
 DEBERTA: Final = Family(
     name="deberta",
-    rows=_DEBERTA,
+    rows=_DEBERTA_ROWS,
     facts=_build_first_facts,
     classes={
         "DebertaModel": ModelClass(),
@@ -188,7 +190,7 @@ DEBERTA: Final = Family(
         "DebertaForQuestionAnswering": ModelClass("deberta", "question"),
     },
     prefixes=("deberta",),
-    traits=_FP32,
+    traits=_FP32_SCORES_FEATURES,
     assumed=assume_sizes(50265, 768, 3072, 12, 12),
 )
 DEBERTA_V2: Final = Family(
@@ -204,6 +206,6 @@ DEBERTA_V2: Final = Family(
         "DebertaV2ForQuestionAnswering": ModelClass("deberta", "question"),
     },
     prefixes=("deberta",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed=assume_sizes(128100, 1536, 6144, 24, 24),
 )

@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_SHARED: Final = build_shared_expert_rows("mlp.shared_experts")
+_SHARED_EXPERT_ROWS: Final = build_shared_expert_rows("mlp.shared_experts")
 _SHARED_BIASES: Final = (
     Row(f"{LAYER}.mlp.shared_experts.gate_proj.bias", "sffn", when="moe mlp_bias"),
     Row(f"{LAYER}.mlp.shared_experts.up_proj.bias", "sffn", when="moe mlp_bias"),
     Row(f"{LAYER}.mlp.shared_experts.down_proj.bias", "hidden", when="moe mlp_bias"),
 )
-BIASED_SHARED: Final = tuple(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair)
-BALANCED_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, BALANCE, *_SHARED)
+BIASED_SHARED: Final = tuple(row for pair in zip(_SHARED_EXPERT_ROWS, _SHARED_BIASES, strict=True) for row in pair)
+BALANCED_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, BALANCE, *_SHARED_EXPERT_ROWS)
 _BUFFERED_BALANCE: Final = replace(BALANCE, dtype="", buffer="F32")
 """Only DeepSeek-VL2's largest has it, among those of V2."""
 _V3_LAYER: Final = (*LATENT, *BALANCED_EXPERTS, *NORMS)
-_V1_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, _BUFFERED_BALANCE, *_SHARED)
+_V1_EXPERTS: Final = (*DENSE, *build_expert_rows(), ROUTER, _BUFFERED_BALANCE, *_SHARED_EXPERT_ROWS)
 _GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *BALANCED_EXPERTS, *NORMS)
-_NEXT: Final = ".layers.{next}"
-_ENDS: Final = {
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {
     "embed_tokens": "vocab hidden",
     "enorm": "hidden",
     "hnorm": "hidden",
@@ -74,7 +74,10 @@ _ENDS: Final = {
 
 def build_balanced_rows(layer: tuple[Row, ...], conditions: str = "moe shared") -> tuple[Row, ...]:
     """Build the table of a model whose layers have the rows `layer`; those that predict meet all of `conditions`."""
-    following = (*build_predicting_rows(layer, _NEXT, conditions), *build_predicting_ends(_NEXT, _ENDS))
+    following = (
+        *build_predicting_rows(layer, _MTP_LAYER_PREFIX, conditions),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, _MTP_EXTRA_TENSORS),
+    )
     return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *following)
 
 
@@ -128,7 +131,7 @@ _V2_SIZES: Final = {
     "n_routed_experts": 64,
     "n_shared_experts": 2,
 }
-_NAMES: Final = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_CONFIG_KEY_ALIASES: Final = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 DEEPSEEK: Final = Family(
     name="deepseek",
     rows=(*EMBEDDING, *QKVO, *_V1_EXPERTS, *NORMS, *LAST_NORM, *HEADS),
@@ -185,7 +188,7 @@ DEEPSEEK_V3: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, wide_router=True),
-    aliases=_NAMES,
+    aliases=_CONFIG_KEY_ALIASES,
     assumed={
         **assume_sizes(129280, 7168, 18432, 61, 128),
         "moe_intermediate_size": 2048,
@@ -204,7 +207,7 @@ GLM4_MOE: Final = Family(
     traits=LayerFeatures(
         activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, joined_queries=True, wide_router=True
     ),
-    aliases=_NAMES,
+    aliases=_CONFIG_KEY_ALIASES,
     assumed={
         **assume_sizes(151552, 4096, 10944, 46, 96),
         "moe_intermediate_size": 1408,
@@ -228,7 +231,7 @@ GLM4_MOE_LITE: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=4, wide_router=True),
-    aliases={**_NAMES, "head_dim": "qk_rope_head_dim"},
+    aliases={**_CONFIG_KEY_ALIASES, "head_dim": "qk_rope_head_dim"},
     assumed={
         **assume_sizes(154880, 2048, 10240, 47, 20),
         "moe_intermediate_size": 1536,

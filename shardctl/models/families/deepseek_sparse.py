@@ -31,7 +31,7 @@ INDEXER: Final = (
     Row(f"{LAYER}.self_attn.indexer.weights_proj.weight", "index_heads hidden", needed="indexer"),
 )
 """What scores earlier tokens for each query, with one key for all its heads (DeepSeek sparse attention)."""
-_KINDS: Final = {"F": "full", "S": "shared"}
+_INDEXER_TYPES_BY_LETTER: Final = {"F": "full", "S": "shared"}
 
 
 def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> ModelDims:
@@ -72,21 +72,21 @@ def list_indexer_layers(config: ModelConfig) -> frozenset[int]:
     if kinds is None:
         period, offset = max(config.count("index_topk_freq", 1), 1), config.count("index_skip_topk_offset", 2)
         return frozenset(n for n in range(layers) if max(n - offset + 1, 0) % period == 0)
-    said = [_KINDS.get(kind, kind) for kind in kinds]
+    said = [_INDEXER_TYPES_BY_LETTER.get(kind, kind) for kind in kinds]
     if len(said) != layers or not {"full", "shared"}.issuperset(said):
         raise SourceError(f"config.json has {kinds!r} where {layers} entries, full or shared, are expected")
     return frozenset(n for n, kind in enumerate(said) if kind == "full")
 
 
-_LAYER: Final = (*LATENT, *INDEXER, *BALANCED_EXPERTS, *NORMS)
-_ROWS: Final = build_balanced_rows(_LAYER, "moe shared indexer")
-_NAMES: Final = {
+_LAYER_ROWS: Final = (*LATENT, *INDEXER, *BALANCED_EXPERTS, *NORMS)
+_MODEL_ROWS: Final = build_balanced_rows(_LAYER_ROWS, "moe shared indexer")
+_CONFIG_KEY_ALIASES: Final = {
     "num_experts": "n_routed_experts",
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
-_EXPERTS: Final = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
-_TRAITS: Final = LayerFeatures(
+_EXPERT_CONFIG_DEFAULTS: Final = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("hidden_act", "silu"),
     norm="rms",
     experts_per_token=8,
@@ -95,23 +95,23 @@ _TRAITS: Final = LayerFeatures(
 )
 DEEPSEEK_V32: Final = Family(
     name="deepseek_v32",
-    rows=_ROWS,
+    rows=_MODEL_ROWS,
     facts=_build_v32_facts,
     classes={"DeepseekV32ForCausalLM": ModelClass("model", "lm"), "DeepseekV32Model": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed={**assume_sizes(129280, 7168, 18432, 61, 128), **_EXPERTS},
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed={**assume_sizes(129280, 7168, 18432, 61, 128), **_EXPERT_CONFIG_DEFAULTS},
 )
 GLM_MOE_DSA: Final = Family(
     name="glm_moe_dsa",
-    rows=_ROWS,
+    rows=_MODEL_ROWS,
     facts=_build_glm_facts,
     classes={"GlmMoeDsaForCausalLM": ModelClass("model", "lm"), "GlmMoeDsaModel": ModelClass()},
     prefixes=("model",),
     fused=build_fused_experts(),
-    traits=_TRAITS,
-    aliases=_NAMES,
-    assumed={**assume_sizes(154880, 6144, 12288, 78, 64), **_EXPERTS},
+    traits=_LAYER_FEATURES,
+    aliases=_CONFIG_KEY_ALIASES,
+    assumed={**assume_sizes(154880, 6144, 12288, 78, 64), **_EXPERT_CONFIG_DEFAULTS},
 )

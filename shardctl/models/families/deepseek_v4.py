@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import ModelDims
 
 _SPARSE, _DENSE = "compressed_sparse_attention", "heavily_compressed_attention"
-_KINDS: Final = {0: "sliding_attention", 4: _SPARSE, 128: _DENSE}
+_LAYER_TYPES_BY_COMPRESSION: Final = {0: "sliding_attention", 4: _SPARSE, 128: _DENSE}
 """What older configs say of each layer by how many tokens it compresses to one (`DeepseekV4Config`)."""
-_HASHED: Final = 3
+_DEFAULT_HASH_LAYER_COUNT: Final = 3
 """Layers whose experts a table names, where a config is silent."""
-_ATTENTION: Final = (
+_ATTENTION_ROWS: Final = (
     Row(f"{LAYER}.self_attn.sinks", "heads", dtype="F32"),
     Row(f"{LAYER}.self_attn.q_a_proj.weight", "q_rank hidden"),
     Row(f"{LAYER}.self_attn.q_a_norm.weight", "q_rank", dtype="F32"),
@@ -59,20 +59,20 @@ def _build_compressor_rows(module: str, width: str, rate: str, when: str) -> tup
     )
 
 
-_COMPRESSORS: Final = (
+_COMPRESSOR_ROWS: Final = (
     *_build_compressor_rows("", "shared_kv+shared_kv", "rate", "choosing"),
     *_build_compressor_rows("", "shared_kv", "dense_rate", "compressing"),
     *_build_compressor_rows(".indexer", "index+index", "rate", "choosing"),
     Row(f"{LAYER}.self_attn.compressor.indexer.q_b_proj.weight", "index_q q_rank", "choosing"),
     Row(f"{LAYER}.self_attn.compressor.indexer.scorer.weights_proj.weight", "index_heads hidden", "choosing"),
 )
-_ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden")
-_BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", dtype="F32")
-_EXPERTS: Final = (
+_ROUTER_ROW: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden")
+_CORRECTION_BIAS_ROW: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", dtype="F32")
+_EXPERT_ROWS: Final = (
     *build_expert_rows("mlp", ("w1", "w3", "w2"), when=""),
     *build_shared_expert_rows("mlp.shared_experts"),
 )
-_REST: Final = (
+_NORM_AND_STREAM_ROWS: Final = (
     Row(f"{LAYER}.input_layernorm.weight", "hidden", dtype="F32"),
     Row(f"{LAYER}.post_attention_layernorm.weight", "hidden", dtype="F32"),
     *(
@@ -82,11 +82,15 @@ _REST: Final = (
     ),
 )
 """Norms, and what mixes the streams around attention and experts (manifold-constrained hyper-connections)."""
-_NEXT: Final = "mtp.{next}"
-_PREDICTING: Final = (
-    *build_predicting_rows((*_ATTENTION, _ROUTER, _BALANCE, *_EXPERTS, *_REST), _NEXT, "moe shared"),
+_MTP_LAYER_PREFIX: Final = "mtp.{next}"
+_MTP_LAYER_ROWS: Final = (
+    *build_predicting_rows(
+        (*_ATTENTION_ROWS, _ROUTER_ROW, _CORRECTION_BIAS_ROW, *_EXPERT_ROWS, *_NORM_AND_STREAM_ROWS),
+        _MTP_LAYER_PREFIX,
+        "moe shared",
+    ),
     *(
-        Row(f"{_NEXT}.{name}", dims, on="last", optional=True, dtype=dtype)
+        Row(f"{_MTP_LAYER_PREFIX}.{name}", dims, on="last", optional=True, dtype=dtype)
         for name, dims, dtype in (
             ("emb.tok_emb.weight", "vocab hidden", ""),
             ("enorm.weight", "hidden", "F32"),
@@ -101,7 +105,7 @@ _PREDICTING: Final = (
         )
     ),
 )
-_SPELLINGS: Final = {
+_LEGACY_NAME_PATTERNS: Final = {
     "^embed": "embed_tokens",
     "^head": "lm_head",
     "^hc_head_fn": "hc_head.hc_fn",
@@ -184,8 +188,8 @@ def _list_kinds(config: ModelConfig) -> list[object]:
     kinds, rates = config.entries("layer_types"), config.entries("compress_ratios")
     if kinds is None and rates is None:
         return [_SPARSE if n > 1 and n % 2 else _DENSE for n in range(layers)]
-    said = kinds if kinds is not None else [_KINDS.get(rate, rate) for rate in rates or ()]
-    if len(said) < layers or not set(_KINDS.values()).issuperset(said):
+    said = kinds if kinds is not None else [_LAYER_TYPES_BY_COMPRESSION.get(rate, rate) for rate in rates or ()]
+    if len(said) < layers or not set(_LAYER_TYPES_BY_COMPRESSION.values()).issuperset(said):
         key, value = ("layer_types", kinds) if kinds is not None else ("compress_ratios", rates)
         raise SourceError(f"config.json has {key} = {value!r} where {layers} kinds of attention are expected")
     return said[:layers]
@@ -195,13 +199,13 @@ def _list_hashed_layers(config: ModelConfig) -> frozenset[int]:
     """The layers that look a token's experts up in a table."""
     layers, kinds = config.size("num_hidden_layers"), config.entries("mlp_layer_types")
     if kinds is None:
-        return frozenset(range(min(layers, config.count("num_hash_layers", _HASHED))))
+        return frozenset(range(min(layers, config.count("num_hash_layers", _DEFAULT_HASH_LAYER_COUNT))))
     if len(kinds) < layers or not {"hash_moe", "moe"}.issuperset(kinds):
         raise SourceError(f"config.json has mlp_layer_types = {kinds!r} where {layers} kinds of layers are expected")
     return frozenset(n for n in range(layers) if kinds[n] == "hash_moe")
 
 
-_FURTHER: Final = (
+_EXTRA_SAVED_ACTIVATIONS: Final = (
     *list_mixed_streams(experts=""),
     FurtherTensor(
         "fp32 copies of compressed queries, those normed, and the input of what they go through",
@@ -228,24 +232,24 @@ DEEPSEEK_V4: Final = Family(
     name="deepseek_v4",
     rows=(
         *EMBEDDING,
-        *_ATTENTION,
-        *_COMPRESSORS,
-        _ROUTER,
-        *add_condition((_BALANCE,), "!hashed"),
+        *_ATTENTION_ROWS,
+        *_COMPRESSOR_ROWS,
+        _ROUTER_ROW,
+        *add_condition((_CORRECTION_BIAS_ROW,), "!hashed"),
         Row(f"{LAYER}.mlp.gate.tid2eid", "tokens targets", when="hashed", dtype="I64"),
-        *_EXPERTS,
-        *_REST,
+        *_EXPERT_ROWS,
+        *_NORM_AND_STREAM_ROWS,
         Row(".norm.weight", "hidden", on="last", dtype="F32"),
         Row(".hc_head.hc_fn", "count streams", on="last", dtype="F32"),
         Row(".hc_head.hc_base", "count", on="last", dtype="F32"),
         Row(".hc_head.hc_scale", "1", on="last", dtype="F32"),
         *HEADS,
-        *_PREDICTING,
+        *_MTP_LAYER_ROWS,
     ),
     facts=_build_facts,
     classes={"DeepseekV4ForCausalLM": ModelClass("model", "lm"), "DeepseekV4Model": ModelClass()},
     prefixes=("model",),
-    legacy=_SPELLINGS,
+    legacy=_LEGACY_NAME_PATTERNS,
     fused=build_fused_experts("mlp", ("w1", "w3", "w2")),
     aliases={
         "num_experts": "n_routed_experts",
@@ -265,7 +269,7 @@ DEEPSEEK_V4: Final = Family(
         unfused=True,
         shifted_scores=True,
         expert_steps=2,
-        further=_FURTHER,
+        further=_EXTRA_SAVED_ACTIVATIONS,
         activation=("hidden_act", "silu"),
         norm="rms32",
         window=WindowRule(128),

@@ -13,34 +13,34 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_LAYER: Final = ".transformer.layer.{layer}"
-_WORDS: Final = ".embeddings.word_embeddings.weight"
-_DISTILBERT: Final = (
-    Row(_WORDS, "vocab hidden", on="first"),
+_LAYER_PREFIX: Final = ".transformer.layer.{layer}"
+_WORD_EMBEDDING_NAME: Final = ".embeddings.word_embeddings.weight"
+_DISTILBERT_ROWS: Final = (
+    Row(_WORD_EMBEDDING_NAME, "vocab hidden", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
     Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
     Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
-    Row(f"{_LAYER}.attention.q_lin.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.q_lin.bias", "q"),
-    Row(f"{_LAYER}.attention.k_lin.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.k_lin.bias", "q"),
-    Row(f"{_LAYER}.attention.v_lin.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.v_lin.bias", "q"),
-    Row(f"{_LAYER}.attention.out_lin.weight", "hidden q"),
-    Row(f"{_LAYER}.attention.out_lin.bias", "hidden"),
-    Row(f"{_LAYER}.sa_layer_norm.weight", "hidden"),
-    Row(f"{_LAYER}.sa_layer_norm.bias", "hidden"),
-    Row(f"{_LAYER}.ffn.lin1.weight", "ffn hidden"),
-    Row(f"{_LAYER}.ffn.lin1.bias", "ffn"),
-    Row(f"{_LAYER}.ffn.lin2.weight", "hidden ffn"),
-    Row(f"{_LAYER}.ffn.lin2.bias", "hidden"),
-    Row(f"{_LAYER}.output_layer_norm.weight", "hidden"),
-    Row(f"{_LAYER}.output_layer_norm.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.q_lin.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.q_lin.bias", "q"),
+    Row(f"{_LAYER_PREFIX}.attention.k_lin.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.k_lin.bias", "q"),
+    Row(f"{_LAYER_PREFIX}.attention.v_lin.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.v_lin.bias", "q"),
+    Row(f"{_LAYER_PREFIX}.attention.out_lin.weight", "hidden q"),
+    Row(f"{_LAYER_PREFIX}.attention.out_lin.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.sa_layer_norm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.sa_layer_norm.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.ffn.lin1.weight", "ffn hidden"),
+    Row(f"{_LAYER_PREFIX}.ffn.lin1.bias", "ffn"),
+    Row(f"{_LAYER_PREFIX}.ffn.lin2.weight", "hidden ffn"),
+    Row(f"{_LAYER_PREFIX}.ffn.lin2.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.output_layer_norm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.output_layer_norm.bias", "hidden"),
     Row("vocab_transform.weight", "hidden hidden", "mlm", on="last"),
     Row("vocab_transform.bias", "hidden", "mlm", on="last"),
     Row("vocab_layer_norm.weight", "hidden", "mlm", on="last"),
     Row("vocab_layer_norm.bias", "hidden", "mlm", on="last"),
-    Row("vocab_projector.weight", "vocab hidden", "mlm", on="last", tie=_WORDS),
+    Row("vocab_projector.weight", "vocab hidden", "mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("vocab_projector.bias", "vocab", "mlm", on="last"),
     Row("pre_classifier.weight", "hidden hidden", "sentence", on="last"),
     Row("pre_classifier.bias", "hidden", "sentence", on="last"),
@@ -49,7 +49,7 @@ _DISTILBERT: Final = (
     Row("qa_outputs.weight", "2 hidden", "question", on="last"),
     Row("qa_outputs.bias", "2", "question", on="last"),
 )
-_NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+_CONFIG_KEY_ALIASES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 """Keys of the configs, and what else they are called."""
 
 
@@ -71,7 +71,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 DISTILBERT: Final = Family(
     name="distilbert",
-    rows=_DISTILBERT,
+    rows=_DISTILBERT_ROWS,
     facts=_build_facts,
     classes={
         "DistilBertModel": ModelClass(),
@@ -89,6 +89,6 @@ DISTILBERT: Final = Family(
         undropped="attention",
         narrow_softmax=True,
     ),
-    aliases=_NAMES,
+    aliases=_CONFIG_KEY_ALIASES,
     assumed={"n_heads": 12, "vocab_size": 30522, "dim": 768, "hidden_dim": 3072, "n_layers": 6},
 )

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_SIZES: Final = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2}
+_EXPERT_SIZE_DEFAULTS: Final = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2}
 """Those of the published model where a config says null, as transformers' class assumes, which then has no layers."""
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     bias = config.switch("attention_bias", default=False)
-    null = {key: usual for key, usual in _SIZES.items() if config.values.get(key) is None}
+    null = {key: usual for key, usual in _EXPERT_SIZE_DEFAULTS.items() if config.values.get(key) is None}
     config = replace(config, values={**config.values, **null})
     facts = build_decoder_facts(config, kv_heads=32, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 0), following=0)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WORDS: Final = ".embeddings.word_embeddings.weight"
-_ELECTRA: Final = (
+_WORD_EMBEDDING_NAME: Final = ".embeddings.word_embeddings.weight"
+_ELECTRA_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
-    Row(_WORDS, "vocab embedding", on="first"),
+    Row(_WORD_EMBEDDING_NAME, "vocab embedding", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions embedding", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types embedding", on="first"),
     Row(".embeddings.LayerNorm.weight", "embedding", on="first"),
@@ -34,7 +34,7 @@ _ELECTRA: Final = (
     Row("generator_predictions.LayerNorm.bias", "embedding", when="mlm", on="last"),
     Row("generator_predictions.dense.weight", "embedding hidden", when="mlm", on="last"),
     Row("generator_predictions.dense.bias", "embedding", when="mlm", on="last"),
-    Row("generator_lm_head.weight", "vocab embedding", when="mlm", on="last", tie=_WORDS),
+    Row("generator_lm_head.weight", "vocab embedding", when="mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("generator_lm_head.bias", "vocab", when="mlm", on="last"),
     Row("classifier.dense.weight", "hidden hidden", when="sentence", on="last"),
     Row("classifier.dense.bias", "hidden", when="sentence", on="last"),
@@ -62,7 +62,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 ELECTRA: Final = Family(
     name="electra",
-    rows=_ELECTRA,
+    rows=_ELECTRA_ROWS,
     facts=_build_facts,
     classes={
         "ElectraModel": ModelClass(),

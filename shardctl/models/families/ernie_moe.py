@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BALANCE: Final = "moe_statics.e_score_correction_bias"
-_ERNIE: Final = (
+_CORRECTION_BIAS_NAME: Final = "moe_statics.e_score_correction_bias"
+_ERNIE_MOE_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     *add_condition(GATED, "!moe"),
     Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe", dtype="F32"),
-    Row(f"{LAYER}.mlp.{_BALANCE}", "1 experts", when="moe", dtype="F32"),
+    Row(f"{LAYER}.mlp.{_CORRECTION_BIAS_NAME}", "1 experts", when="moe", dtype="F32"),
     *build_expert_rows(),
     *BIASED_SHARED,
     *NORMS,
@@ -76,11 +76,14 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 ERNIE4_5_MOE: Final = Family(
     name="ernie4_5_moe",
-    rows=_ERNIE,
+    rows=_ERNIE_MOE_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Ernie4_5_Moe", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    fused=(FusedArray(f"{LAYER}.mlp.gate.{_BALANCE}", (f"{LAYER}.mlp.{_BALANCE}",)), *build_fused_experts()),
+    fused=(
+        FusedArray(f"{LAYER}.mlp.gate.{_CORRECTION_BIAS_NAME}", (f"{LAYER}.mlp.{_CORRECTION_BIAS_NAME}",)),
+        *build_fused_experts(),
+    ),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",

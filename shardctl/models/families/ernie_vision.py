@@ -31,30 +31,34 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.layer_features import LayerFeatures
 
-_MLP: Final = f"{LAYER}.mlp"
-_BIAS: Final = "moe_statics.e_score_correction_bias"
-_ROUTERS: Final = tuple(
+_MLP_PREFIX: Final = f"{LAYER}.mlp"
+_CORRECTION_BIAS_NAME: Final = "moe_statics.e_score_correction_bias"
+_ROUTER_ROWS: Final = tuple(
     row
     for kind in ("text_moe", "vision_moe")
     for row in (
-        Row(f"{_MLP}.{kind}.gate.weight", "experts hidden", when="moe", dtype="F32"),
-        Row(f"{_MLP}.{kind}.gate.{_BIAS}", "1 experts", when="moe", dtype="F32"),
+        Row(f"{_MLP_PREFIX}.{kind}.gate.weight", "experts hidden", when="moe", dtype="F32"),
+        Row(f"{_MLP_PREFIX}.{kind}.gate.{_CORRECTION_BIAS_NAME}", "1 experts", when="moe", dtype="F32"),
     )
 )
-_EXPERTS: Final = build_expert_rows()
+_TEXT_EXPERT_ROWS: Final = build_expert_rows()
 _SEEING_EXPERTS: Final = tuple(
     replace(row, name=row.name.replace("{expert}", "{seeing}"), dims=row.dims.replace("effn", "seeing_effn"))
-    for row in _EXPERTS
+    for row in _TEXT_EXPERT_ROWS
 )
 _SEEING_ARRAYS: Final = tuple(
     replace(one, parts=tuple(part.replace("{expert}", "{seeing}") for part in one.parts))
     for one in build_fused_experts(within="mlp.vision_moe")
 )
-_STORED: Final = (
-    FusedArray(f"{_MLP}.gate.weight", (f"{_MLP}.text_moe.gate.weight",), transposed=True, stored=True),
-    FusedArray(f"{_MLP}.gate.weight_1", (f"{_MLP}.vision_moe.gate.weight",), transposed=True, stored=True),
+_STORED_ROUTER_ARRAYS: Final = (
+    FusedArray(f"{_MLP_PREFIX}.gate.weight", (f"{_MLP_PREFIX}.text_moe.gate.weight",), transposed=True, stored=True),
     FusedArray(
-        f"{_MLP}.{_BIAS}", tuple(f"{_MLP}.{kind}.gate.{_BIAS}" for kind in ("text_moe", "vision_moe")), stored=True
+        f"{_MLP_PREFIX}.gate.weight_1", (f"{_MLP_PREFIX}.vision_moe.gate.weight",), transposed=True, stored=True
+    ),
+    FusedArray(
+        f"{_MLP_PREFIX}.{_CORRECTION_BIAS_NAME}",
+        tuple(f"{_MLP_PREFIX}.{kind}.gate.{_CORRECTION_BIAS_NAME}" for kind in ("text_moe", "vision_moe")),
+        stored=True,
     ),
 )
 
@@ -87,14 +91,14 @@ def _build_text_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_TEXT: Final = Family(
+_TEXT_FAMILY: Final = Family(
     name="ernie4_5_vl_moe_text",
     rows=(
         *EMBEDDING,
         *(row for row in QKVO if not row.buffer),
         *add_condition(GATED, "!moe"),
-        *_ROUTERS,
-        *_EXPERTS,
+        *_ROUTER_ROWS,
+        *_TEXT_EXPERT_ROWS,
         *_SEEING_EXPERTS,
         *BIASED_SHARED,
         *NORMS,
@@ -104,7 +108,7 @@ _TEXT: Final = Family(
     facts=_build_text_facts,
     classes={},
     prefixes=(),
-    fused=(*_STORED, *build_fused_experts(within="mlp.text_moe"), *_SEEING_ARRAYS),
+    fused=(*_STORED_ROUTER_ARRAYS, *build_fused_experts(within="mlp.text_moe"), *_SEEING_ARRAYS),
     traits=ERNIE4_5_MOE.traits,
     aliases=ERNIE4_5_MOE.aliases,
     assumed={key: value for key, value in ERNIE4_5_MOE.assumed.items() if not key.startswith("moe_")},
@@ -116,15 +120,15 @@ def _build_pair(name: str, dims: str, on: str = "") -> Iterator[Row]:
     yield Row(f"{name}.bias", dims.split(maxsplit=1)[0], on=on)
 
 
-_BLOCK: Final = ".blocks.{layer}"
-_EYES: Final = (
+_BLOCK_PREFIX: Final = ".blocks.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".patch_embed.proj.weight", "hidden pixels"),
-    *_build_pair(f"{_BLOCK}.norm1", "hidden"),
-    *_build_pair(f"{_BLOCK}.norm2", "hidden"),
-    *_build_pair(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
-    *_build_pair(f"{_BLOCK}.attn.proj", "hidden hidden"),
-    *_build_pair(f"{_BLOCK}.mlp.fc1", "ffn hidden"),
-    *_build_pair(f"{_BLOCK}.mlp.fc2", "hidden ffn"),
+    *_build_pair(f"{_BLOCK_PREFIX}.norm1", "hidden"),
+    *_build_pair(f"{_BLOCK_PREFIX}.norm2", "hidden"),
+    *_build_pair(f"{_BLOCK_PREFIX}.attn.qkv", "hidden+hidden+hidden hidden"),
+    *_build_pair(f"{_BLOCK_PREFIX}.attn.proj", "hidden hidden"),
+    *_build_pair(f"{_BLOCK_PREFIX}.mlp.fc1", "ffn hidden"),
+    *_build_pair(f"{_BLOCK_PREFIX}.mlp.fc2", "hidden ffn"),
     *_build_pair(".ln", "hidden"),
 )
 
@@ -146,22 +150,22 @@ def _build_eye_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_JOINED: Final = ".resampler_model"
-_TOWERS: Final = build_tower_family(
+_RESAMPLER_PREFIX: Final = ".resampler_model"
+_MULTIMODAL_FAMILY: Final = build_tower_family(
     "ernie4_5_vl_moe",
     {"Ernie4_5_VLMoeForConditionalGeneration": ModelClass("model", "lm"), "Ernie4_5_VLMoeModel": ModelClass()},
-    _TEXT,
+    _TEXT_FAMILY,
     (),
     after=(
-        ModelTower("vision_config", "vision_tower", _EYES, _build_eye_facts),
-        *_build_pair(f"{_JOINED}.spatial_linear.fc1", "vision_merged vision_merged", "first"),
-        *_build_pair(f"{_JOINED}.spatial_linear.fc2", "vision_merged vision_merged", "first"),
-        *_build_pair(f"{_JOINED}.spatial_linear.ln", "vision_merged", "first"),
-        *_build_pair(f"{_JOINED}.temporal_linear.fc1", "vision_merged vision_moments", "first"),
-        *_build_pair(f"{_JOINED}.temporal_linear.fc2", "vision_merged vision_merged", "first"),
-        *_build_pair(f"{_JOINED}.temporal_linear.ln", "vision_merged", "first"),
-        *_build_pair(f"{_JOINED}.mlp", "hidden vision_merged", "first"),
-        Row(f"{_JOINED}.after_norm.weight", "hidden", on="first"),
+        ModelTower("vision_config", "vision_tower", _VISION_ENCODER_ROWS, _build_eye_facts),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.spatial_linear.fc1", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.spatial_linear.fc2", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.spatial_linear.ln", "vision_merged", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.temporal_linear.fc1", "vision_merged vision_moments", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.temporal_linear.fc2", "vision_merged vision_merged", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.temporal_linear.ln", "vision_merged", "first"),
+        *_build_pair(f"{_RESAMPLER_PREFIX}.mlp", "hidden vision_merged", "first"),
+        Row(f"{_RESAMPLER_PREFIX}.after_norm.weight", "hidden", on="first"),
     ),
     legacy={
         "^embed_tokens": "language_model.embed_tokens",
@@ -185,16 +189,16 @@ def _nest_flat_keys(config: ModelConfig) -> ModelConfig:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    return _TOWERS.facts(_nest_flat_keys(config))
+    return _MULTIMODAL_FAMILY.facts(_nest_flat_keys(config))
 
 
 def _read_text(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
     config = _nest_flat_keys(config)
-    return _TEXT.traits, _TEXT.complete_config(config.part("text_config"))
+    return _TEXT_FAMILY.traits, _TEXT_FAMILY.complete_config(config.part("text_config"))
 
 
 ERNIE4_5_VL_MOE: Final = replace(
-    _TOWERS,
+    _MULTIMODAL_FAMILY,
     facts=_build_facts,
     text=_read_text,
     renamed={

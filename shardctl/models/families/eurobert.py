@@ -11,7 +11,7 @@ from shardctl.models.tables.decoder import EMBEDDING, GATED, LAST_NORM, NORMS, Q
 from shardctl.models.tables.family import Family, ModelClass, Row
 from shardctl.models.tables.layer_features import LayerFeatures
 
-_EUROBERT: Final = (
+_EUROBERT_ROWS: Final = (
     *EMBEDDING,
     *(row for row in QKVO if not row.buffer),
     *GATED,
@@ -26,7 +26,7 @@ _EUROBERT: Final = (
 )
 EUROBERT: Final = Family(
     name="eurobert",
-    rows=_EUROBERT,
+    rows=_EUROBERT_ROWS,
     facts=build_biased_facts,
     classes={
         "EuroBertModel": ModelClass(),

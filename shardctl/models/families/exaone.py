@@ -69,14 +69,14 @@ EXAONE4: Final = Family(
     assumed={**assume_sizes(102400, 4096, 16384, 32, 32), "num_key_value_heads": 32},
 )
 
-_BALANCE: Final = f"{LAYER}.mlp.e_score_correction_bias"
+_CORRECTION_BIAS_NAME: Final = f"{LAYER}.mlp.e_score_correction_bias"
 _MOE_LAYER: Final = (
     *(row for row in QKVO if not row.when),
     *HEAD_NORMS,
     *DENSE,
     *build_expert_rows(),
     ROUTER,
-    Row(_BALANCE, "experts", when="moe", dtype="F32"),
+    Row(_CORRECTION_BIAS_NAME, "experts", when="moe", dtype="F32"),
     *build_shared_expert_rows("mlp.shared_experts"),
     *NORMS,
 )
@@ -105,7 +105,7 @@ EXAONE_MOE: Final = Family(
     facts=_build_moe_facts,
     classes={"ExaoneMoeForCausalLM": ModelClass("model", "lm"), "ExaoneMoeModel": ModelClass()},
     prefixes=("model",),
-    fused=(*build_fused_experts(), FusedArray(f"{LAYER}.mlp.gate.e_score_correction_bias", (_BALANCE,))),
+    fused=(*build_fused_experts(), FusedArray(f"{LAYER}.mlp.gate.e_score_correction_bias", (_CORRECTION_BIAS_NAME,))),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",

@@ -14,7 +14,7 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_FALCON: Final = (
+_FALCON_ROWS: Final = (
     Row(".word_embeddings.weight", "vocab hidden", on="first"),
     Row(".h.{layer}.self_attention.query_key_value.weight", "qkv hidden"),
     Row(".h.{layer}.self_attention.query_key_value.bias", "qkv", when="bias"),
@@ -84,7 +84,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 FALCON: Final = Family(
     name="falcon",
-    rows=_FALCON,
+    rows=_FALCON_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),

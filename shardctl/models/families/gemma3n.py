@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import ModelDims
 
 _ATTENTION, _ALTUP, _LAUREL = f"{LAYER}.self_attn", f"{LAYER}.altup", f"{LAYER}.laurel"
-_GATED: Final = tuple(row for row in GATED if not row.when)
-_SPARSE: Final = 10
+_GATED_MLP_ROWS: Final = tuple(row for row in GATED if not row.when)
+_DEFAULT_SPARSE_LAYER_COUNT: Final = 10
 """The first of so many layers are sparse where a config of more does not say which are."""
-_SIZES: Final = 2
+_MAX_MLP_SIZES: Final = 2
 """Sizes of MLPs that the table has words for."""
-_ROWS: Final = (
+_MODEL_ROWS: Final = (
     *EMBEDDING,
     Row(f"{_ATTENTION}.q_proj.weight", "q hidden"),
     Row(f"{_ATTENTION}.q_proj.bias", "q", "qkv_bias"),
@@ -47,8 +47,8 @@ _ROWS: Final = (
     Row(f"{_ATTENTION}.k_norm.weight", "head", needed="own_kv"),
     Row(f"{_ATTENTION}.o_proj.weight", "hidden q"),
     Row(f"{_ATTENTION}.o_proj.bias", "hidden", "qkv_bias"),
-    *add_condition(_GATED, "!wide"),
-    *add_condition((replace(row, dims=row.dims.replace("ffn", "dffn")) for row in _GATED), "wide"),
+    *add_condition(_GATED_MLP_ROWS, "!wide"),
+    *add_condition((replace(row, dims=row.dims.replace("ffn", "dffn")) for row in _GATED_MLP_ROWS), "wide"),
     *NORMS,
     Row(f"{LAYER}.pre_feedforward_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
@@ -103,7 +103,7 @@ def _list_sparse_layers(config: ModelConfig, layers: int) -> frozenset[int]:
     """List the layers whose MLPs let only a part of the gate through, in training too."""
     shares = config.values.get("activation_sparsity_pattern")
     if shares is None:
-        return frozenset(range(_SPARSE if layers > _SPARSE else 0))
+        return frozenset(range(_DEFAULT_SPARSE_LAYER_COUNT if layers > _DEFAULT_SPARSE_LAYER_COUNT else 0))
     if not isinstance(shares, list) or not all(isinstance(share, int | float) for share in shares):
         raise SourceError(f"config.json has activation_sparsity_pattern = {shares!r} where a list is expected")
     return frozenset(n for n, share in enumerate(shares) if share > 0)
@@ -117,12 +117,12 @@ def _list_mlp_sizes(config: ModelConfig) -> list[int]:
     sizes = [replace(config, values={"intermediate_size": size}).size("intermediate_size") for size in sizes]
     if len(sizes) != layers:
         raise SourceError(f"config.json has {len(sizes)} numbers as intermediate_size for {layers} layers")
-    if len(set(sizes)) > _SIZES:
+    if len(set(sizes)) > _MAX_MLP_SIZES:
         raise UnsupportedError(f"config.json has an intermediate_size of {len(set(sizes))} different numbers")
     return sizes
 
 
-_FURTHER: Final = (
+_EXTRA_SAVED_ACTIVATIONS: Final = (
     FurtherTensor("fp32 copies of values that are normed", "values", width=4),
     FurtherTensor("statistics of their norms", "key_rows", width=8),
     FurtherTensor("what the router of streams norms behind the layer, in fp32, also normed", "hidden", width=8),
@@ -140,7 +140,7 @@ _FURTHER: Final = (
 )
 GEMMA3N_TEXT: Final = Family(
     name="gemma3n_text",
-    rows=_ROWS,
+    rows=_MODEL_ROWS,
     facts=_build_facts,
     classes={"Gemma3nForCausalLM": ModelClass("model", "lm"), "Gemma3nTextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
@@ -150,7 +150,7 @@ GEMMA3N_TEXT: Final = Family(
         window=WindowRule(512, "all but every nth", period=5),
         logit_cap=("final_logit_softcapping", 30.0),
         powered_norms=True,
-        further=_FURTHER,
+        further=_EXTRA_SAVED_ACTIVATIONS,
     ),
     assumed={**assume_sizes(262400, 2048, 16384, 35, 8), "num_key_value_heads": 2},
 )

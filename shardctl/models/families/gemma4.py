@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_PERIOD: Final = 6
+_FULL_ATTENTION_PERIOD: Final = 6
 """The last of so many layers sees every token, if `layer_types` does not say which do; the last of all always does."""
 
 
@@ -53,14 +53,14 @@ def _build_attention_rows(word: str, when: str) -> tuple[Row, ...]:
     )
 
 
-_GATED: Final = tuple(row for row in GATED if not row.when)
-_TEXT: Final = (
+_GATED_MLP_ROWS: Final = tuple(row for row in GATED if not row.when)
+_TEXT_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.layer_scalar", "1"),
     *_build_attention_rows("", "!full"),
     *_build_attention_rows("full_", "full"),
-    *add_condition(_GATED, "!wide"),
-    *add_condition((Row(row.name, row.dims.replace("ffn", "dffn")) for row in _GATED), "wide"),
+    *add_condition(_GATED_MLP_ROWS, "!wide"),
+    *add_condition((Row(row.name, row.dims.replace("ffn", "dffn")) for row in _GATED_MLP_ROWS), "wide"),
     *NORMS,
     Row(f"{LAYER}.pre_feedforward_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
@@ -126,7 +126,7 @@ def _list_full_layers(config: ModelConfig, layers: int) -> frozenset[int]:
     """List the layers that see every token."""
     kinds = config.values.get("layer_types")
     if kinds is None:
-        return frozenset((*range(_PERIOD - 1, layers, _PERIOD), layers - 1))
+        return frozenset((*range(_FULL_ATTENTION_PERIOD - 1, layers, _FULL_ATTENTION_PERIOD), layers - 1))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise SourceError(f"config.json has layer_types = {kinds!r} where a list of {layers} kinds is expected")
     return frozenset((*(n for n, kind in enumerate(kinds) if kind == "full_attention"), layers - 1))
@@ -160,13 +160,13 @@ def _read_seeing(config: ModelConfig, family: Family) -> tuple[LayerFeatures, Mo
     texts = family.complete_config(config.part("text_config"))
     usual = "vision" if family is GEMMA4_UNIFIED_TEXT else ""
     seeing = texts.values.get("use_bidirectional_attention", usual) == "vision"
-    return replace(family.traits or _TRAITS, masked=seeing), texts
+    return replace(family.traits or _LAYER_FEATURES, masked=seeing), texts
 
 
-_TRAITS: Final = LayerFeatures(
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     norm="rms32",
-    window=WindowRule(512, "all but every nth", period=_PERIOD),
+    window=WindowRule(512, "all but every nth", period=_FULL_ATTENTION_PERIOD),
     logit_cap=("final_logit_softcapping", 0.0),
     powered_norms=True,
     further=(
@@ -181,12 +181,12 @@ _TRAITS: Final = LayerFeatures(
 )
 GEMMA4_TEXT: Final = Family(
     name="gemma4_text",
-    rows=_TEXT,
+    rows=_TEXT_ROWS,
     facts=_build_facts,
     classes={"Gemma4ForCausalLM": ModelClass("model", "lm"), "Gemma4TextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
     fused=build_fused_experts(""),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     aliases={"top_k_experts": "num_experts_per_tok"},
     assumed={**assume_sizes(262144, 2304, 9216, 30, 8), "num_key_value_heads": 4},
 )
@@ -196,7 +196,7 @@ GEMMA4_UNIFIED_TEXT: Final = replace(
     GEMMA4_TEXT,
     name="gemma4_unified_text",
     classes={"Gemma4UnifiedForCausalLM": ModelClass("model", "lm"), "Gemma4UnifiedTextModel": ModelClass()},
-    traits=replace(_TRAITS, window=WindowRule(1024, "all but every nth", period=_PERIOD)),
+    traits=replace(_LAYER_FEATURES, window=WindowRule(1024, "all but every nth", period=_FULL_ATTENTION_PERIOD)),
     fused=(),
     aliases={},
     assumed={**GEMMA4_TEXT.assumed, "hidden_size_per_layer_input": 0},
@@ -204,7 +204,7 @@ GEMMA4_UNIFIED_TEXT: Final = replace(
 """That of the model that sees and hears without towers."""
 
 
-_SEEING: Final = build_tower_family(
+_MULTIMODAL_FAMILY: Final = build_tower_family(
     "gemma4",
     build_tower_classes("Gemma4"),
     GEMMA4_TEXT,
@@ -215,7 +215,7 @@ _SEEING: Final = build_tower_family(
         Row(".embed_audio.embedding_projection.weight", "hidden audio_output", "audio_tower", on="first"),
     ),
 )
-GEMMA4: Final = replace(_SEEING, text=partial(_read_seeing, family=GEMMA4_TEXT))
+GEMMA4: Final = replace(_MULTIMODAL_FAMILY, text=partial(_read_seeing, family=GEMMA4_TEXT))
 
 _SEEING_UNIFIED: Final = build_tower_family(
     "gemma4_unified",
@@ -265,13 +265,13 @@ def _complete_assistant(config: ModelConfig) -> ModelConfig:
 
 
 def _read_assistant(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
-    return _TRAITS, _complete_assistant(config)
+    return _LAYER_FEATURES, _complete_assistant(config)
 
 
 GEMMA4_ASSISTANT: Final = Family(
     name="gemma4_assistant",
     rows=(
-        *_TEXT,
+        *_TEXT_ROWS,
         Row("pre_projection.weight", "hidden joined", on="first"),
         Row("post_projection.weight", "backbone hidden", on="last"),
         Row("masked_embedding.token_ordering", "tokens", "ordered", "last", dtype="I64"),

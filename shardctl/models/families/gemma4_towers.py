@@ -15,34 +15,37 @@ from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BOUNDS: Final = ("input_min", "input_max", "output_min", "output_max")
+_CLIPPING_BOUND_NAMES: Final = ("input_min", "input_max", "output_min", "output_max")
 
 
 def _build_clipped_rows(name: str, dims: str) -> tuple[Row, ...]:
-    return (*(Row(f"{name}.{bound}", "", "clipped") for bound in _BOUNDS), Row(f"{name}.linear.weight", dims))
+    return (
+        *(Row(f"{name}.{bound}", "", "clipped") for bound in _CLIPPING_BOUND_NAMES),
+        Row(f"{name}.linear.weight", dims),
+    )
 
 
-_SEEN: Final = ".encoder.layers.{layer}"
-_VISION: Final = (
+_VISION_LAYER_PREFIX: Final = ".encoder.layers.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".std_bias", "hidden", "standardized"),
     Row(".std_scale", "hidden", "standardized"),
     Row(".patch_embedder.position_embedding_table", "2 positions hidden"),
     Row(".patch_embedder.input_proj.weight", "hidden pixels"),
-    *_build_clipped_rows(f"{_SEEN}.self_attn.q_proj", "q hidden"),
-    *_build_clipped_rows(f"{_SEEN}.self_attn.k_proj", "kv hidden"),
-    *_build_clipped_rows(f"{_SEEN}.self_attn.v_proj", "kv hidden"),
-    *_build_clipped_rows(f"{_SEEN}.self_attn.o_proj", "hidden q"),
-    Row(f"{_SEEN}.self_attn.q_norm.weight", "head"),
-    Row(f"{_SEEN}.self_attn.k_norm.weight", "head"),
-    *_build_clipped_rows(f"{_SEEN}.mlp.gate_proj", "ffn hidden"),
-    *_build_clipped_rows(f"{_SEEN}.mlp.up_proj", "ffn hidden"),
-    *_build_clipped_rows(f"{_SEEN}.mlp.down_proj", "hidden ffn"),
-    Row(f"{_SEEN}.input_layernorm.weight", "hidden"),
-    Row(f"{_SEEN}.post_attention_layernorm.weight", "hidden"),
-    Row(f"{_SEEN}.pre_feedforward_layernorm.weight", "hidden"),
-    Row(f"{_SEEN}.post_feedforward_layernorm.weight", "hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.self_attn.q_proj", "q hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.self_attn.k_proj", "kv hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.self_attn.v_proj", "kv hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.self_attn.o_proj", "hidden q"),
+    Row(f"{_VISION_LAYER_PREFIX}.self_attn.q_norm.weight", "head"),
+    Row(f"{_VISION_LAYER_PREFIX}.self_attn.k_norm.weight", "head"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.mlp.gate_proj", "ffn hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.mlp.up_proj", "ffn hidden"),
+    *_build_clipped_rows(f"{_VISION_LAYER_PREFIX}.mlp.down_proj", "hidden ffn"),
+    Row(f"{_VISION_LAYER_PREFIX}.input_layernorm.weight", "hidden"),
+    Row(f"{_VISION_LAYER_PREFIX}.post_attention_layernorm.weight", "hidden"),
+    Row(f"{_VISION_LAYER_PREFIX}.pre_feedforward_layernorm.weight", "hidden"),
+    Row(f"{_VISION_LAYER_PREFIX}.post_feedforward_layernorm.weight", "hidden"),
 )
-_HEARD: Final = ".layers.{layer}"
+_AUDIO_LAYER_PREFIX: Final = ".layers.{layer}"
 
 
 def _build_ffw_rows(name: str) -> tuple[Row, ...]:
@@ -54,28 +57,28 @@ def _build_ffw_rows(name: str) -> tuple[Row, ...]:
     )
 
 
-_AUDIO: Final = (
+_AUDIO_ENCODER_ROWS: Final = (
     Row(".subsample_conv_projection.layer0.conv.weight", "conv0 1 3 3"),
     Row(".subsample_conv_projection.layer0.norm.weight", "conv0"),
     Row(".subsample_conv_projection.layer1.conv.weight", "conv1 conv0 3 3"),
     Row(".subsample_conv_projection.layer1.norm.weight", "conv1"),
     Row(".subsample_conv_projection.input_proj_linear.weight", "hidden subsampled"),
-    *_build_ffw_rows(f"{_HEARD}.feed_forward1"),
-    *_build_ffw_rows(f"{_HEARD}.feed_forward2"),
-    Row(f"{_HEARD}.self_attn.per_dim_scale", "head"),
-    *_build_clipped_rows(f"{_HEARD}.self_attn.q_proj", "hidden hidden"),
-    *_build_clipped_rows(f"{_HEARD}.self_attn.k_proj", "hidden hidden"),
-    *_build_clipped_rows(f"{_HEARD}.self_attn.v_proj", "hidden hidden"),
-    *_build_clipped_rows(f"{_HEARD}.self_attn.post", "hidden hidden"),
-    Row(f"{_HEARD}.self_attn.relative_k_proj.weight", "hidden hidden"),
-    *_build_clipped_rows(f"{_HEARD}.lconv1d.linear_start", "hidden+hidden hidden"),
-    *_build_clipped_rows(f"{_HEARD}.lconv1d.linear_end", "hidden hidden"),
-    Row(f"{_HEARD}.lconv1d.depthwise_conv1d.weight", "hidden 1 window"),
-    Row(f"{_HEARD}.lconv1d.pre_layer_norm.weight", "hidden"),
-    Row(f"{_HEARD}.lconv1d.conv_norm.weight", "hidden"),
-    Row(f"{_HEARD}.norm_pre_attn.weight", "hidden"),
-    Row(f"{_HEARD}.norm_post_attn.weight", "hidden"),
-    Row(f"{_HEARD}.norm_out.weight", "hidden"),
+    *_build_ffw_rows(f"{_AUDIO_LAYER_PREFIX}.feed_forward1"),
+    *_build_ffw_rows(f"{_AUDIO_LAYER_PREFIX}.feed_forward2"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.self_attn.per_dim_scale", "head"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.self_attn.q_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.self_attn.k_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.self_attn.v_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.self_attn.post", "hidden hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.self_attn.relative_k_proj.weight", "hidden hidden"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.lconv1d.linear_start", "hidden+hidden hidden"),
+    *_build_clipped_rows(f"{_AUDIO_LAYER_PREFIX}.lconv1d.linear_end", "hidden hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.lconv1d.depthwise_conv1d.weight", "hidden 1 window"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.lconv1d.pre_layer_norm.weight", "hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.lconv1d.conv_norm.weight", "hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.norm_pre_attn.weight", "hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.norm_post_attn.weight", "hidden"),
+    Row(f"{_AUDIO_LAYER_PREFIX}.norm_out.weight", "hidden"),
     Row(".output_proj.weight", "output hidden"),
     Row(".output_proj.bias", "output"),
 )
@@ -122,7 +125,7 @@ def _build_audio_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_PATCHES: Final = (
+_PATCH_EMBEDDING_ROWS: Final = (
     Row(".pos_embedding", "positions 2 hidden"),
     *(Row(f".patch_ln1.{part}", "pixels") for part in ("weight", "bias")),
     Row(".patch_dense.weight", "hidden pixels"),
@@ -148,7 +151,11 @@ def _build_sound_facts(config: ModelConfig) -> ModelDims:
     return ModelDims(dims={"output": LogicalDim(config.size("audio_embed_dim", 640))}, indices={})
 
 
-GEMMA4_PATCHES: Final = ModelTower("vision_config", "embed_vision", _PATCHES, _build_patch_facts, optional=True)
+GEMMA4_PATCHES: Final = ModelTower(
+    "vision_config", "embed_vision", _PATCH_EMBEDDING_ROWS, _build_patch_facts, optional=True
+)
 GEMMA4_SOUNDS: Final = ModelTower("audio_config", "embed_audio", (), _build_sound_facts, optional=True)
-GEMMA4_VISION: Final = ModelTower("vision_config", "vision_tower", _VISION, _build_vision_facts, optional=True)
-GEMMA4_AUDIO: Final = ModelTower("audio_config", "audio_tower", _AUDIO, _build_audio_facts, optional=True)
+GEMMA4_VISION: Final = ModelTower(
+    "vision_config", "vision_tower", _VISION_ENCODER_ROWS, _build_vision_facts, optional=True
+)
+GEMMA4_AUDIO: Final = ModelTower("audio_config", "audio_tower", _AUDIO_ENCODER_ROWS, _build_audio_facts, optional=True)

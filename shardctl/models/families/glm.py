@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = 128
 """What both config classes assume where a config is silent."""
-_GLM: Final = (*EMBEDDING, *QKVO, *FUSED_GATED, *NORMS, *LAST_NORM, *HEADS)
+_GLM_ROWS: Final = (*EMBEDDING, *QKVO, *FUSED_GATED, *NORMS, *LAST_NORM, *HEADS)
 _GLM4_LAYER: Final = (
     *QKVO,
     *FUSED_GATED,
@@ -40,8 +40,8 @@ _GLM4_LAYER: Final = (
     Row(f"{LAYER}.post_self_attn_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_mlp_layernorm.weight", "hidden"),
 )
-_NEXT: Final = ".layers.{next}"
-_ENDS: Final = {
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {
     "embed_tokens": "vocab hidden",
     "enorm": "hidden",
     "hnorm": "hidden",
@@ -50,7 +50,11 @@ _ENDS: Final = {
     "shared_head.head": "vocab hidden",
 }
 """What a layer that predicts has besides, as in vLLM's `glm_ocr_mtp.py`."""
-_SEEING: Final[Mapping[str, object]] = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "head_dim": None}
+_VISION_LANGUAGE_DEFAULTS: Final[Mapping[str, object]] = {
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 1.0,
+    "head_dim": None,
+}
 """What the text models of GLM-4.1V and GLM-OCR assume otherwise."""
 
 
@@ -67,7 +71,7 @@ def _build_glm4_facts(config: ModelConfig) -> ModelDims:
 
 GLM: Final = Family(
     name="glm",
-    rows=_GLM,
+    rows=_GLM_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Glm", question=None),
     prefixes=("model",),
@@ -81,8 +85,8 @@ GLM4: Final = Family(
         *_GLM4_LAYER,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_GLM4_LAYER, _NEXT, ""),
-        *build_predicting_ends(_NEXT, _ENDS),
+        *build_predicting_rows(_GLM4_LAYER, _MTP_LAYER_PREFIX, ""),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, _MTP_EXTRA_TENSORS),
     ),
     facts=_build_glm4_facts,
     classes=build_decoder_classes("Glm4", question=None),
@@ -90,9 +94,9 @@ GLM4: Final = Family(
     traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", joined_queries=True),
     assumed=assume_sizes(151552, 4096, 13696, 40, 32),
     inner_kinds={
-        "glm4v_text": {**_SEEING, "max_position_embeddings": 32768},
+        "glm4v_text": {**_VISION_LANGUAGE_DEFAULTS, "max_position_embeddings": 32768},
         "glm_ocr_text": {
-            **_SEEING,
+            **_VISION_LANGUAGE_DEFAULTS,
             **assume_sizes(59392, 1024, 4096, 16, 16),
             "num_key_value_heads": 8,
             "attention_bias": False,

@@ -29,30 +29,30 @@ from shardctl.models.tables.hyper_connections import list_mixed_streams
 from shardctl.models.tables.latent_attention import LATENT
 from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 
-_FP32: Final = (".dt_bias", ".A_log")
-_KDA: Final = tuple(
+_FP32_TENSOR_SUFFIXES: Final = (".dt_bias", ".A_log")
+_KDA_ROWS: Final = tuple(
     replace(
         row,
         dims="value_heads" if row.name.endswith(".A_log") else row.dims,
         when="",
-        dtype="F32" if row.name.endswith(_FP32) else "",
+        dtype="F32" if row.name.endswith(_FP32_TENSOR_SUFFIXES) else "",
     )
     for row in KDA
 )
-_POOLS: Final = (
+_KEY_POOLING_ROWS: Final = (
     Row(f"{LAYER}.self_attn.indexer.index_kpool_compress_ape", "pool index", needed="indexer"),
     Row(f"{LAYER}.self_attn.indexer.index_kpool_compress_gate", "index hidden", needed="indexer"),
 )
 """What makes one key of the keys of several tokens."""
-_ATTENTION: Final = (*(row for row in LATENT if row.when != "!q_lora"), *_POOLS, *INDEXER)
-_STREAMS: Final = tuple(
+_ATTENTION_ROWS: Final = (*(row for row in LATENT if row.when != "!q_lora"), *_KEY_POOLING_ROWS, *INDEXER)
+_RESIDUAL_STREAM_ROWS: Final = tuple(
     Row(f"{LAYER}.{half}_hc.{name}", dims, dtype="" if name == "fn" else "F32")
     for half in ("attn", "ffn")
     for name, dims in (("fn", "mixes streams"), ("base", "mixes"), ("scale", "3"))
 )
 """What reads the sum of the streams before attention and experts, and adds their result to each."""
-_NEXT: Final = ".layers.{next}"
-_SIZES: Final = {
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_LATENT_ATTENTION_DEFAULTS: Final = {
     "qk_nope_head_dim": 256,
     "qk_rope_head_dim": 0,
     "v_head_dim": 256,
@@ -62,7 +62,10 @@ _SIZES: Final = {
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     # The class takes `head_dim` for that of rotary positions, which it has none of.
-    sizes = replace(config.over(_SIZES), values={**config.over(_SIZES).values, "head_dim": None})
+    sizes = replace(
+        config.over(_LATENT_ATTENTION_DEFAULTS),
+        values={**config.over(_LATENT_ATTENTION_DEFAULTS).values, "head_dim": None},
+    )
     facts = build_indexer_facts(sizes, heads=32, indexer=list_indexer_layers(config))
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
     linear = config.part("linear_attn_config") if config.values.get("linear_attn_config") else ModelConfig({})
@@ -90,8 +93,8 @@ def _has_bounded_decays(config: ModelConfig, linear: ModelConfig) -> bool:
     return bound is not None or (bool(linear.values) and linear.switch("safe_gate", default=True))
 
 
-_LINEAR: Final = "linear_attention"
-_CHOOSING: Final = ("indexed_attention", "full_attention", "deepseek_sparse_attention")
+_LINEAR_ATTENTION_TYPE: Final = "linear_attention"
+_SPARSE_ATTENTION_TYPES: Final = ("indexed_attention", "full_attention", "deepseek_sparse_attention")
 
 
 def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
@@ -99,27 +102,28 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     layers, kinds = config.size("num_hidden_layers"), config.entries("layer_types")
     if kinds is None:
         return frozenset(range(3, layers, 4))
-    if len(kinds) != layers or not {_LINEAR, *_CHOOSING}.issuperset(kinds):
+    if len(kinds) != layers or not {_LINEAR_ATTENTION_TYPE, *_SPARSE_ATTENTION_TYPES}.issuperset(kinds):
         raise SourceError(
-            f"config.json has layer_types = {kinds!r} where {layers} are expected, each of {_LINEAR} or {_CHOOSING[0]}"
+            f"config.json has layer_types = {kinds!r} where {layers} are expected, each of {_LINEAR_ATTENTION_TYPE} or"
+            f" {_SPARSE_ATTENTION_TYPES[0]}"
         )
-    return frozenset(n for n, kind in enumerate(kinds) if kind != _LINEAR)
+    return frozenset(n for n, kind in enumerate(kinds) if kind != _LINEAR_ATTENTION_TYPE)
 
 
-_TEXT: Final = Family(
+_TEXT_FAMILY: Final = Family(
     name="glm5_next_text",
     rows=(
         *EMBEDDING,
-        *add_condition(_KDA, "!attention"),
-        *add_condition(_ATTENTION, "attention"),
+        *add_condition(_KDA_ROWS, "!attention"),
+        *add_condition(_ATTENTION_ROWS, "attention"),
         *BALANCED_EXPERTS,
         *NORMS,
-        *_STREAMS,
+        *_RESIDUAL_STREAM_ROWS,
         *LAST_NORM,
         *(row for row in HEADS if row.when in ("", "lm")),
-        *build_predicting_rows((*_ATTENTION, *BALANCED_EXPERTS, *NORMS), _NEXT, "moe shared indexer"),
+        *build_predicting_rows((*_ATTENTION_ROWS, *BALANCED_EXPERTS, *NORMS), _MTP_LAYER_PREFIX, "moe shared indexer"),
         *build_predicting_ends(
-            _NEXT,
+            _MTP_LAYER_PREFIX,
             {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden", "shared_head.norm": "hidden"},
         ),
     ),
@@ -151,24 +155,24 @@ _TEXT: Final = Family(
         "n_shared_experts": 1,
     },
 )
-_BLOCK: Final = ".blocks.{layer}"
-_EYES: Final = (
+_BLOCK_PREFIX: Final = ".blocks.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".patch_embed.proj.weight", "hidden channels frames patch patch"),
     Row(".patch_embed.proj.bias", "hidden"),
-    Row(f"{_BLOCK}.norm1.weight", "hidden"),
-    Row(f"{_BLOCK}.norm2.weight", "hidden"),
-    Row(f"{_BLOCK}.attn.qkv.weight", "hidden+hidden+hidden hidden"),
-    Row(f"{_BLOCK}.attn.qkv.bias", "hidden+hidden+hidden", "biased"),
-    Row(f"{_BLOCK}.attn.proj.weight", "hidden hidden"),
-    Row(f"{_BLOCK}.attn.proj.bias", "hidden", "biased"),
-    Row(f"{_BLOCK}.attn.q_norm.weight", "head"),
-    Row(f"{_BLOCK}.attn.k_norm.weight", "head"),
-    Row(f"{_BLOCK}.mlp.gate_proj.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.mlp.gate_proj.bias", "ffn", "biased"),
-    Row(f"{_BLOCK}.mlp.up_proj.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.mlp.up_proj.bias", "ffn", "biased"),
-    Row(f"{_BLOCK}.mlp.down_proj.weight", "hidden ffn"),
-    Row(f"{_BLOCK}.mlp.down_proj.bias", "hidden", "biased"),
+    Row(f"{_BLOCK_PREFIX}.norm1.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.norm2.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.attn.qkv.weight", "hidden+hidden+hidden hidden"),
+    Row(f"{_BLOCK_PREFIX}.attn.qkv.bias", "hidden+hidden+hidden", "biased"),
+    Row(f"{_BLOCK_PREFIX}.attn.proj.weight", "hidden hidden"),
+    Row(f"{_BLOCK_PREFIX}.attn.proj.bias", "hidden", "biased"),
+    Row(f"{_BLOCK_PREFIX}.attn.q_norm.weight", "head"),
+    Row(f"{_BLOCK_PREFIX}.attn.k_norm.weight", "head"),
+    Row(f"{_BLOCK_PREFIX}.mlp.gate_proj.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.mlp.gate_proj.bias", "ffn", "biased"),
+    Row(f"{_BLOCK_PREFIX}.mlp.up_proj.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.mlp.up_proj.bias", "ffn", "biased"),
+    Row(f"{_BLOCK_PREFIX}.mlp.down_proj.weight", "hidden ffn"),
+    Row(f"{_BLOCK_PREFIX}.mlp.down_proj.bias", "hidden", "biased"),
     Row(".merger.proj.weight", "output output"),
     Row(".merger.post_projection_norm.weight", "output"),
     Row(".merger.post_projection_norm.bias", "output"),
@@ -204,7 +208,7 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
 GLM5_NEXT: Final = build_tower_family(
     "glm5_next",
     build_tower_classes("Glm5Next"),
-    _TEXT,
-    (ModelTower("vision_config", "visual", _EYES, _build_vision_facts),),
+    _TEXT_FAMILY,
+    (ModelTower("vision_config", "visual", _VISION_ENCODER_ROWS, _build_vision_facts),),
     legacy={f"hc_{half}_{name}": f"{half}_hc.{name}" for half in ("attn", "ffn") for name in ("fn", "base", "scale")},
 )

@@ -14,8 +14,8 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_HEADS: Final = build_head_rows(".wte.weight")
-_GPT2: Final = (
+_HEAD_ROWS: Final = build_head_rows(".wte.weight")
+_GPT2_ROWS: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
     Row(".wpe.weight", "positions hidden", on="first"),
     Row(".h.{layer}.ln_1.weight", "hidden"),
@@ -44,10 +44,10 @@ _GPT2: Final = (
     Row(".h.{layer}.mlp.c_proj.bias", "hidden"),
     Row(".ln_f.weight", "hidden", on="last"),
     Row(".ln_f.bias", "hidden", on="last"),
-    *_HEADS[:1],
+    *_HEAD_ROWS[:1],
     Row("multiple_choice_head.summary.weight", "choices hidden", when="choice summary", on="last"),
     Row("multiple_choice_head.summary.bias", "choices", when="choice summary", on="last"),
-    *_HEADS[1:],
+    *_HEAD_ROWS[1:],
 )
 
 
@@ -85,7 +85,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 GPT2: Final = Family(
     name="gpt2",
-    rows=_GPT2,
+    rows=_GPT2_ROWS,
     transposed=True,
     facts=_build_facts,
     classes={

@@ -15,26 +15,26 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BLOCK: Final = ".h.{layer}"
-_ATTENTION: Final = f"{_BLOCK}.attn.attention"
-_NEO: Final = (
+_BLOCK_PREFIX: Final = ".h.{layer}"
+_ATTENTION_PREFIX: Final = f"{_BLOCK_PREFIX}.attn.attention"
+_GPT_NEO_ROWS: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
     Row(".wpe.weight", "positions hidden", on="first"),
-    Row(f"{_BLOCK}.ln_1.weight", "hidden"),
-    Row(f"{_BLOCK}.ln_1.bias", "hidden"),
-    Row(f"{_ATTENTION}.bias", "1 1 * *", buffer="BOOL"),
-    Row(f"{_ATTENTION}.masked_bias", "", buffer="F32"),
-    Row(f"{_ATTENTION}.k_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.v_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.q_proj.weight", "q hidden"),
-    Row(f"{_ATTENTION}.out_proj.weight", "hidden q"),
-    Row(f"{_ATTENTION}.out_proj.bias", "hidden"),
-    Row(f"{_BLOCK}.ln_2.weight", "hidden"),
-    Row(f"{_BLOCK}.ln_2.bias", "hidden"),
-    Row(f"{_BLOCK}.mlp.c_fc.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.mlp.c_fc.bias", "ffn"),
-    Row(f"{_BLOCK}.mlp.c_proj.weight", "hidden ffn"),
-    Row(f"{_BLOCK}.mlp.c_proj.bias", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ln_1.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ln_1.bias", "hidden"),
+    Row(f"{_ATTENTION_PREFIX}.bias", "1 1 * *", buffer="BOOL"),
+    Row(f"{_ATTENTION_PREFIX}.masked_bias", "", buffer="F32"),
+    Row(f"{_ATTENTION_PREFIX}.k_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.v_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.q_proj.weight", "q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.out_proj.weight", "hidden q"),
+    Row(f"{_ATTENTION_PREFIX}.out_proj.bias", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ln_2.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ln_2.bias", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.mlp.c_fc.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.mlp.c_fc.bias", "ffn"),
+    Row(f"{_BLOCK_PREFIX}.mlp.c_proj.weight", "hidden ffn"),
+    Row(f"{_BLOCK_PREFIX}.mlp.c_proj.bias", "hidden"),
     Row(".ln_f.weight", "hidden", on="last"),
     Row(".ln_f.bias", "hidden", on="last"),
     *build_head_rows(".wte.weight"),
@@ -59,7 +59,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 GPT_NEO: Final = Family(
     name="gpt_neo",
-    rows=_NEO,
+    rows=_GPT_NEO_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("GPTNeo", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),

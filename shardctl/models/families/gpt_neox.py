@@ -16,30 +16,30 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_LAYER: Final = ".layers.{layer}"
-_HEADS: Final = build_head_rows(".embed_in.weight")
-_NEOX: Final = (
+_LAYER_PREFIX: Final = ".layers.{layer}"
+_HEAD_ROWS: Final = build_head_rows(".embed_in.weight")
+_GPT_NEOX_ROWS: Final = (
     Row(".embed_in.weight", "vocab hidden", on="first"),
-    Row(f"{_LAYER}.input_layernorm.weight", "hidden"),
-    Row(f"{_LAYER}.input_layernorm.bias", "hidden"),
-    Row(f"{_LAYER}.post_attention_layernorm.weight", "hidden"),
-    Row(f"{_LAYER}.post_attention_layernorm.bias", "hidden"),
-    Row(f"{_LAYER}.attention.bias", "1 1 * *", buffer="BOOL"),
-    Row(f"{_LAYER}.attention.masked_bias", "", buffer="F32"),
-    Row(f"{_LAYER}.attention.rotary_emb.inv_freq", "*", buffer="F32"),
-    Row(f"{_LAYER}.attention.query_key_value.weight", "qkv hidden"),
-    Row(f"{_LAYER}.attention.query_key_value.bias", "qkv", when="qkv_bias"),
-    Row(f"{_LAYER}.attention.dense.weight", "hidden q"),
-    Row(f"{_LAYER}.attention.dense.bias", "hidden", when="qkv_bias"),
-    Row(f"{_LAYER}.mlp.dense_h_to_4h.weight", "ffn hidden"),
-    Row(f"{_LAYER}.mlp.dense_h_to_4h.bias", "ffn"),
-    Row(f"{_LAYER}.mlp.dense_4h_to_h.weight", "hidden ffn"),
-    Row(f"{_LAYER}.mlp.dense_4h_to_h.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.input_layernorm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.input_layernorm.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.post_attention_layernorm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.post_attention_layernorm.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.bias", "1 1 * *", buffer="BOOL"),
+    Row(f"{_LAYER_PREFIX}.attention.masked_bias", "", buffer="F32"),
+    Row(f"{_LAYER_PREFIX}.attention.rotary_emb.inv_freq", "*", buffer="F32"),
+    Row(f"{_LAYER_PREFIX}.attention.query_key_value.weight", "qkv hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.query_key_value.bias", "qkv", when="qkv_bias"),
+    Row(f"{_LAYER_PREFIX}.attention.dense.weight", "hidden q"),
+    Row(f"{_LAYER_PREFIX}.attention.dense.bias", "hidden", when="qkv_bias"),
+    Row(f"{_LAYER_PREFIX}.mlp.dense_h_to_4h.weight", "ffn hidden"),
+    Row(f"{_LAYER_PREFIX}.mlp.dense_h_to_4h.bias", "ffn"),
+    Row(f"{_LAYER_PREFIX}.mlp.dense_4h_to_h.weight", "hidden ffn"),
+    Row(f"{_LAYER_PREFIX}.mlp.dense_4h_to_h.bias", "hidden"),
     Row(".final_layer_norm.weight", "hidden", on="last"),
     Row(".final_layer_norm.bias", "hidden", on="last"),
     Row("embed_out.weight", "vocab hidden", when="lm !tied", on="last"),
-    replace(_HEADS[0], when="lm tied"),
-    *_HEADS[1:],
+    replace(_HEAD_ROWS[0], when="lm tied"),
+    *_HEAD_ROWS[1:],
 )
 
 
@@ -66,7 +66,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 GPT_NEOX: Final = Family(
     name="gpt_neox",
-    rows=_NEOX,
+    rows=_GPT_NEOX_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("GPTNeoX", prefix="gpt_neox", tokens="classifier"),
     prefixes=("gpt_neox",),

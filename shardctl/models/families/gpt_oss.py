@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BLOCK: Final = 32
-_EXPERTS: Final = f"{LAYER}.mlp.experts"
+_MXFP4_BLOCK_COLUMNS: Final = 32
+_EXPERTS_PREFIX: Final = f"{LAYER}.mlp.experts"
 _GPT_OSS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.sinks", "q_heads"),
     *QKVO,
     Row(f"{LAYER}.mlp.router.weight", "experts hidden"),
     Row(f"{LAYER}.mlp.router.bias", "experts"),
-    Row(f"{_EXPERTS}.gate_up_proj", "expert hidden pairs", when="!mxfp4"),
-    Row(f"{_EXPERTS}.gate_up_proj_blocks", "expert pairs hidden_blocks 16", when="mxfp4", dtype="U8"),
-    Row(f"{_EXPERTS}.gate_up_proj_scales", "expert pairs hidden_blocks", when="mxfp4", dtype="U8"),
-    Row(f"{_EXPERTS}.gate_up_proj_bias", "expert pairs"),
-    Row(f"{_EXPERTS}.down_proj", "expert effn hidden", when="!mxfp4"),
-    Row(f"{_EXPERTS}.down_proj_blocks", "expert hidden blocks 16", when="mxfp4", dtype="U8"),
-    Row(f"{_EXPERTS}.down_proj_scales", "expert hidden blocks", when="mxfp4", dtype="U8"),
-    Row(f"{_EXPERTS}.down_proj_bias", "expert hidden"),
+    Row(f"{_EXPERTS_PREFIX}.gate_up_proj", "expert hidden pairs", when="!mxfp4"),
+    Row(f"{_EXPERTS_PREFIX}.gate_up_proj_blocks", "expert pairs hidden_blocks 16", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS_PREFIX}.gate_up_proj_scales", "expert pairs hidden_blocks", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS_PREFIX}.gate_up_proj_bias", "expert pairs"),
+    Row(f"{_EXPERTS_PREFIX}.down_proj", "expert effn hidden", when="!mxfp4"),
+    Row(f"{_EXPERTS_PREFIX}.down_proj_blocks", "expert hidden blocks 16", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS_PREFIX}.down_proj_scales", "expert hidden blocks", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS_PREFIX}.down_proj_bias", "expert hidden"),
     *NORMS,
     *LAST_NORM,
     *HEADS,
@@ -57,14 +57,14 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
     noun = "pairs of gate and up columns of each expert"
     if mxfp4:
-        noun = f"MXFP4 blocks of {_BLOCK} columns of each expert"
+        noun = f"MXFP4 blocks of {_MXFP4_BLOCK_COLUMNS} columns of each expert"
     facts = build_decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
     return add_expert_facts(facts, count_experts(config, "num_local_experts"), ffn).also(
         dims={
             "q_heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
-            "pairs": LogicalDim(2 * ffn, 2 * _BLOCK if mxfp4 else 2, "etp", noun=noun, even=not mxfp4),
-            "hidden_blocks": LogicalDim(config.size("hidden_size") // _BLOCK),
-            "blocks": LogicalDim(ffn // _BLOCK, axis="etp", noun=noun, even=False),
+            "pairs": LogicalDim(2 * ffn, 2 * _MXFP4_BLOCK_COLUMNS if mxfp4 else 2, "etp", noun=noun, even=not mxfp4),
+            "hidden_blocks": LogicalDim(config.size("hidden_size") // _MXFP4_BLOCK_COLUMNS),
+            "blocks": LogicalDim(ffn // _MXFP4_BLOCK_COLUMNS, axis="etp", noun=noun, even=False),
         },
         flags={"mxfp4": mxfp4},
     )

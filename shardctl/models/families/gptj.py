@@ -14,7 +14,7 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_GPTJ: Final = (
+_GPTJ_ROWS: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
     Row(".h.{layer}.ln_1.weight", "hidden"),
     Row(".h.{layer}.ln_1.bias", "hidden"),
@@ -55,7 +55,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 GPTJ: Final = Family(
     name="gptj",
-    rows=_GPTJ,
+    rows=_GPTJ_ROWS,
     facts=_build_facts,
     classes={
         "GPTJForCausalLM": ModelClass("transformer", "lm"),

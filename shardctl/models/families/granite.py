@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_CLOVA: Final = (
+_HYPERCLOVAX_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     *GATED,
@@ -64,7 +64,7 @@ GRANITE: Final = Family(
 )
 HYPERCLOVAX: Final = Family(
     name="hyperclovax",
-    rows=_CLOVA,
+    rows=_HYPERCLOVAX_ROWS,
     facts=_build_clova_facts,
     classes=build_decoder_classes("HyperCLOVAX", question=None, sentences=False, tokens=None),
     prefixes=("model",),

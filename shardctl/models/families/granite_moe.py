@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_MODULE: Final = f"{LAYER}.block_sparse_moe"
+_MOE_PREFIX: Final = f"{LAYER}.block_sparse_moe"
 MOE: Final = (
-    Row(f"{_MODULE}.router.layer.weight", "experts hidden"),
-    Row(f"{_MODULE}.input_linear.weight", "expert effn+effn hidden"),
-    Row(f"{_MODULE}.output_linear.weight", "expert hidden effn"),
+    Row(f"{_MOE_PREFIX}.router.layer.weight", "experts hidden"),
+    Row(f"{_MOE_PREFIX}.input_linear.weight", "expert effn+effn hidden"),
+    Row(f"{_MOE_PREFIX}.output_linear.weight", "expert hidden effn"),
 )
 SHARED: Final = (
     Row(f"{LAYER}.shared_mlp.input_linear.weight", "sffn+sffn hidden", when="shared"),
     Row(f"{LAYER}.shared_mlp.output_linear.weight", "hidden sffn", when="shared"),
 )
 FUSED: Final = (
-    FusedArray(f"{_MODULE}.router.weight", (f"{_MODULE}.router.layer.weight",)),
-    FusedArray(f"{_MODULE}.experts.gate_up_proj", (f"{_MODULE}.input_linear.weight",)),
-    FusedArray(f"{_MODULE}.experts.down_proj", (f"{_MODULE}.output_linear.weight",)),
+    FusedArray(f"{_MOE_PREFIX}.router.weight", (f"{_MOE_PREFIX}.router.layer.weight",)),
+    FusedArray(f"{_MOE_PREFIX}.experts.gate_up_proj", (f"{_MOE_PREFIX}.input_linear.weight",)),
+    FusedArray(f"{_MOE_PREFIX}.experts.down_proj", (f"{_MOE_PREFIX}.output_linear.weight",)),
 )
 
 
@@ -53,7 +53,9 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True)
+_LAYER_FEATURES: Final = LayerFeatures(
+    activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True
+)
 GRANITE_MOE: Final = Family(
     name="granitemoe",
     rows=(*EMBEDDING, *QKVO, *NORMS, *MOE, *LAST_NORM, *HEADS),
@@ -61,7 +63,7 @@ GRANITE_MOE: Final = Family(
     classes={"GraniteMoeForCausalLM": ModelClass("model", "lm"), "GraniteMoeModel": ModelClass()},
     prefixes=("model",),
     fused=FUSED,
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )
 GRANITE_MOE_SHARED: Final = Family(
@@ -71,6 +73,6 @@ GRANITE_MOE_SHARED: Final = Family(
     classes={"GraniteMoeSharedForCausalLM": ModelClass("model", "lm"), "GraniteMoeSharedModel": ModelClass()},
     prefixes=("model",),
     fused=FUSED,
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )

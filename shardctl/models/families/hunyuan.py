@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_LAYER: Final = (
+_LAYER_ROWS: Final = (
     *QKVO,
     *HEAD_NORMS,
     *DENSE,
@@ -50,8 +50,8 @@ _LAYER: Final = (
     *build_shared_expert_rows("mlp.shared_experts"),
     *NORMS,
 )
-_NEXT: Final = ".layers.{next}"
-_ENDS: Final = {
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {
     "enorm": "hidden",
     "hnorm": "hidden",
     "eh_proj": "hidden hidden+hidden",
@@ -79,11 +79,11 @@ HY_V3: Final = Family(
     name="hy_v3",
     rows=(
         *EMBEDDING,
-        *_LAYER,
+        *_LAYER_ROWS,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_LAYER, _NEXT, "moe shared"),
-        *build_predicting_ends(_NEXT, _ENDS),
+        *build_predicting_rows(_LAYER_ROWS, _MTP_LAYER_PREFIX, "moe shared"),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, _MTP_EXTRA_TENSORS),
     ),
     facts=_build_facts,
     classes={"HYV3ForCausalLM": ModelClass("model", "lm"), "HYV3Model": ModelClass()},

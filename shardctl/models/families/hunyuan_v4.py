@@ -30,22 +30,27 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_ATTENTION: Final = (
+_ATTENTION_ROWS: Final = (
     Row(f"{LAYER}.self_attn.sinks", "heads", dtype="F32"),
     *LATENT,
     *(replace(row, dtype="F32") if "k_norm" in row.name or "weights" in row.name else row for row in INDEXER),
     Row(f"{LAYER}.self_attn.gate_proj.weight", "vs hidden"),
 )
-_STREAMS: Final = tuple(
+_RESIDUAL_STREAM_ROWS: Final = tuple(
     Row(f"{LAYER}.{half}_hc.{name}", dims, dtype="F32")
     for half in ("attn", "ffn")
     for name, dims in (("fn", "mixes streams"), ("base", "mixes"), ("scale", "2"))
 )
 """What reads the sum of the streams before attention and experts, and adds their result to each."""
-_NEXT: Final = ".mtp_layers.{next}"
-_ENDS: Final = {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden", "final_layernorm": "hidden"}
-_BLOCK: Final = (*(row for row in _ATTENTION if "!q_lora" not in row.when), *BALANCED_EXPERTS, *NORMS)
-_SPELLINGS: Final = {
+_MTP_LAYER_PREFIX: Final = ".mtp_layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {
+    "enorm": "hidden",
+    "hnorm": "hidden",
+    "eh_proj": "hidden hidden+hidden",
+    "final_layernorm": "hidden",
+}
+_BLOCK_ROWS: Final = (*(row for row in _ATTENTION_ROWS if "!q_lora" not in row.when), *BALANCED_EXPERTS, *NORMS)
+_LEGACY_NAME_PATTERNS: Final = {
     # transformers 5.23 saves `hc_pre` in front of what it follows on the Hub.
     "hc_pre.hc_attn_layer": "hc_attn_layer",
     "hc_pre.hc_mlp_layer": "hc_mlp_layer",
@@ -91,21 +96,21 @@ HY_V4: Final = Family(
     name="hy_v4",
     rows=(
         *EMBEDDING,
-        *_BLOCK,
-        *_STREAMS,
+        *_BLOCK_ROWS,
+        *_RESIDUAL_STREAM_ROWS,
         *LAST_NORM,
         Row(".hc_head.hc_fn", "count streams", on="last", dtype="F32"),
         Row(".hc_head.hc_base", "count", on="last", dtype="F32"),
         Row(".hc_head.hc_scale", "1", on="last", dtype="F32"),
         *(replace(row, dtype="F32") if row.name == "lm_head.weight" else row for row in HEADS),
-        *build_predicting_rows(_BLOCK, _NEXT, "moe shared indexer"),
-        *build_predicting_ends(_NEXT, _ENDS),
+        *build_predicting_rows(_BLOCK_ROWS, _MTP_LAYER_PREFIX, "moe shared indexer"),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, _MTP_EXTRA_TENSORS),
     ),
     facts=_build_facts,
     classes={"HYV4ForCausalLM": ModelClass("model", "lm"), "HYV4Model": ModelClass()},
     prefixes=("model",),
-    legacy=_SPELLINGS,
-    fused=(*build_fused_experts(), *build_fused_experts(layer=_NEXT)),
+    legacy=_LEGACY_NAME_PATTERNS,
+    fused=(*build_fused_experts(), *build_fused_experts(layer=_MTP_LAYER_PREFIX)),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",

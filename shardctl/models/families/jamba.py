@@ -23,7 +23,7 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_JAMBA: Final = (
+_JAMBA_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden", "attention"),
     Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden", "attention"),
@@ -79,7 +79,7 @@ def _list_expert_layers(config: ModelConfig) -> frozenset[int]:
 
 JAMBA: Final = Family(
     name="jamba",
-    rows=_JAMBA,
+    rows=_JAMBA_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Jamba", question=None, tokens=None),
     prefixes=("model",),

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_ATTENTION: Final = f"{LAYER}.self_attention"
-_JETMOE: Final = (
+_ATTENTION_PREFIX: Final = f"{LAYER}.self_attention"
+_JETMOE_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.mlp.bias", "hidden"),
     Row(f"{LAYER}.mlp.input_linear.weight", "expert effn+effn hidden"),
     Row(f"{LAYER}.mlp.output_linear.weight", "expert hidden effn"),
     Row(f"{LAYER}.mlp.router.layer.weight", "experts hidden"),
     *NORMS,
-    Row(f"{_ATTENTION}.experts.bias", "hidden"),
-    Row(f"{_ATTENTION}.experts.input_linear.weight", "experts expert_q hidden"),
-    Row(f"{_ATTENTION}.experts.output_linear.weight", "experts hidden expert_q"),
-    Row(f"{_ATTENTION}.experts.router.layer.weight", "experts hidden"),
-    Row(f"{_ATTENTION}.kv_proj.weight", "kv+kv hidden"),
+    Row(f"{_ATTENTION_PREFIX}.experts.bias", "hidden"),
+    Row(f"{_ATTENTION_PREFIX}.experts.input_linear.weight", "experts expert_q hidden"),
+    Row(f"{_ATTENTION_PREFIX}.experts.output_linear.weight", "experts hidden expert_q"),
+    Row(f"{_ATTENTION_PREFIX}.experts.router.layer.weight", "experts hidden"),
+    Row(f"{_ATTENTION_PREFIX}.kv_proj.weight", "kv+kv hidden"),
     *LAST_NORM,
     *(row for row in HEADS if not row.buffer),
 )
@@ -52,7 +52,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 JETMOE: Final = Family(
     name="jetmoe",
-    rows=_JETMOE,
+    rows=_JETMOE_ROWS,
     facts=_build_facts,
     classes={
         "JetMoeForCausalLM": ModelClass("model", "lm"),
@@ -74,7 +74,7 @@ JETMOE: Final = Family(
             FurtherTensor("results of the experts, weighted", "routed_hidden"),
         ),
     ),
-    weightless=(Row(f"{_ATTENTION}.queries", "q hidden"),),
+    weightless=(Row(f"{_ATTENTION_PREFIX}.queries", "q hidden"),),
     aliases={"head_dim": "kv_channels"},
     assumed={
         "vocab_size": 32000,

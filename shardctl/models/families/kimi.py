@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.layer_features import LayerFeatures
 
-_BLOCK: Final = ".encoder.blocks.{layer}"
-_EYES: Final = (
+_BLOCK_PREFIX: Final = ".encoder.blocks.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".patch_embed.proj.weight", "hidden 3 patch patch"),
     Row(".patch_embed.proj.bias", "hidden", "patch_bias"),
     Row(".patch_embed.pos_emb.weight", "height width hidden"),
-    Row(f"{_BLOCK}.norm0.weight", "hidden"),
-    Row(f"{_BLOCK}.norm0.bias", "hidden", "norm_bias"),
-    Row(f"{_BLOCK}.norm1.weight", "hidden"),
-    Row(f"{_BLOCK}.norm1.bias", "hidden", "norm_bias"),
-    Row(f"{_BLOCK}.mlp.fc0.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.mlp.fc0.bias", "ffn", "linear_bias"),
-    Row(f"{_BLOCK}.mlp.fc1.weight", "hidden ffn"),
-    Row(f"{_BLOCK}.mlp.fc1.bias", "hidden", "linear_bias"),
-    Row(f"{_BLOCK}.wqkv.weight", "heads+heads+heads hidden"),
-    Row(f"{_BLOCK}.wqkv.bias", "heads+heads+heads", "attention_bias"),
-    Row(f"{_BLOCK}.wo.weight", "hidden heads"),
-    Row(f"{_BLOCK}.wo.bias", "hidden", "attention_bias"),
+    Row(f"{_BLOCK_PREFIX}.norm0.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.norm0.bias", "hidden", "norm_bias"),
+    Row(f"{_BLOCK_PREFIX}.norm1.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.norm1.bias", "hidden", "norm_bias"),
+    Row(f"{_BLOCK_PREFIX}.mlp.fc0.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.mlp.fc0.bias", "ffn", "linear_bias"),
+    Row(f"{_BLOCK_PREFIX}.mlp.fc1.weight", "hidden ffn"),
+    Row(f"{_BLOCK_PREFIX}.mlp.fc1.bias", "hidden", "linear_bias"),
+    Row(f"{_BLOCK_PREFIX}.wqkv.weight", "heads+heads+heads hidden"),
+    Row(f"{_BLOCK_PREFIX}.wqkv.bias", "heads+heads+heads", "attention_bias"),
+    Row(f"{_BLOCK_PREFIX}.wo.weight", "hidden heads"),
+    Row(f"{_BLOCK_PREFIX}.wo.bias", "hidden", "attention_bias"),
     Row(".encoder.final_layernorm.weight", "hidden"),
     Row(".encoder.final_layernorm.bias", "hidden", "norm_bias"),
 )
 """MoonViT, whose later version has no biases, RMS norms, and heads that are wider than its states together."""
 MOON_TOWER: Final = (
-    *nest_tower_rows(_EYES, "vision_tower"),
+    *nest_tower_rows(_VISION_ENCODER_ROWS, "vision_tower"),
     Row(".mm_projector.pre_norm.weight", "vision_hidden", when="!second", on="first"),
     Row(".mm_projector.pre_norm.bias", "vision_hidden", when="!second", on="first"),
     Row(".mm_projector.proj.0.weight", "merged merged", on="first"),
@@ -52,15 +52,15 @@ MOON_TOWER: Final = (
     Row(".mm_projector.post_norm.weight", "hidden", when="second", on="first"),
 )
 """The vision model and the projector that joins patches; the `second` version of that norms its results."""
-_SIZES: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-_NAMES: Final = {f"vt_{key}": key for key in _SIZES} | {
+_SIZE_KEYS: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_CONFIG_KEY_ALIASES: Final = {f"vt_{key}": key for key in _SIZE_KEYS} | {
     f"init_pos_emb_{key}": f"pos_emb_{key}" for key in ("height", "width")
 }
 
 
 def add_moon_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     """Return `facts`, and those of the vision model and the projector; raises SourceError for patches that are none."""
-    eyes = config.part("vision_config").called(_NAMES)
+    eyes = config.part("vision_config").called(_CONFIG_KEY_ALIASES)
     hidden, merging = eyes.size("hidden_size", 1152), eyes.values.get("merge_kernel_size", [2, 2])
     if not isinstance(merging, list) or not all(isinstance(one, int) and one > 0 for one in merging):
         raise SourceError(f"config.json has merge_kernel_size = {merging!r} where a list of two numbers is expected")

@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.family import ModelDims
 
-_MIXER: Final = f"{LAYER}.self_attn"
-_MODULE: Final = "block_sparse_moe"
-_NAMES: Final = ("w1", "w3", "w2")
+_MIXER_PREFIX: Final = f"{LAYER}.self_attn"
+_MOE_MODULE_NAME: Final = "block_sparse_moe"
+_EXPERT_WEIGHT_NAMES: Final = ("w1", "w3", "w2")
 KDA: Final = (
-    Row(f"{_MIXER}.q_proj.weight", "keys hidden"),
-    Row(f"{_MIXER}.k_proj.weight", "keys hidden"),
-    Row(f"{_MIXER}.v_proj.weight", "values hidden"),
-    Row(f"{_MIXER}.q_conv1d.weight", "keys 1 window"),
-    Row(f"{_MIXER}.k_conv1d.weight", "keys 1 window"),
-    Row(f"{_MIXER}.v_conv1d.weight", "values 1 window"),
-    Row(f"{_MIXER}.dt_bias", "values", dtype="F32"),
-    Row(f"{_MIXER}.A_log", "1 1 value_heads 1", when="!full_gate"),
-    Row(f"{_MIXER}.f_a_proj.weight", "decay_rank hidden"),
-    Row(f"{_MIXER}.f_b_proj.weight", "values decay_rank"),
-    Row(f"{_MIXER}.b_proj.weight", "value_heads hidden"),
-    Row(f"{_MIXER}.g_a_proj.weight", "decay_rank hidden", when="!full_gate"),
-    Row(f"{_MIXER}.g_b_proj.weight", "values decay_rank", when="!full_gate"),
-    Row(f"{_MIXER}.o_norm.weight", "value_head"),
-    Row(f"{_MIXER}.o_proj.weight", "hidden values"),
+    Row(f"{_MIXER_PREFIX}.q_proj.weight", "keys hidden"),
+    Row(f"{_MIXER_PREFIX}.k_proj.weight", "keys hidden"),
+    Row(f"{_MIXER_PREFIX}.v_proj.weight", "values hidden"),
+    Row(f"{_MIXER_PREFIX}.q_conv1d.weight", "keys 1 window"),
+    Row(f"{_MIXER_PREFIX}.k_conv1d.weight", "keys 1 window"),
+    Row(f"{_MIXER_PREFIX}.v_conv1d.weight", "values 1 window"),
+    Row(f"{_MIXER_PREFIX}.dt_bias", "values", dtype="F32"),
+    Row(f"{_MIXER_PREFIX}.A_log", "1 1 value_heads 1", when="!full_gate"),
+    Row(f"{_MIXER_PREFIX}.f_a_proj.weight", "decay_rank hidden"),
+    Row(f"{_MIXER_PREFIX}.f_b_proj.weight", "values decay_rank"),
+    Row(f"{_MIXER_PREFIX}.b_proj.weight", "value_heads hidden"),
+    Row(f"{_MIXER_PREFIX}.g_a_proj.weight", "decay_rank hidden", when="!full_gate"),
+    Row(f"{_MIXER_PREFIX}.g_b_proj.weight", "values decay_rank", when="!full_gate"),
+    Row(f"{_MIXER_PREFIX}.o_norm.weight", "value_head"),
+    Row(f"{_MIXER_PREFIX}.o_proj.weight", "hidden values"),
 )
 """Attention whose state decays by a rate of each channel, with a convolution for each of q, k and v."""
 KDA_ARRAYS: Final = (
-    FusedArray(f"{_MIXER}.conv1d.weight", tuple(f"{_MIXER}.{one}_conv1d.weight" for one in "qkv")),
-    FusedArray(f"{_MIXER}.forget_gate.dt_bias", (f"{_MIXER}.dt_bias",)),
-    FusedArray(f"{_MIXER}.forget_gate.A_log", (f"{_MIXER}.A_log",)),
-    FusedArray(f"{_MIXER}.forget_gate.f_a_proj.weight", (f"{_MIXER}.f_a_proj.weight",)),
-    FusedArray(f"{_MIXER}.forget_gate.f_b_proj.weight", (f"{_MIXER}.f_b_proj.weight",)),
+    FusedArray(f"{_MIXER_PREFIX}.conv1d.weight", tuple(f"{_MIXER_PREFIX}.{one}_conv1d.weight" for one in "qkv")),
+    FusedArray(f"{_MIXER_PREFIX}.forget_gate.dt_bias", (f"{_MIXER_PREFIX}.dt_bias",)),
+    FusedArray(f"{_MIXER_PREFIX}.forget_gate.A_log", (f"{_MIXER_PREFIX}.A_log",)),
+    FusedArray(f"{_MIXER_PREFIX}.forget_gate.f_a_proj.weight", (f"{_MIXER_PREFIX}.f_a_proj.weight",)),
+    FusedArray(f"{_MIXER_PREFIX}.forget_gate.f_b_proj.weight", (f"{_MIXER_PREFIX}.f_b_proj.weight",)),
 )
 """What transformers makes of those."""
 FORGET_GATE: Final = (
@@ -71,32 +71,42 @@ FORGET_GATE: Final = (
 )
 """What transformers keeps of the decays of KDA, which it computes in fp32 outside the kernel."""
 _K3_KDA: Final = (
-    Row(f"{_MIXER}.A_log", "*", when="full_gate"),
-    Row(f"{_MIXER}.g_proj.weight", "values hidden", when="full_gate"),
+    Row(f"{_MIXER_PREFIX}.A_log", "*", when="full_gate"),
+    Row(f"{_MIXER_PREFIX}.g_proj.weight", "values hidden", when="full_gate"),
 )
 """A gate without a latent; K3's files have more decays than heads, of which engines read the first."""
-_GATE: Final = Row(f"{_MIXER}.g_proj.weight", "vs hidden", when="output_gate")
-_MOE: Final = (
-    *(replace(row, dims=row.dims.replace("hidden", "routed")) for row in build_expert_rows(_MODULE, _NAMES)),
-    Row(f"{LAYER}.{_MODULE}.gate.weight", "experts hidden", when="moe"),
-    Row(f"{LAYER}.{_MODULE}.gate.e_score_correction_bias", "experts", when="moe", dtype="F32"),
-    *build_shared_expert_rows(f"{_MODULE}.shared_experts"),
-    Row(f"{LAYER}.{_MODULE}.routed_expert_down_proj.weight", "routed hidden", when="moe latent"),
-    Row(f"{LAYER}.{_MODULE}.routed_expert_norm.weight", "routed", when="moe latent latent_norm"),
-    Row(f"{LAYER}.{_MODULE}.routed_expert_up_proj.weight", "hidden routed", when="moe latent"),
+_OUTPUT_GATE_ROW: Final = Row(f"{_MIXER_PREFIX}.g_proj.weight", "vs hidden", when="output_gate")
+_MOE_ROWS: Final = (
+    *(
+        replace(row, dims=row.dims.replace("hidden", "routed"))
+        for row in build_expert_rows(_MOE_MODULE_NAME, _EXPERT_WEIGHT_NAMES)
+    ),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.gate.weight", "experts hidden", when="moe"),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.gate.e_score_correction_bias", "experts", when="moe", dtype="F32"),
+    *build_shared_expert_rows(f"{_MOE_MODULE_NAME}.shared_experts"),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.routed_expert_down_proj.weight", "routed hidden", when="moe latent"),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.routed_expert_norm.weight", "routed", when="moe latent latent_norm"),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.routed_expert_up_proj.weight", "hidden routed", when="moe latent"),
 )
 """Experts, of Kimi-K3 in a latent, which one projection makes and another unfolds, both whole on every tp rank."""
-_RESIDUALS: Final = (
+_ATTENTION_RESIDUAL_ROWS: Final = (
     Row(f"{LAYER}.self_attention_res_norm.weight", "hidden", when="residuals"),
     Row(f"{LAYER}.mlp_res_norm.weight", "hidden", when="residuals"),
     Row(f"{LAYER}.self_attention_res_proj.weight", "1 hidden", when="residuals"),
     Row(f"{LAYER}.mlp_res_proj.weight", "1 hidden", when="residuals"),
 )
 """Attention residuals: each half of a layer weighs the sums of the blocks of layers before."""
-_ATTENTION: Final = add_condition((*LATENT, _GATE), "attention")
-_LAYER: Final = (*add_condition((*KDA, *_K3_KDA), "!attention"), *_ATTENTION, *DENSE, *_MOE, *NORMS, *_RESIDUALS)
-_ROUTER: Final = ("gate.weight", "gate.e_score_correction_bias")
-_SHARED: Final = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+_ATTENTION_ROWS: Final = add_condition((*LATENT, _OUTPUT_GATE_ROW), "attention")
+_LAYER_ROWS: Final = (
+    *add_condition((*KDA, *_K3_KDA), "!attention"),
+    *_ATTENTION_ROWS,
+    *DENSE,
+    *_MOE_ROWS,
+    *NORMS,
+    *_ATTENTION_RESIDUAL_ROWS,
+)
+_ROUTER_TENSOR_NAMES: Final = ("gate.weight", "gate.e_score_correction_bias")
+_SHARED_EXPERT_NAMES: Final = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 def build_kda_dims(heads: int, width: int, window: int) -> Mapping[str, LogicalDim]:
@@ -164,7 +174,7 @@ def _list_attention_layers(config: ModelConfig, linear: ModelConfig) -> frozense
 KIMI_LINEAR: Final = Family(
     name="kimi_linear",
     rows=(
-        *build_balanced_rows(_LAYER, "moe shared attention"),
+        *build_balanced_rows(_LAYER_ROWS, "moe shared attention"),
         Row(".output_attn_res_norm.weight", "hidden", when="residuals", on="last"),
         Row(".output_attn_res_proj.weight", "1 hidden", when="residuals", on="last"),
     ),
@@ -172,11 +182,14 @@ KIMI_LINEAR: Final = Family(
     classes={"KimiLinearForCausalLM": ModelClass("model", "lm"), "KimiLinearModel": ModelClass()},
     prefixes=("model",),
     # as which transformers saves the MLPs of layers without experts
-    legacy={f"{_MODULE}.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    legacy={f"{_MOE_MODULE_NAME}.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
     fused=(
         *KDA_ARRAYS,
-        *build_fused_experts(_MODULE, _NAMES, within="mlp"),
-        *(FusedArray(f"{LAYER}.mlp.{one}", (f"{LAYER}.{_MODULE}.{one}",)) for one in (*_ROUTER, *_SHARED)),
+        *build_fused_experts(_MOE_MODULE_NAME, _EXPERT_WEIGHT_NAMES, within="mlp"),
+        *(
+            FusedArray(f"{LAYER}.mlp.{one}", (f"{LAYER}.{_MOE_MODULE_NAME}.{one}",))
+            for one in (*_ROUTER_TENSOR_NAMES, *_SHARED_EXPERT_NAMES)
+        ),
     ),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _MAX_MULTIPLIER: Final = 1e6
 """Of the width of an MLP; published ones are 1 and 1.3."""
-_NAMES: Final = ("w1", "w3", "w2")
-_MODULE: Final = "feed_forward"
-_MLP: Final = (
-    Row(f"{LAYER}.{_MODULE}.w1.weight", "ffn hidden"),
-    Row(f"{LAYER}.{_MODULE}.w3.weight", "ffn hidden"),
-    Row(f"{LAYER}.{_MODULE}.w2.weight", "hidden ffn"),
+_EXPERT_WEIGHT_NAMES: Final = ("w1", "w3", "w2")
+_MLP_MODULE_NAME: Final = "feed_forward"
+_MLP_ROWS: Final = (
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.w1.weight", "ffn hidden"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.w3.weight", "ffn hidden"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.w2.weight", "hidden ffn"),
 )
-_ATTENTION: Final = (
+_ATTENTION_ROWS: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
     Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden"),
     Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden"),
@@ -42,7 +42,7 @@ _ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.q_layernorm.weight", "head"),
     Row(f"{LAYER}.self_attn.k_layernorm.weight", "head"),
 )
-_CONVOLUTION: Final = (
+_CONVOLUTION_ROWS: Final = (
     Row(f"{LAYER}.conv.conv.weight", "inner 1 window"),
     Row(f"{LAYER}.conv.conv.bias", "inner", when="conv_bias"),
     Row(f"{LAYER}.conv.in_proj.weight", "inner+inner+inner hidden"),
@@ -50,21 +50,21 @@ _CONVOLUTION: Final = (
     Row(f"{LAYER}.conv.out_proj.weight", "hidden inner"),
     Row(f"{LAYER}.conv.out_proj.bias", "hidden", when="conv_bias"),
 )
-_NORMS: Final = (
+_NORM_ROWS: Final = (
     Row(f"{LAYER}.operator_norm.weight", "hidden"),
     Row(f"{LAYER}.ffn_norm.weight", "hidden"),
     Row(".embedding_norm.weight", "hidden", on="last"),
 )
-_MIXERS: Final = (*add_condition(_ATTENTION, "attention"), *add_condition(_CONVOLUTION, "!attention"))
-_LFM2: Final = (*EMBEDDING, *_MIXERS, *_MLP, *_NORMS, *HEADS)
+_MIXER_ROWS: Final = (*add_condition(_ATTENTION_ROWS, "attention"), *add_condition(_CONVOLUTION_ROWS, "!attention"))
+_LFM2_ROWS: Final = (*EMBEDDING, *_MIXER_ROWS, *_MLP_ROWS, *_NORM_ROWS, *HEADS)
 _LFM2_MOE: Final = (
     *EMBEDDING,
-    *_MIXERS,
-    *add_condition(_MLP, "!moe"),
-    Row(f"{LAYER}.{_MODULE}.expert_bias", "experts", when="moe balanced", dtype="F32"),
-    *build_expert_rows(_MODULE, _NAMES),
-    Row(f"{LAYER}.{_MODULE}.gate.weight", "experts hidden", when="moe"),
-    *_NORMS,
+    *_MIXER_ROWS,
+    *add_condition(_MLP_ROWS, "!moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.expert_bias", "experts", when="moe balanced", dtype="F32"),
+    *build_expert_rows(_MLP_MODULE_NAME, _EXPERT_WEIGHT_NAMES),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.gate.weight", "experts hidden", when="moe"),
+    *_NORM_ROWS,
     *HEADS,
 )
 
@@ -118,14 +118,14 @@ def _build_moe_facts(config: ModelConfig) -> ModelDims:
     return facts.also(flags={"balanced": config.switch("use_expert_bias", default=True)})
 
 
-_TRAITS: Final = LayerFeatures(activation=("", "silu"), norm="rms", attention_dropout=("", 0.0))
+_LAYER_FEATURES: Final = LayerFeatures(activation=("", "silu"), norm="rms", attention_dropout=("", 0.0))
 LFM2: Final = Family(
     name="lfm2",
-    rows=_LFM2,
+    rows=_LFM2_ROWS,
     facts=_build_facts,
     classes={"Lfm2ForCausalLM": ModelClass("model", "lm"), "Lfm2Model": ModelClass()},
     prefixes=("model",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed=assume_sizes(65536, 2560, 12288, 32, 32),
 )
 LFM2_MOE: Final = Family(
@@ -134,7 +134,7 @@ LFM2_MOE: Final = Family(
     facts=_build_moe_facts,
     classes={"Lfm2MoeForCausalLM": ModelClass("model", "lm"), "Lfm2MoeModel": ModelClass()},
     prefixes=("model",),
-    fused=build_fused_experts(_MODULE, _NAMES),
-    traits=replace(_TRAITS, experts_per_token=4, narrow_experts=True),
+    fused=build_fused_experts(_MLP_MODULE_NAME, _EXPERT_WEIGHT_NAMES),
+    traits=replace(_LAYER_FEATURES, experts_per_token=4, narrow_experts=True),
     assumed={**assume_sizes(65536, 2048, 7168, 32, 32), "moe_intermediate_size": 1792, "num_experts": 32},
 )

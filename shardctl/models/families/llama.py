@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
+_LAYER_FEATURES: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
 
 
 def _build_helium_facts(config: ModelConfig) -> ModelDims:
@@ -48,7 +48,7 @@ LLAMA: Final = Family(
     prefixes=("model", "transformer"),
     renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
     outer_classes=("LlavaLlamaForCausalLM",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed=assume_sizes(32000, 4096, 11008, 32, 32),
     inner_kinds={
         "paddleocr_vl_text": {  # ERNIE 4.5 with Llama's order of rotated elements
@@ -67,7 +67,7 @@ HELIUM: Final = Family(
     facts=_build_helium_facts,
     classes=build_decoder_classes("Helium", question=None),
     prefixes=("model",),
-    traits=replace(_TRAITS, norm="rms32"),
+    traits=replace(_LAYER_FEATURES, norm="rms32"),
     assumed=assume_sizes(48000, 2560, 7040, 24, 20),
 )
 CWM: Final = Family(
@@ -76,6 +76,6 @@ CWM: Final = Family(
     facts=_build_cwm_facts,
     classes=build_decoder_classes("Cwm", question=None, sentences=False, tokens=None),
     prefixes=("model",),
-    traits=replace(_TRAITS, window=WindowRule(8192, "all but first of every n", period=4)),
+    traits=replace(_LAYER_FEATURES, window=WindowRule(8192, "all but first of every n", period=4)),
     assumed=assume_sizes(128256, 6144, 21504, 64, 48),
 )

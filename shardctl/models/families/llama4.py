@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.config import ModelConfig
 
-_MODULE: Final = "feed_forward"
-_LLAMA4: Final = (
+_MLP_MODULE_NAME: Final = "feed_forward"
+_LLAMA4_TEXT_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
-    Row(f"{LAYER}.{_MODULE}.gate_proj.weight", "dffn hidden", when="!moe"),
-    Row(f"{LAYER}.{_MODULE}.up_proj.weight", "dffn hidden", when="!moe"),
-    Row(f"{LAYER}.{_MODULE}.down_proj.weight", "hidden dffn", when="!moe"),
-    Row(f"{LAYER}.{_MODULE}.experts.gate_up_proj", "expert hidden effn+effn", when="moe"),
-    Row(f"{LAYER}.{_MODULE}.experts.down_proj", "expert effn hidden", when="moe"),
-    Row(f"{LAYER}.{_MODULE}.router.weight", "experts hidden", when="moe"),
-    *build_shared_expert_rows(f"{_MODULE}.shared_expert"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.gate_proj.weight", "dffn hidden", when="!moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.up_proj.weight", "dffn hidden", when="!moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.down_proj.weight", "hidden dffn", when="!moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.experts.gate_up_proj", "expert hidden effn+effn", when="moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.experts.down_proj", "expert effn hidden", when="moe"),
+    Row(f"{LAYER}.{_MLP_MODULE_NAME}.router.weight", "experts hidden", when="moe"),
+    *build_shared_expert_rows(f"{_MLP_MODULE_NAME}.shared_expert"),
     *NORMS,
     *LAST_NORM,
     *HEADS,
 )
 
-_CHUNKS: Final = WindowRule(8192, "rotary", period=4, key="attention_chunk_size", period_key="no_rope_layer_interval")
+_CHUNKED_ATTENTION_RULE: Final = WindowRule(
+    8192, "rotary", period=4, key="attention_chunk_size", period_key="no_rope_layer_interval"
+)
 """Layers with rotary positions attend within chunks, and norm queries and keys."""
 
 
@@ -55,7 +57,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
     facts = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
     count = count_experts(config, "num_local_experts")
-    marks = mark_rotary_layers(_CHUNKS, config, config.size("num_hidden_layers"))
+    marks = mark_rotary_layers(_CHUNKED_ATTENTION_RULE, config, config.size("num_hidden_layers"))
     rotary = frozenset(n for n, marked in enumerate(marks) if marked)
     return add_expert_facts(facts, count, ffn, moe=_list_expert_layers(config), shared=ffn).also(
         dims={"dffn": LogicalDim(config.size("intermediate_size_mlp", 16384), axis="tp")},
@@ -74,14 +76,14 @@ def _list_expert_layers(config: ModelConfig) -> Collection[int]:
 
 LLAMA4_TEXT: Final = Family(
     name="llama4_text",
-    rows=_LLAMA4,
+    rows=_LLAMA4_TEXT_ROWS,
     facts=_build_facts,
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
-        window=_CHUNKS,
+        window=_CHUNKED_ATTENTION_RULE,
         experts_per_token=1,
         narrow_experts=True,
         cast_experts=True,
@@ -97,21 +99,21 @@ def _build_biased_rows(name: str, dims: str) -> tuple[Row, ...]:
     return (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
 
 
-_SEEN: Final = ".model.layers.{layer}"
-_VISION: Final = (
+_VISION_LAYER_PREFIX: Final = ".model.layers.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".class_embedding", "hidden"),
     Row(".positional_embedding_vlm", "positions hidden"),
     Row(".patch_embedding.linear.weight", "seen pixels"),
     *_build_biased_rows(".layernorm_pre", "hidden"),
     *_build_biased_rows(".layernorm_post", "hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.q_proj", "q hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.k_proj", "q hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.v_proj", "q hidden"),
-    *_build_biased_rows(f"{_SEEN}.self_attn.o_proj", "hidden q"),
-    *_build_biased_rows(f"{_SEEN}.mlp.fc1", "ffn hidden"),
-    *_build_biased_rows(f"{_SEEN}.mlp.fc2", "hidden ffn"),
-    *_build_biased_rows(f"{_SEEN}.input_layernorm", "hidden"),
-    *_build_biased_rows(f"{_SEEN}.post_attention_layernorm", "hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.self_attn.q_proj", "q hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.self_attn.k_proj", "q hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.self_attn.v_proj", "q hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.self_attn.o_proj", "hidden q"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.mlp.fc1", "ffn hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.mlp.fc2", "hidden ffn"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.input_layernorm", "hidden"),
+    *_build_biased_rows(f"{_VISION_LAYER_PREFIX}.post_attention_layernorm", "hidden"),
     Row(".vision_adapter.mlp.fc1.weight", "adapter shuffled"),
     Row(".vision_adapter.mlp.fc2.weight", "adapted inner"),
 )
@@ -142,20 +144,22 @@ def _add_projector_facts(_: ModelConfig, facts: ModelDims) -> ModelDims:
     return facts.also(dims={"joint": LogicalDim(facts.size("hidden"), tower_axis="tp")})
 
 
-_NESTED: Final = build_tower_family(
+_MULTIMODAL_FAMILY: Final = build_tower_family(
     "llama4",
     {"Llama4ForConditionalGeneration": ModelClass("", "lm")},
     LLAMA4_TEXT,
     (
-        ModelTower("vision_config", "vision_model", _VISION, _build_vision_facts),
+        ModelTower("vision_config", "vision_model", _VISION_ENCODER_ROWS, _build_vision_facts),
         Row(".multi_modal_projector.linear_1.weight", "joint vision_output", on="first"),
     ),
     under="language_model.model",
     facts=_add_projector_facts,
 )
 LLAMA4: Final = replace(
-    _NESTED,
-    rows=tuple(replace(row, name=row.name.replace("lm_head", ".language_model.lm_head")) for row in _NESTED.rows),
+    _MULTIMODAL_FAMILY,
+    rows=tuple(
+        replace(row, name=row.name.replace("lm_head", ".language_model.lm_head")) for row in _MULTIMODAL_FAMILY.rows
+    ),
     prefixes=(),
 )
 """Its head is that of the model inside, and there is no base model around both."""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_EXPERTS: Final = f"{LAYER}.mlp.experts"
-_MLP: Final = tuple(row for row in GATED if not row.when)
-_NEXT: Final = ".mtp.layers.{next}"
+_EXPERTS_PREFIX: Final = f"{LAYER}.mlp.experts"
+_MLP_ROWS: Final = tuple(row for row in GATED if not row.when)
+_MTP_LAYER_PREFIX: Final = ".mtp.layers.{next}"
 
 
 def _build_twice(rows: tuple[Row, ...], module: str, list_module: str, index: str) -> tuple[Row, ...]:
@@ -33,12 +33,14 @@ def _build_twice(rows: tuple[Row, ...], module: str, list_module: str, index: st
     )
 
 
-_LATENT: Final = tuple(row for row in LATENT if row.when != "!q_lora")
+_LATENT_ATTENTION_ROWS: Final = tuple(row for row in LATENT if row.when != "!q_lora")
 _FIRST_NORM: Final = (Row(f"{LAYER}.input_layernorm.weight", "hidden"),)
 _SECOND_NORM: Final = (Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),)
-_PREDICTING: Final = tuple(
-    replace(row, name=row.name.replace(f"{_NEXT}.mlp", f"{_NEXT}.transformer_layer.mlp"))
-    for row in build_predicting_rows((*_LATENT, *_MLP, *_FIRST_NORM, *_SECOND_NORM), _NEXT, "")
+_MTP_LAYER_ROWS: Final = tuple(
+    replace(row, name=row.name.replace(f"{_MTP_LAYER_PREFIX}.mlp", f"{_MTP_LAYER_PREFIX}.transformer_layer.mlp"))
+    for row in build_predicting_rows(
+        (*_LATENT_ATTENTION_ROWS, *_MLP_ROWS, *_FIRST_NORM, *_SECOND_NORM), _MTP_LAYER_PREFIX, ""
+    )
 )
 
 
@@ -65,19 +67,19 @@ LONGCAT_FLASH: Final = Family(
     rows=(
         *EMBEDDING,
         *build_expert_rows(when=""),
-        Row(f"{_EXPERTS}.{{idle}}.gate_proj.weight", "effn hidden", when="idle"),
-        Row(f"{_EXPERTS}.{{idle}}.up_proj.weight", "effn hidden", when="idle"),
+        Row(f"{_EXPERTS_PREFIX}.{{idle}}.gate_proj.weight", "effn hidden", when="idle"),
+        Row(f"{_EXPERTS_PREFIX}.{{idle}}.up_proj.weight", "effn hidden", when="idle"),
         Row(f"{LAYER}.mlp.router.e_score_correction_bias", "experts"),
         Row(f"{LAYER}.mlp.router.classifier.weight", "experts hidden"),
         Row(f"{LAYER}.mlp.router.classifier.bias", "experts", when="router_bias"),
-        *_build_twice(_LATENT, "self_attn", "self_attn", "attention"),
-        *_build_twice(_MLP, "mlp", "mlps", "half"),
+        *_build_twice(_LATENT_ATTENTION_ROWS, "self_attn", "self_attn", "attention"),
+        *_build_twice(_MLP_ROWS, "mlp", "mlps", "half"),
         *_build_twice(_FIRST_NORM, "input_layernorm", "input_layernorm", "before"),
         *_build_twice(_SECOND_NORM, "post_attention_layernorm", "post_attention_layernorm", "behind"),
         *LAST_NORM,
         *(row for row in HEADS if row.when in ("", "lm")),
         Row(".mtp.embed_tokens.weight", "vocab hidden", on="last", optional=True),
-        *_PREDICTING,
+        *_MTP_LAYER_ROWS,
         *(
             Row(f".mtp.{name}.weight", dims, on="last", optional=True)
             for name, dims in (
@@ -93,9 +95,10 @@ LONGCAT_FLASH: Final = Family(
     prefixes=("model",),
     fused=(
         FusedArray(
-            f"{_EXPERTS}.gate_up_proj", (_GATE.replace("expert}", "any_expert}"), _UP.replace("expert}", "any_expert}"))
+            f"{_EXPERTS_PREFIX}.gate_up_proj",
+            (_GATE.replace("expert}", "any_expert}"), _UP.replace("expert}", "any_expert}")),
         ),
-        FusedArray(f"{_EXPERTS}.down_proj", (_DOWN,)),
+        FusedArray(f"{_EXPERTS_PREFIX}.down_proj", (_DOWN,)),
     ),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),

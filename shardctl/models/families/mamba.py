@@ -37,9 +37,9 @@ def build_mixer_rows(under: str, when: str = "") -> tuple[Row, ...]:
     )
 
 
-_IN: Final = "inner+inner+groups+groups+heads"
+_IN_PROJ_DIMS: Final = "inner+inner+groups+groups+heads"
 """What the input is projected to: the gate, the channels, B, C, and a time step for each head."""
-_CONV: Final = "inner+groups+groups"
+_CONV1D_DIMS: Final = "inner+groups+groups"
 
 
 def build_mixer2_rows(under: str, when: str = "", *, norm: str = "") -> tuple[Row, ...]:
@@ -53,10 +53,10 @@ def build_mixer2_rows(under: str, when: str = "", *, norm: str = "") -> tuple[Ro
         Row(f"{under}.dt_bias", "heads", when),
         Row(f"{under}.A_log", "heads", when),
         Row(f"{under}.D", "heads", when),
-        Row(f"{under}.conv1d.weight", f"{_CONV} 1 window", when),
-        Row(f"{under}.conv1d.bias", _CONV, conv),
-        Row(f"{under}.in_proj.weight", f"{_IN} hidden", when),
-        Row(f"{under}.in_proj.bias", _IN, bias),
+        Row(f"{under}.conv1d.weight", f"{_CONV1D_DIMS} 1 window", when),
+        Row(f"{under}.conv1d.bias", _CONV1D_DIMS, conv),
+        Row(f"{under}.in_proj.weight", f"{_IN_PROJ_DIMS} hidden", when),
+        Row(f"{under}.in_proj.bias", _IN_PROJ_DIMS, bias),
         Row(f"{under}.norm.weight", "inner", f"{when} {norm}".strip()),
         Row(f"{under}.out_proj.weight", "hidden inner", when),
         Row(f"{under}.out_proj.bias", "hidden", bias),
@@ -82,18 +82,18 @@ def compute_time_step_rank(config: ModelConfig, key: str) -> int:
     return automatic if config.values.get(key) == "auto" else config.size(key, automatic)
 
 
-_EMBEDDING: Final = Row(".embeddings.weight", "vocab hidden", on="first")
-_NORM: Final = Row(".layers.{layer}.norm.weight", "hidden")
-_HEADS: Final = (
+_EMBEDDING_ROW: Final = Row(".embeddings.weight", "vocab hidden", on="first")
+_NORM_ROW: Final = Row(".layers.{layer}.norm.weight", "hidden")
+_HEAD_ROWS: Final = (
     Row(".norm_f.weight", "hidden", on="last"),
     Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embeddings.weight"),
 )
-_MAMBA: Final = (_EMBEDDING, _NORM, *build_mixer_rows(".layers.{layer}.mixer"), *_HEADS)
-_MAMBA2: Final = (
-    _EMBEDDING,
-    _NORM,
+_MAMBA_ROWS: Final = (_EMBEDDING_ROW, _NORM_ROW, *build_mixer_rows(".layers.{layer}.mixer"), *_HEAD_ROWS)
+_MAMBA2_ROWS: Final = (
+    _EMBEDDING_ROW,
+    _NORM_ROW,
     *build_mixer2_rows(".layers.{layer}.mixer"),
-    *_HEADS,
+    *_HEAD_ROWS,
 )
 
 
@@ -138,31 +138,33 @@ def _build_mamba2_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", fp32_sums=("residual_in_fp32", True))
+_LAYER_FEATURES: Final = LayerFeatures(
+    activation=("hidden_act", "silu"), norm="rms", fp32_sums=("residual_in_fp32", True)
+)
 MAMBA: Final = Family(
     name="mamba",
-    rows=_MAMBA,
+    rows=_MAMBA_ROWS,
     facts=_build_mamba_facts,
     classes={"MambaForCausalLM": ModelClass("backbone", "lm"), "MambaModel": ModelClass()},
     prefixes=("backbone",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32},
 )
 FALCON_MAMBA: Final = Family(
     name="falcon_mamba",
-    rows=_MAMBA,
+    rows=_MAMBA_ROWS,
     facts=_build_mamba_facts,
     classes={"FalconMambaForCausalLM": ModelClass("backbone", "lm"), "FalconMambaModel": ModelClass()},
     prefixes=("backbone",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32},
 )
 MAMBA2: Final = Family(
     name="mamba2",
-    rows=_MAMBA2,
+    rows=_MAMBA2_ROWS,
     facts=_build_mamba2_facts,
     classes={"Mamba2ForCausalLM": ModelClass("backbone", "lm"), "Mamba2Model": ModelClass()},
     prefixes=("backbone",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},
 )

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import ModelDims
 
 
-_LAYER: Final = tuple(row for row in (*QKVO, *GATED, *NORMS) if row.when in ("", "qkv_bias"))
-_NEXT: Final = ".mtp_layers.{next}"
-_ENDS: Final = {"token_layernorm": "hidden", "hidden_layernorm": "hidden", "final_layernorm": "hidden"}
+_LAYER_ROWS: Final = tuple(row for row in (*QKVO, *GATED, *NORMS) if row.when in ("", "qkv_bias"))
+_MTP_LAYER_PREFIX: Final = ".mtp_layers.{next}"
+_MTP_EXTRA_TENSORS: Final = {"token_layernorm": "hidden", "hidden_layernorm": "hidden", "final_layernorm": "hidden"}
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -59,11 +59,11 @@ MIMO: Final = Family(
     name="mimo",
     rows=(
         *EMBEDDING,
-        *_LAYER,
+        *_LAYER_ROWS,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_LAYER, _NEXT, ""),
-        *build_predicting_ends(_NEXT, {**_ENDS, "input_proj": "hidden hidden+hidden"}),
+        *build_predicting_rows(_LAYER_ROWS, _MTP_LAYER_PREFIX, ""),
+        *build_predicting_ends(_MTP_LAYER_PREFIX, {**_MTP_EXTRA_TENSORS, "input_proj": "hidden hidden+hidden"}),
     ),
     facts=_build_facts,
     classes={"MiMoForCausalLM": ModelClass("model", "lm")},
@@ -86,15 +86,22 @@ def _build_attention(keys: str, values: str) -> tuple[Row, ...]:
     )
 
 
-_WINDOWED: Final = _build_attention("window_kv", "window_values")
-_SINKS: Final = Row(f"{LAYER}.self_attn.sinks", "heads")
-_QUERIES: Final = (
+_SLIDING_WINDOW_ROWS: Final = _build_attention("window_kv", "window_values")
+_ATTENTION_SINKS_ROW: Final = Row(f"{LAYER}.self_attn.sinks", "heads")
+_QUERY_ROWS: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
     Row(f"{LAYER}.self_attn.q_proj.bias", "q", when="qkv_bias"),
 )
-_OUTPUT: Final = Row(f"{LAYER}.self_attn.o_proj.weight", "hidden vs")
+_OUTPUT_PROJECTION_ROW: Final = Row(f"{LAYER}.self_attn.o_proj.weight", "hidden vs")
 _V2_NEXT: Final = ".mtp.layers.{next}"
-_PREDICTING: Final = (*_QUERIES, *_WINDOWED, _OUTPUT, _SINKS, *(row for row in GATED if not row.when), NORMS[0])
+_MTP_LAYER_ROWS: Final = (
+    *_QUERY_ROWS,
+    *_SLIDING_WINDOW_ROWS,
+    _OUTPUT_PROJECTION_ROW,
+    _ATTENTION_SINKS_ROW,
+    *(row for row in GATED if not row.when),
+    NORMS[0],
+)
 
 
 def _build_v2_facts(config: ModelConfig) -> ModelDims:
@@ -124,30 +131,30 @@ def _list_windowed_layers(config: ModelConfig) -> frozenset[int]:
     layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
     if isinstance(kinds, list):
         return frozenset(n for n, kind in enumerate(kinds) if kind == "sliding_attention")
-    found = frozenset(n for n in range(1, layers) if (n + 1) % _PERIOD)
+    found = frozenset(n for n in range(1, layers) if (n + 1) % _FULL_ATTENTION_PERIOD)
     marks = config.values.get("hybrid_layer_pattern")
     if isinstance(marks, list) and frozenset(n for n, mark in enumerate(marks) if mark) != found:
         raise UnsupportedError(
             f"config.json has hybrid_layer_pattern = {marks!r}, where all layers but the first and every "
-            f"{_PERIOD}th are expected to have a window",
+            f"{_FULL_ATTENTION_PERIOD}th are expected to have a window",
             hint="say in layer_types which layers do",
         )
     return found
 
 
-_PERIOD: Final = 6
+_FULL_ATTENTION_PERIOD: Final = 6
 MIMO_V2_FLASH: Final = Family(
     name="mimo_v2_flash",
     rows=(
         *EMBEDDING,
-        *add_condition((_SINKS,), "windowed"),
-        *_QUERIES,
+        *add_condition((_ATTENTION_SINKS_ROW,), "windowed"),
+        *_QUERY_ROWS,
         *(
             row
-            for whole, part in zip(_build_attention("kv", "values"), _WINDOWED, strict=True)
+            for whole, part in zip(_build_attention("kv", "values"), _SLIDING_WINDOW_ROWS, strict=True)
             for row in (*add_condition((whole,), "!windowed"), *add_condition((part,), "windowed"))
         ),
-        _OUTPUT,
+        _OUTPUT_PROJECTION_ROW,
         *DENSE,
         *build_expert_rows(),
         ROUTER,
@@ -155,7 +162,7 @@ MIMO_V2_FLASH: Final = Family(
         *NORMS,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_PREDICTING, _V2_NEXT, ""),
+        *build_predicting_rows(_MTP_LAYER_ROWS, _V2_NEXT, ""),
         *build_predicting_ends(
             _V2_NEXT,
             {
@@ -175,7 +182,7 @@ MIMO_V2_FLASH: Final = Family(
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
-        window=WindowRule(129, "all but first and every nth", period=_PERIOD),
+        window=WindowRule(129, "all but first and every nth", period=_FULL_ATTENTION_PERIOD),
         experts_per_token=8,
         narrow_softmax=True,
         shifted_scores=True,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BALANCE: Final = f"{LAYER}.{MODULE}.e_score_correction_bias"
+_CORRECTION_BIAS_NAME: Final = f"{LAYER}.{MODULE}.e_score_correction_bias"
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -44,7 +44,7 @@ MINIMAX_M2: Final = Family(
         *QKVO,
         Row(f"{LAYER}.self_attn.q_norm.weight", "q"),
         Row(f"{LAYER}.self_attn.k_norm.weight", "kv"),
-        Row(_BALANCE, "experts"),
+        Row(_CORRECTION_BIAS_NAME, "experts"),
         *MOE,
         *NORMS,
         *LAST_NORM,
@@ -54,7 +54,7 @@ MINIMAX_M2: Final = Family(
     classes=build_decoder_classes("MiniMaxM2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     fused=(
-        FusedArray(f"{LAYER}.mlp.e_score_correction_bias", (_BALANCE,)),
+        FusedArray(f"{LAYER}.mlp.e_score_correction_bias", (_CORRECTION_BIAS_NAME,)),
         FusedArray(f"{LAYER}.mlp.gate.weight", (ROUTER,)),
         *FUSED,
     ),

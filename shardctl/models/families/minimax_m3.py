@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.config import ModelConfig
 
-_NAMES: Final = ("w1", "w3", "w2")
-_MODULE: Final = "block_sparse_moe"
-_ATTENTION: Final = f"{LAYER}.self_attn"
-_INDEXER: Final = (
-    Row(f"{_ATTENTION}.index_q_proj.weight", "index_q hidden", when="sparse"),
-    Row(f"{_ATTENTION}.index_k_proj.weight", "index hidden", when="sparse"),
-    Row(f"{_ATTENTION}.index_q_norm.weight", "index", when="sparse"),
-    Row(f"{_ATTENTION}.index_k_norm.weight", "index", when="sparse"),
+_EXPERT_WEIGHT_NAMES: Final = ("w1", "w3", "w2")
+_MOE_MODULE_NAME: Final = "block_sparse_moe"
+_ATTENTION_PREFIX: Final = f"{LAYER}.self_attn"
+_INDEXER_ROWS: Final = (
+    Row(f"{_ATTENTION_PREFIX}.index_q_proj.weight", "index_q hidden", when="sparse"),
+    Row(f"{_ATTENTION_PREFIX}.index_k_proj.weight", "index hidden", when="sparse"),
+    Row(f"{_ATTENTION_PREFIX}.index_q_norm.weight", "index", when="sparse"),
+    Row(f"{_ATTENTION_PREFIX}.index_k_norm.weight", "index", when="sparse"),
 )
 """What scores blocks of earlier tokens, with as many heads as there are of keys and values."""
-_MOE: Final = (
-    Row(f"{LAYER}.{_MODULE}.gate.weight", "experts hidden", when="moe"),
-    Row(f"{LAYER}.{_MODULE}.e_score_correction_bias", "experts", when="moe"),
-    *build_expert_rows(_MODULE, _NAMES),
-    *build_shared_expert_rows(f"{_MODULE}.shared_experts"),
+_MOE_ROWS: Final = (
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.gate.weight", "experts hidden", when="moe"),
+    Row(f"{LAYER}.{_MOE_MODULE_NAME}.e_score_correction_bias", "experts", when="moe"),
+    *build_expert_rows(_MOE_MODULE_NAME, _EXPERT_WEIGHT_NAMES),
+    *build_shared_expert_rows(f"{_MOE_MODULE_NAME}.shared_experts"),
 )
-_LAYER: Final = (*(row for row in QKVO if not row.when), *HEAD_NORMS, *_INDEXER, *DENSE, *_MOE, *NORMS)
-_NEXT: Final = ".mtp.layers.{next}"
+_LAYER_ROWS: Final = (*(row for row in QKVO if not row.when), *HEAD_NORMS, *_INDEXER_ROWS, *DENSE, *_MOE_ROWS, *NORMS)
+_MTP_LAYER_PREFIX: Final = ".mtp.layers.{next}"
 
 
 def _join_gated(module: str, within: str) -> tuple[FusedArray, FusedArray]:
@@ -122,14 +122,14 @@ MINIMAX_M3_TEXT: Final = Family(
     name="minimax_m3_vl_text",
     rows=(
         *EMBEDDING,
-        *_LAYER,
+        *_LAYER_ROWS,
         *LAST_NORM,
         *HEADS,
-        *build_predicting_rows(_LAYER, f"{_NEXT}.transformer_layer", "moe shared sparse"),
-        Row(f"{_NEXT}.enorm.weight", "hidden", on="last", optional=True),
-        Row(f"{_NEXT}.hnorm.weight", "hidden", on="last", optional=True),
-        Row(f"{_NEXT}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
-        Row(f"{_NEXT}.final_layernorm.weight", "hidden", on="last", optional=True),
+        *build_predicting_rows(_LAYER_ROWS, f"{_MTP_LAYER_PREFIX}.transformer_layer", "moe shared sparse"),
+        Row(f"{_MTP_LAYER_PREFIX}.enorm.weight", "hidden", on="last", optional=True),
+        Row(f"{_MTP_LAYER_PREFIX}.hnorm.weight", "hidden", on="last", optional=True),
+        Row(f"{_MTP_LAYER_PREFIX}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
+        Row(f"{_MTP_LAYER_PREFIX}.final_layernorm.weight", "hidden", on="last", optional=True),
     ),
     facts=_build_facts,
     classes={"MiniMaxM3VLForCausalLM": ModelClass("model", "lm"), "MiniMaxM3VLTextModel": ModelClass()},
@@ -139,13 +139,15 @@ MINIMAX_M3_TEXT: Final = Family(
         "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
     },
     fused=(
-        FusedArray(f"{LAYER}.mlp.gate.weight", (f"{LAYER}.{_MODULE}.gate.weight",)),
-        FusedArray(f"{LAYER}.mlp.gate.e_score_correction_bias", (f"{LAYER}.{_MODULE}.e_score_correction_bias",)),
-        *build_fused_experts(_MODULE, _NAMES, within="mlp"),
-        *_join_gated(f"{_MODULE}.shared_experts", "mlp.shared_experts"),
+        FusedArray(f"{LAYER}.mlp.gate.weight", (f"{LAYER}.{_MOE_MODULE_NAME}.gate.weight",)),
+        FusedArray(
+            f"{LAYER}.mlp.gate.e_score_correction_bias", (f"{LAYER}.{_MOE_MODULE_NAME}.e_score_correction_bias",)
+        ),
+        *build_fused_experts(_MOE_MODULE_NAME, _EXPERT_WEIGHT_NAMES, within="mlp"),
+        *_join_gated(f"{_MOE_MODULE_NAME}.shared_experts", "mlp.shared_experts"),
         _join_gated("mlp", "mlp")[0],
         *(
-            FusedArray(f"{_ATTENTION}.indexer.{name}.weight", (f"{_ATTENTION}.index_{name}.weight",))
+            FusedArray(f"{_ATTENTION_PREFIX}.indexer.{name}.weight", (f"{_ATTENTION_PREFIX}.index_{name}.weight",))
             for name in ("q_proj", "k_proj", "q_norm", "k_norm")
         ),
     ),
@@ -169,8 +171,8 @@ MINIMAX_M3_TEXT: Final = Family(
         "num_local_experts": 128,
     },
 )
-_SEEN: Final = ".layers.{layer}"
-_EYES: Final = (
+_VISION_LAYER_PREFIX: Final = ".layers.{layer}"
+_VISION_ENCODER_ROWS: Final = (
     Row(".embeddings.proj.weight", "hidden channels frames patch patch"),
     Row(".pre_layrnorm.weight", "hidden"),
     Row(".pre_layrnorm.bias", "hidden"),
@@ -186,7 +188,10 @@ _EYES: Final = (
             "mlp.fc2": "hidden ffn",
             "layer_norm2": "hidden",
         }.items()
-        for row in (Row(f"{_SEEN}.{name}.weight", dims), Row(f"{_SEEN}.{name}.bias", dims.split(maxsplit=1)[0]))
+        for row in (
+            Row(f"{_VISION_LAYER_PREFIX}.{name}.weight", dims),
+            Row(f"{_VISION_LAYER_PREFIX}.{name}.bias", dims.split(maxsplit=1)[0]),
+        )
     ),
 )
 
@@ -211,7 +216,7 @@ def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     )
 
 
-_PROJECTOR: Final = tuple(
+_PROJECTOR_ROWS: Final = tuple(
     row
     for name, dims in {
         "linear_1": "projected vision_hidden",
@@ -228,7 +233,7 @@ MINIMAX_M3: Final = build_tower_family(
     "minimax_m3_vl",
     {"MiniMaxM3SparseForConditionalGeneration": ModelClass("model", "lm"), "MiniMaxM3VLModel": ModelClass()},
     MINIMAX_M3_TEXT,
-    (ModelTower("vision_config", "vision_tower", _EYES, _build_vision_facts), *_PROJECTOR),
+    (ModelTower("vision_config", "vision_tower", _VISION_ENCODER_ROWS, _build_vision_facts), *_PROJECTOR_ROWS),
     facts=_add_projector_facts,
     legacy={
         "^language_model.lm_head": "lm_head",

@@ -28,14 +28,14 @@ def _build_ministral3_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
 
 
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
+_LAYER_FEATURES: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
 MISTRAL: Final = Family(
     name="mistral",
     rows=DECODER,
     facts=_build_facts,
     classes=build_decoder_classes("Mistral"),
     prefixes=("model",),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed=assume_sizes(32000, 4096, 14336, 32, 32),
 )
 MINISTRAL: Final = Family(
@@ -44,7 +44,7 @@ MINISTRAL: Final = Family(
     facts=_build_facts,
     classes=build_decoder_classes("Ministral", question="transformer"),
     prefixes=("model", "transformer"),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed=assume_sizes(32000, 4096, 14336, 32, 32),
 )
 MINISTRAL3: Final = Family(

@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_ATTENTION: Final = f"{LAYER}.self_attn"
-_INDEXER: Final = f"{_ATTENTION}.indexer"
-_LATENT: Final = (
-    Row(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_rank+rope hidden", "own_kv rotated"),
-    Row(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_rank hidden", "own_kv !rotated"),
-    Row(f"{_ATTENTION}.kv_a_proj_with_mqa.bias", "kv_rank+rope", "own_kv rotated o_bias"),
-    Row(f"{_ATTENTION}.kv_a_proj_with_mqa.bias", "kv_rank", "own_kv !rotated o_bias"),
-    Row(f"{_ATTENTION}.kv_a_layernorm.weight", "kv_rank", "own_kv"),
-    Row(f"{_ATTENTION}.kv_b_proj.weight", "kvs kv_rank", "rotated"),
-    Row(f"{_ATTENTION}.kv_b_proj.weight", "wide_kvs kv_rank", "!rotated"),
-    Row(f"{_ATTENTION}.o_proj.weight", "hidden vs"),
-    Row(f"{_ATTENTION}.o_proj.bias", "hidden", "o_bias"),
-    Row(f"{_INDEXER}.wq_b.weight", "index_q hidden", "indexer"),
-    Row(f"{_INDEXER}.wk.weight", "index hidden", "indexer"),
-    Row(f"{_INDEXER}.k_norm.weight", "index", "indexer"),
-    Row(f"{_INDEXER}.k_norm.bias", "index", "indexer"),
-    Row(f"{_INDEXER}.weights_proj.weight", "index_heads hidden", "indexer"),
-    Row(f"{_INDEXER}.q_input_norm.weight", "index_input", "indexer"),
-    Row(f"{_INDEXER}.q_input_norm.bias", "index_input", "indexer"),
-    Row(f"{_INDEXER}.softmax_scaling.scale", "index_heads", "indexer"),
-    Row(f"{_INDEXER}.softmax_scaling.bias", "index_heads", "indexer"),
-    Row(f"{_ATTENTION}.q_proj.weight", "qs hidden"),
-    Row(f"{_ATTENTION}.softmax_scaling.scale", "heads"),
-    Row(f"{_ATTENTION}.softmax_scaling.bias", "heads"),
+_ATTENTION_PREFIX: Final = f"{LAYER}.self_attn"
+_INDEXER_PREFIX: Final = f"{_ATTENTION_PREFIX}.indexer"
+_LATENT_ATTENTION_ROWS: Final = (
+    Row(f"{_ATTENTION_PREFIX}.kv_a_proj_with_mqa.weight", "kv_rank+rope hidden", "own_kv rotated"),
+    Row(f"{_ATTENTION_PREFIX}.kv_a_proj_with_mqa.weight", "kv_rank hidden", "own_kv !rotated"),
+    Row(f"{_ATTENTION_PREFIX}.kv_a_proj_with_mqa.bias", "kv_rank+rope", "own_kv rotated o_bias"),
+    Row(f"{_ATTENTION_PREFIX}.kv_a_proj_with_mqa.bias", "kv_rank", "own_kv !rotated o_bias"),
+    Row(f"{_ATTENTION_PREFIX}.kv_a_layernorm.weight", "kv_rank", "own_kv"),
+    Row(f"{_ATTENTION_PREFIX}.kv_b_proj.weight", "kvs kv_rank", "rotated"),
+    Row(f"{_ATTENTION_PREFIX}.kv_b_proj.weight", "wide_kvs kv_rank", "!rotated"),
+    Row(f"{_ATTENTION_PREFIX}.o_proj.weight", "hidden vs"),
+    Row(f"{_ATTENTION_PREFIX}.o_proj.bias", "hidden", "o_bias"),
+    Row(f"{_INDEXER_PREFIX}.wq_b.weight", "index_q hidden", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.wk.weight", "index hidden", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.k_norm.weight", "index", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.k_norm.bias", "index", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.weights_proj.weight", "index_heads hidden", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.q_input_norm.weight", "index_input", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.q_input_norm.bias", "index_input", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.softmax_scaling.scale", "index_heads", "indexer"),
+    Row(f"{_INDEXER_PREFIX}.softmax_scaling.bias", "index_heads", "indexer"),
+    Row(f"{_ATTENTION_PREFIX}.q_proj.weight", "qs hidden"),
+    Row(f"{_ATTENTION_PREFIX}.softmax_scaling.scale", "heads"),
+    Row(f"{_ATTENTION_PREFIX}.softmax_scaling.bias", "heads"),
 )
-_EXPERTS: Final = ("w1", "w3", "w2")
+_EXPERT_WEIGHT_NAMES: Final = ("w1", "w3", "w2")
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -98,13 +98,13 @@ def _list_rotated_layers(config: ModelConfig, layers: int) -> frozenset[int]:
     return frozenset(n for n in range(layers) if said[n])
 
 
-_TEXT: Final = Family(
+_TEXT_FAMILY: Final = Family(
     name="mistral_large4_text",
     rows=(
         *EMBEDDING,
-        *_LATENT,
+        *_LATENT_ATTENTION_ROWS,
         *DENSE,
-        *build_expert_rows(names=_EXPERTS),
+        *build_expert_rows(names=_EXPERT_WEIGHT_NAMES),
         replace(ROUTER, dtype="F32"),
         *build_shared_expert_rows("mlp.shared_experts"),
         *NORMS,
@@ -115,7 +115,7 @@ _TEXT: Final = Family(
     facts=_build_facts,
     classes={},
     prefixes=(),
-    fused=build_fused_experts(names=_EXPERTS),
+    fused=build_fused_experts(names=_EXPERT_WEIGHT_NAMES),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms",
@@ -161,7 +161,7 @@ def _build_projector_row(name: str, dims: str, when: str = "") -> Row:
 MISTRAL_LARGE4: Final = build_tower_family(
     "mistral_large4",
     build_tower_classes("MistralLarge4"),
-    _TEXT,
+    _TEXT_FAMILY,
     (
         ModelTower(
             "vision_config", "vision_encoder", tuple(map(_rename_eyes, PIXTRAL_EYES)), build_pixtral_vision_facts

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_NAMES: Final = ("w1", "w3", "w2")
+_EXPERT_WEIGHT_NAMES: Final = ("w1", "w3", "w2")
 MODULE: Final = "block_sparse_moe"
 ROUTER: Final = f"{LAYER}.{MODULE}.gate.weight"
-MOE: Final = (Row(ROUTER, "experts hidden"), *build_expert_rows(MODULE, _NAMES))
-FUSED: Final = build_fused_experts(MODULE, _NAMES, within="mlp")
+MOE: Final = (Row(ROUTER, "experts hidden"), *build_expert_rows(MODULE, _EXPERT_WEIGHT_NAMES))
+FUSED: Final = build_fused_experts(MODULE, _EXPERT_WEIGHT_NAMES, within="mlp")
 
 
 def _add_expert_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:

@@ -27,21 +27,21 @@ from shardctl.models.tables.layer_features import FurtherTensor, LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_CROSS: Final = f"{LAYER}.cross_attn"
-_CROSSING: Final = (3, 8, 13, 18, 23, 28, 33, 38)
+_CROSS_ATTENTION_PREFIX: Final = f"{LAYER}.cross_attn"
+_DEFAULT_CROSS_ATTENTION_LAYERS: Final = (3, 8, 13, 18, 23, 28, 33, 38)
 """The layers that attend to the picture where `cross_attention_layers` does not say so."""
-_BEYOND: Final = 8
+_EXTRA_EMBEDDING_TOKENS: Final = 8
 """Rows of the embedding that the head does not have."""
-_TEXT: Final = (
+_TEXT_ROWS: Final = (
     Row(".embed_tokens.weight", "embedded hidden", on="first"),
     Row(f"{LAYER}.cross_attn_attn_gate", "1", "cross"),
     Row(f"{LAYER}.cross_attn_mlp_gate", "1", "cross"),
-    Row(f"{_CROSS}.q_proj.weight", "q hidden", "cross"),
-    Row(f"{_CROSS}.k_proj.weight", "kv hidden", "cross"),
-    Row(f"{_CROSS}.v_proj.weight", "kv hidden", "cross"),
-    Row(f"{_CROSS}.o_proj.weight", "hidden q", "cross"),
-    Row(f"{_CROSS}.q_norm.weight", "head", "cross"),
-    Row(f"{_CROSS}.k_norm.weight", "head", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.q_proj.weight", "q hidden", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.k_proj.weight", "kv hidden", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.v_proj.weight", "kv hidden", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.o_proj.weight", "hidden q", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.q_norm.weight", "head", "cross"),
+    Row(f"{_CROSS_ATTENTION_PREFIX}.k_norm.weight", "head", "cross"),
     *add_condition(NORMS[:1], "cross"),
     *add_condition((row for row in QKVO if not row.when), "!cross"),
     *(row for row in GATED if not row.when),
@@ -59,14 +59,14 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     if crossing is not None and not (isinstance(crossing, list) and all(type(n) is int for n in crossing)):
         raise SourceError(f"config.json has cross_attention_layers = {crossing!r} where numbers of layers are expected")
     return facts.also(
-        dims={"embedded": LogicalDim(facts.size("vocab") + _BEYOND, axis="tp", even=False)},
-        flags={"cross": frozenset(_CROSSING if crossing is None else crossing)},
+        dims={"embedded": LogicalDim(facts.size("vocab") + _EXTRA_EMBEDDING_TOKENS, axis="tp", even=False)},
+        flags={"cross": frozenset(_DEFAULT_CROSS_ATTENTION_LAYERS if crossing is None else crossing)},
     )
 
 
 MLLAMA_TEXT: Final = Family(
     name="mllama_text_model",
-    rows=_TEXT,
+    rows=_TEXT_ROWS,
     facts=_build_facts,
     classes={"MllamaForCausalLM": ModelClass("model", "lm"), "MllamaTextModel": ModelClass()},
     prefixes=("model", "language_model.model"),
@@ -95,7 +95,7 @@ def _build_encoder_rows(layer: str) -> tuple[Row, ...]:
 
 
 _PLACES, _GLOBAL = ".gated_positional_embedding", ".global_transformer.layers.{global_layer}"
-_VISION: Final = (
+_VISION_ENCODER_ROWS: Final = (
     Row(".class_embedding", "hidden"),
     Row(".patch_embedding.weight", "hidden channels patch patch"),
     Row(f"{_PLACES}.gate", "1"),
@@ -112,7 +112,7 @@ _VISION: Final = (
     Row(f"{_GLOBAL}.gate_ffn", "1"),
     *_build_encoder_rows(_GLOBAL),
 )
-_RATIOS: Final = 8
+_DEFAULT_ASPECT_RATIO_COUNT: Final = 8
 """Shapes of a picture cut into four tiles, where `supported_aspect_ratios` does not list them."""
 
 
@@ -127,7 +127,7 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
             "channels": LogicalDim(config.size("num_channels", 3)),
             "patch": LogicalDim(patch),
             "positions": LogicalDim(places),
-            "ratios": LogicalDim(1 + (len(ratios) if isinstance(ratios, list) else _RATIOS)),
+            "ratios": LogicalDim(1 + (len(ratios) if isinstance(ratios, list) else _DEFAULT_ASPECT_RATIO_COUNT)),
             "tiled": LogicalDim(tiles * hidden),
             "tiled_positions": LogicalDim(tiles * places * hidden),
             "output": LogicalDim(config.size("vision_output_dim", 7680)),
@@ -158,7 +158,7 @@ MLLAMA: Final = build_tower_family(
     "mllama",
     build_tower_classes("Mllama"),
     MLLAMA_TEXT,
-    (ModelTower("vision_config", "vision_model", _VISION, _build_vision_facts),),
+    (ModelTower("vision_config", "vision_model", _VISION_ENCODER_ROWS, _build_vision_facts),),
     after=(
         Row(".multi_modal_projector.weight", "hidden vision_output", on="first"),
         Row(".multi_modal_projector.bias", "hidden", on="first"),

@@ -18,7 +18,7 @@ from shardctl.models.tables.windows import WindowRule
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_WORDS: Final = ".embeddings.tok_embeddings.weight"
+_WORD_EMBEDDING_NAME: Final = ".embeddings.tok_embeddings.weight"
 
 
 def _build_norm(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
@@ -36,12 +36,12 @@ def _build_linear(name: str, dims: str, flag: str, when: str = "", on: str = "")
     )
 
 
-_START: Final = (
-    Row(_WORDS, "vocab hidden", on="first"),
+_EMBEDDING_ROWS: Final = (
+    Row(_WORD_EMBEDDING_NAME, "vocab hidden", on="first"),
     *_build_norm(".embeddings.norm", "first"),
     *_build_norm(f"{LAYER}.attn_norm", when="later"),
 )
-_REST: Final = (
+_AFTER_ATTENTION_ROWS: Final = (
     *_build_linear(f"{LAYER}.attn.Wo", "hidden q", "qkv_bias"),
     *_build_norm(f"{LAYER}.mlp_norm"),
     *_build_linear(f"{LAYER}.mlp.Wi", "ffn+ffn hidden", "mlp_bias"),
@@ -59,24 +59,24 @@ def _build_head(name: str, when: str) -> tuple[Row, ...]:
 
 def _build_word_rows(when: str) -> tuple[Row, ...]:
     return (
-        Row("decoder.weight", "vocab hidden", when, "last", tie=_WORDS),
+        Row("decoder.weight", "vocab hidden", when, "last", tie=_WORD_EMBEDDING_NAME),
         Row("decoder.bias", "vocab", f"{when} word_bias", "last"),
     )
 
 
-_MODERNBERT: Final = (
-    *_START,
+_MODERNBERT_ROWS: Final = (
+    *_EMBEDDING_ROWS,
     *_build_linear(f"{LAYER}.attn.Wqkv", "q+q+q hidden", "qkv_bias"),
-    *_REST,
+    *_AFTER_ATTENTION_ROWS,
     *_build_head("head", "head"),
     *_build_word_rows("mlm"),
     Row("classifier.weight", "labels hidden", "classifier", on="last"),
     Row("classifier.bias", "labels", "classifier", on="last"),
 )
-_DECODER: Final = (
-    *_START,
+_MODERNBERT_DECODER_ROWS: Final = (
+    *_EMBEDDING_ROWS,
     *(row for name in "qkv" for row in _build_linear(f"{LAYER}.attn.{name}_proj", "q hidden", "qkv_bias")),
-    *_REST,
+    *_AFTER_ATTENTION_ROWS,
     *_build_head("lm_head", "lm"),
     *_build_word_rows("lm"),
     *_build_head("head", "classifier"),
@@ -107,19 +107,19 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_WINDOW: Final = WindowRule(
+_SLIDING_WINDOW_RULE: Final = WindowRule(
     128, "all but first of every n", period=3, key="local_attention", period_key="global_attn_every_n_layers"
 )
-_TRAITS: Final = LayerFeatures(
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("hidden_activation", "gelu"),
     norm="layer",
     dropout=("mlp_dropout", 0.0),
-    window=_WINDOW,
+    window=_SLIDING_WINDOW_RULE,
 )
-_ASSUMED: Final = assume_sizes(50368, 768, 1152, 22, 12)
+_CONFIG_DEFAULTS: Final = assume_sizes(50368, 768, 1152, 22, 12)
 MODERNBERT: Final = Family(
     name="modernbert",
-    rows=_MODERNBERT,
+    rows=_MODERNBERT_ROWS,
     facts=_build_facts,
     classes={
         "ModernBertModel": ModelClass(),
@@ -130,12 +130,12 @@ MODERNBERT: Final = Family(
         "ModernBertForQuestionAnswering": ModelClass("model", "head classifier"),
     },
     prefixes=("model",),
-    traits=replace(_TRAITS, rotated_product=True),
-    assumed=_ASSUMED,
+    traits=replace(_LAYER_FEATURES, rotated_product=True),
+    assumed=_CONFIG_DEFAULTS,
 )
 MODERNBERT_DECODER: Final = Family(
     name="modernbert-decoder",
-    rows=_DECODER,
+    rows=_MODERNBERT_DECODER_ROWS,
     facts=_build_facts,
     classes={
         "ModernBertDecoderForCausalLM": ModelClass("model", "lm"),
@@ -143,6 +143,6 @@ MODERNBERT_DECODER: Final = Family(
         "ModernBertDecoderForSequenceClassification": ModelClass("model", "classifier"),
     },
     prefixes=("model",),
-    traits=replace(_TRAITS, window=replace(_WINDOW, sides=2)),
-    assumed=_ASSUMED,
+    traits=replace(_LAYER_FEATURES, window=replace(_SLIDING_WINDOW_RULE, sides=2)),
+    assumed=_CONFIG_DEFAULTS,
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_MPNET: Final = (
+_MPNET_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
     Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
@@ -60,7 +60,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 MPNET: Final = Family(
     name="mpnet",
-    rows=_MPNET,
+    rows=_MPNET_ROWS,
     facts=_build_facts,
     classes=build_roberta_classes("MPNet", "mpnet", causal=False),
     prefixes=("mpnet",),

@@ -14,15 +14,15 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BLOCK: Final = ".blocks.{layer}"
-_MPT: Final = (
+_BLOCK_PREFIX: Final = ".blocks.{layer}"
+_MPT_ROWS: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
-    Row(f"{_BLOCK}.norm_1.weight", "hidden"),
-    Row(f"{_BLOCK}.attn.Wqkv.weight", "q+q+q hidden"),
-    Row(f"{_BLOCK}.attn.out_proj.weight", "hidden q"),
-    Row(f"{_BLOCK}.norm_2.weight", "hidden"),
-    Row(f"{_BLOCK}.ffn.up_proj.weight", "ffn hidden"),
-    Row(f"{_BLOCK}.ffn.down_proj.weight", "hidden ffn"),
+    Row(f"{_BLOCK_PREFIX}.norm_1.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.attn.Wqkv.weight", "q+q+q hidden"),
+    Row(f"{_BLOCK_PREFIX}.attn.out_proj.weight", "hidden q"),
+    Row(f"{_BLOCK_PREFIX}.norm_2.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.ffn.up_proj.weight", "ffn hidden"),
+    Row(f"{_BLOCK_PREFIX}.ffn.down_proj.weight", "hidden ffn"),
     Row(".norm_f.weight", "hidden", on="last"),
     *build_head_rows(".wte.weight"),
 )
@@ -45,7 +45,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 MPT: Final = Family(
     name="mpt",
-    rows=_MPT,
+    rows=_MPT_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Mpt", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),

@@ -22,35 +22,35 @@ from shardctl.models.tables.windows import WindowRule
 if TYPE_CHECKING:
     from shardctl.models.tables.family import ModelDims
 
-_LAYER: Final = ".layers.{layer}"
-_MIXER: Final = f"{_LAYER}.mixer"
-_EXPERT: Final = f"{_MIXER}.experts.{{expert}}"
-_NORM: Final = Row(f"{_LAYER}.norm.weight", "hidden")
-_ATTENTION: Final = (
-    Row(f"{_MIXER}.q_proj.weight", "q hidden", "attention"),
-    Row(f"{_MIXER}.k_proj.weight", "kv hidden", "attention"),
-    Row(f"{_MIXER}.v_proj.weight", "kv hidden", "attention"),
-    Row(f"{_MIXER}.o_proj.weight", "hidden q", "attention"),
+_LAYER_PREFIX: Final = ".layers.{layer}"
+_MIXER_PREFIX: Final = f"{_LAYER_PREFIX}.mixer"
+_EXPERT_PREFIX: Final = f"{_MIXER_PREFIX}.experts.{{expert}}"
+_NORM_ROW: Final = Row(f"{_LAYER_PREFIX}.norm.weight", "hidden")
+_ATTENTION_ROWS: Final = (
+    Row(f"{_MIXER_PREFIX}.q_proj.weight", "q hidden", "attention"),
+    Row(f"{_MIXER_PREFIX}.k_proj.weight", "kv hidden", "attention"),
+    Row(f"{_MIXER_PREFIX}.v_proj.weight", "kv hidden", "attention"),
+    Row(f"{_MIXER_PREFIX}.o_proj.weight", "hidden q", "attention"),
 )
-_MOE: Final = (
-    Row(f"{_EXPERT}.up_proj.weight", "effn routed", "moe"),
-    Row(f"{_EXPERT}.down_proj.weight", "routed effn", "moe"),
-    Row(f"{_MIXER}.gate.weight", "experts hidden", "moe"),
-    Row(f"{_MIXER}.gate.e_score_correction_bias", "experts", "moe", dtype="F32"),
-    Row(f"{_MIXER}.shared_experts.up_proj.weight", "sffn hidden", "moe shared"),
-    Row(f"{_MIXER}.shared_experts.up_proj.bias", "sffn", "moe shared mlp_bias"),
-    Row(f"{_MIXER}.shared_experts.down_proj.weight", "hidden sffn", "moe shared"),
-    Row(f"{_MIXER}.shared_experts.down_proj.bias", "hidden", "moe shared mlp_bias"),
-    Row(f"{_MIXER}.fc1_latent_proj.weight", "routed hidden", "moe latent"),
-    Row(f"{_MIXER}.fc1_latent_proj.bias", "routed", "moe latent mlp_bias"),
-    Row(f"{_MIXER}.fc2_latent_proj.weight", "hidden routed", "moe latent"),
-    Row(f"{_MIXER}.fc2_latent_proj.bias", "hidden", "moe latent mlp_bias"),
+_MOE_ROWS: Final = (
+    Row(f"{_EXPERT_PREFIX}.up_proj.weight", "effn routed", "moe"),
+    Row(f"{_EXPERT_PREFIX}.down_proj.weight", "routed effn", "moe"),
+    Row(f"{_MIXER_PREFIX}.gate.weight", "experts hidden", "moe"),
+    Row(f"{_MIXER_PREFIX}.gate.e_score_correction_bias", "experts", "moe", dtype="F32"),
+    Row(f"{_MIXER_PREFIX}.shared_experts.up_proj.weight", "sffn hidden", "moe shared"),
+    Row(f"{_MIXER_PREFIX}.shared_experts.up_proj.bias", "sffn", "moe shared mlp_bias"),
+    Row(f"{_MIXER_PREFIX}.shared_experts.down_proj.weight", "hidden sffn", "moe shared"),
+    Row(f"{_MIXER_PREFIX}.shared_experts.down_proj.bias", "hidden", "moe shared mlp_bias"),
+    Row(f"{_MIXER_PREFIX}.fc1_latent_proj.weight", "routed hidden", "moe latent"),
+    Row(f"{_MIXER_PREFIX}.fc1_latent_proj.bias", "routed", "moe latent mlp_bias"),
+    Row(f"{_MIXER_PREFIX}.fc2_latent_proj.weight", "hidden routed", "moe latent"),
+    Row(f"{_MIXER_PREFIX}.fc2_latent_proj.bias", "hidden", "moe latent mlp_bias"),
 )
-_MLP: Final = (
-    Row(f"{_MIXER}.up_proj.weight", "ffn hidden", "mlp"),
-    Row(f"{_MIXER}.up_proj.bias", "ffn", "mlp mlp_bias"),
-    Row(f"{_MIXER}.down_proj.weight", "hidden ffn", "mlp"),
-    Row(f"{_MIXER}.down_proj.bias", "hidden", "mlp mlp_bias"),
+_MLP_ROWS: Final = (
+    Row(f"{_MIXER_PREFIX}.up_proj.weight", "ffn hidden", "mlp"),
+    Row(f"{_MIXER_PREFIX}.up_proj.bias", "ffn", "mlp mlp_bias"),
+    Row(f"{_MIXER_PREFIX}.down_proj.weight", "hidden ffn", "mlp"),
+    Row(f"{_MIXER_PREFIX}.down_proj.bias", "hidden", "mlp mlp_bias"),
 )
 
 
@@ -59,27 +59,27 @@ def _build_next_rows() -> tuple[Row, ...]:
     first, last, layer = "mtp.layers.{next_first}", "mtp.layers.{next_last}", "mtp.layers.%s"
     return (
         *build_predicting_ends(first, {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden hidden+hidden"}),
-        *build_predicting_rows((_NORM, *_ATTENTION), layer % "{next_attention}", "attention"),
-        *build_predicting_rows((_NORM, *_MOE), layer % "{next_moe}", "moe shared"),
+        *build_predicting_rows((_NORM_ROW, *_ATTENTION_ROWS), layer % "{next_attention}", "attention"),
+        *build_predicting_rows((_NORM_ROW, *_MOE_ROWS), layer % "{next_moe}", "moe shared"),
         *build_predicting_ends(last, {"final_layernorm": "hidden"}),
     )
 
 
 _NEMOTRON_H: Final = (
     Row(".embeddings.weight", "vocab hidden", on="first"),
-    _NORM,
-    *build_mixer2_rows(_MIXER, "mamba"),
-    *_ATTENTION,
-    *_MLP,
-    *_MOE,
+    _NORM_ROW,
+    *build_mixer2_rows(_MIXER_PREFIX, "mamba"),
+    *_ATTENTION_ROWS,
+    *_MLP_ROWS,
+    *_MOE_ROWS,
     Row(".norm_f.weight", "hidden", on="last"),
     Row("lm_head.weight", "vocab hidden", when="lm", on="last"),
     *_build_next_rows(),
 )
-_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_LAYER_TYPES_BY_LETTER: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """What `hybrid_override_pattern` calls the kinds of layers."""
-_KINDS: Final = {"linear_attention": "mamba", "full_attention": "attention"} | {
-    kind: kind for kind in _LETTERS.values()
+_LAYER_TYPES_BY_NAME: Final = {"linear_attention": "mamba", "full_attention": "attention"} | {
+    kind: kind for kind in _LAYER_TYPES_BY_LETTER.values()
 }
 """What lists of them do, today and formerly."""
 
@@ -89,11 +89,11 @@ def _list_kinds(config: ModelConfig, listed: str, pattern: str, usual: list[str]
     said = config.entries(listed)
     letters = config.text(pattern, "")
     if said is None:
-        said = [_LETTERS.get(letter, letter) for letter in letters] if letters else usual
-    odd = [kind for kind in said if kind not in _KINDS]
+        said = [_LAYER_TYPES_BY_LETTER.get(letter, letter) for letter in letters] if letters else usual
+    odd = [kind for kind in said if kind not in _LAYER_TYPES_BY_NAME]
     if odd:
-        raise SourceError(f"config.json has layers of type {odd[0]!r}; the types are {', '.join(_KINDS)}")
-    return [_KINDS[kind] for kind in said]
+        raise SourceError(f"config.json has layers of type {odd[0]!r}; the types are {', '.join(_LAYER_TYPES_BY_NAME)}")
+    return [_LAYER_TYPES_BY_NAME[kind] for kind in said]
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -106,7 +106,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         kv_heads=8,
         mlp_bias=config.switch("mlp_bias", default=False),
     )
-    at = {kind: [n for n, one in enumerate(kinds) if one == kind] for kind in _LETTERS.values()}
+    at = {kind: [n for n, one in enumerate(kinds) if one == kind] for kind in _LAYER_TYPES_BY_LETTER.values()}
     latent = config.values.get("moe_latent_size") is not None
     return add_expert_facts(
         facts,
@@ -147,8 +147,8 @@ NEMOTRON_H: Final = Family(
     classes={"NemotronHForCausalLM": ModelClass("model", "lm"), "NemotronHModel": ModelClass()},
     prefixes=("model", "backbone"),
     fused=(
-        FusedArray(f"{_MIXER}.experts.up_proj", (f"{_EXPERT}.up_proj.weight",)),
-        FusedArray(f"{_MIXER}.experts.down_proj", (f"{_EXPERT}.down_proj.weight",)),
+        FusedArray(f"{_MIXER_PREFIX}.experts.up_proj", (f"{_EXPERT_PREFIX}.up_proj.weight",)),
+        FusedArray(f"{_MIXER_PREFIX}.experts.down_proj", (f"{_EXPERT_PREFIX}.down_proj.weight",)),
     ),
     traits=LayerFeatures(
         activation=("mlp_hidden_act", "relu2"),

@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WIDTHS: Final = 32
+_MAX_MLP_WIDTHS: Final = 32
 """The most widths of MLPs that one model may have; the released ones have up to a dozen."""
-_MULTIPLE: Final = 256
-_OTHERWISE: Final = ("replace_with_linear", "sparsify", "num_sink_tokens", "window_length", "unshifted_sink")
-_RULES: Final = "say how such tensors are cut with --rules FILE"
-_MLPS: Final = tuple(
+_MLP_WIDTH_MULTIPLE: Final = 256
+_UNSUPPORTED_BLOCK_KEYS: Final = (
+    "replace_with_linear",
+    "sparsify",
+    "num_sink_tokens",
+    "window_length",
+    "unshifted_sink",
+)
+_RULES_FILE_HINT: Final = "say how such tensors are cut with --rules FILE"
+_MLP_ROWS: Final = tuple(
     replace(row, dims=row.dims.replace("ffn", f"ffn_{n}"), when=f"{row.when} width_{n}".strip())
-    for n in range(_WIDTHS)
+    for n in range(_MAX_MLP_WIDTHS)
     for row in GATED
 )
 
@@ -37,13 +43,15 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     if len(groups) > 1:
         raise UnsupportedError(
             f"config.json gives layers {sorted(groups)} query heads for each key/value head; one number is known",
-            hint=_RULES,
+            hint=_RULES_FILE_HINT,
         )
     heads = config.size("num_attention_heads")
     widths = [0 if _is_absent(ffn) else _compute_width(config, ffn) for _, ffn in blocks]
     known = sorted({*widths} - {0})
-    if len(known) > _WIDTHS:
-        raise UnsupportedError(f"config.json has MLPs of {len(known)} widths; {_WIDTHS} are known", hint=_RULES)
+    if len(known) > _MAX_MLP_WIDTHS:
+        raise UnsupportedError(
+            f"config.json has MLPs of {len(known)} widths; {_MAX_MLP_WIDTHS} are known", hint=_RULES_FILE_HINT
+        )
     bias = config.switch("attention_bias", default=False)
     values = {"num_key_value_heads": heads // max(groups, default=1), "intermediate_size": max(known, default=1)}
     facts = build_decoder_facts(
@@ -57,7 +65,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         flags={
             "attention": frozenset(n for n, (attention, _) in enumerate(blocks) if not _is_absent(attention)),
             "mlp": frozenset(n for n, width in enumerate(widths) if width),
-            **dict.fromkeys((f"width_{n}" for n in range(_WIDTHS)), False),
+            **dict.fromkeys((f"width_{n}" for n in range(_MAX_MLP_WIDTHS)), False),
             **{
                 f"width_{n}": frozenset(at for at, width in enumerate(widths) if width == one)
                 for n, one in enumerate(known)
@@ -79,11 +87,11 @@ def _list_blocks(config: ModelConfig) -> list[tuple[dict[str, Any], dict[str, An
         attention, ffn = (block.get(key) if isinstance(block, dict) else None for key in ("attention", "ffn"))
         if not isinstance(attention, dict) or not isinstance(ffn, dict):
             raise SourceError(f"config.json does not say attention and ffn of layer {n} in block_configs")
-        odd = next((key for part in (attention, ffn) for key in _OTHERWISE if part.get(key)), None)
+        odd = next((key for part in (attention, ffn) for key in _UNSUPPORTED_BLOCK_KEYS if part.get(key)), None)
         if odd is not None:
-            raise UnsupportedError(f"config.json has {odd} in layer {n}, which is not known", hint=_RULES)
+            raise UnsupportedError(f"config.json has {odd} in layer {n}, which is not known", hint=_RULES_FILE_HINT)
         if _is_absent(attention) and _is_absent(ffn):
-            raise UnsupportedError(f"config.json has a layer {n} with neither attention nor MLP", hint=_RULES)
+            raise UnsupportedError(f"config.json has a layer {n} with neither attention nor MLP", hint=_RULES_FILE_HINT)
         found.append((attention, ffn))
     return found
 
@@ -107,7 +115,7 @@ def _compute_width(config: ModelConfig, ffn: dict[str, Any]) -> int:
         return replace(config, values=ffn).size("intermediate_size")
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < config.size("hidden_size"):
         raise SourceError(f"config.json has ffn_mult = {share!r} where a positive number is expected")
-    return -(-int(2 * share * config.size("hidden_size") / 3) // _MULTIPLE) * _MULTIPLE
+    return -(-int(2 * share * config.size("hidden_size") / 3) // _MLP_WIDTH_MULTIPLE) * _MLP_WIDTH_MULTIPLE
 
 
 NEMOTRON_NAS: Final = Family(
@@ -115,7 +123,7 @@ NEMOTRON_NAS: Final = Family(
     rows=(
         *EMBEDDING,
         *add_condition(QKVO, "attention"),
-        *_MLPS,
+        *_MLP_ROWS,
         *add_condition(NORMS[:1], "attention"),
         *add_condition(NORMS[1:], "mlp"),
         *LAST_NORM,

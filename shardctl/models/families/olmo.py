@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_OLMO: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
+_OLMO_ROWS: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
 ALL_HEAD_NORMS: Final = (
     Row(f"{LAYER}.self_attn.q_norm.weight", "all_q"),
     Row(f"{LAYER}.self_attn.k_norm.weight", "all_kv"),
 )
 """The norms of q and k are over all heads together. transformers and vLLM gather q and k for them, and so every tp
 rank needs the whole weight."""
-_OLMO2: Final = (
+_OLMO2_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     *ALL_HEAD_NORMS,
@@ -51,7 +51,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 OLMO: Final = Family(
     name="olmo",
-    rows=_OLMO,
+    rows=_OLMO_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Olmo", question=None, tokens=None),
     prefixes=("model",),
@@ -64,7 +64,7 @@ OLMO: Final = Family(
 )
 OLMO2: Final = Family(
     name="olmo2",
-    rows=_OLMO2,
+    rows=_OLMO2_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
@@ -73,7 +73,7 @@ OLMO2: Final = Family(
 )
 OLMO3: Final = Family(
     name="olmo3",
-    rows=_OLMO2,
+    rows=_OLMO2_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Olmo3", question=None, tokens=None),
     prefixes=("model",),

@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_MIXER: Final = f"{LAYER}.linear_attn"
-_LINEAR: Final = (
-    Row(f"{_MIXER}.A_log", "value_heads", dtype="F32"),
-    Row(f"{_MIXER}.dt_bias", "value_heads"),
-    Row(f"{_MIXER}.q_proj.weight", "keys hidden"),
-    Row(f"{_MIXER}.k_proj.weight", "keys hidden"),
-    Row(f"{_MIXER}.v_proj.weight", "values hidden"),
-    Row(f"{_MIXER}.a_proj.weight", "value_heads hidden"),
-    Row(f"{_MIXER}.b_proj.weight", "value_heads hidden"),
-    Row(f"{_MIXER}.g_proj.weight", "values hidden"),
-    Row(f"{_MIXER}.o_proj.weight", "hidden values"),
-    Row(f"{_MIXER}.q_conv1d.weight", "keys 1 window"),
-    Row(f"{_MIXER}.k_conv1d.weight", "keys 1 window"),
-    Row(f"{_MIXER}.v_conv1d.weight", "values 1 window"),
-    Row(f"{_MIXER}.o_norm.weight", "value_head"),
+_LINEAR_ATTENTION_PREFIX: Final = f"{LAYER}.linear_attn"
+_LINEAR_ATTENTION_ROWS: Final = (
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.A_log", "value_heads", dtype="F32"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.dt_bias", "value_heads"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.q_proj.weight", "keys hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.k_proj.weight", "keys hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.v_proj.weight", "values hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.a_proj.weight", "value_heads hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.b_proj.weight", "value_heads hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.g_proj.weight", "values hidden"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.o_proj.weight", "hidden values"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.q_conv1d.weight", "keys 1 window"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.k_conv1d.weight", "keys 1 window"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.v_conv1d.weight", "values 1 window"),
+    Row(f"{_LINEAR_ATTENTION_PREFIX}.o_norm.weight", "value_head"),
 )
-_ATTENTION: Final = (*(row for row in QKVO if not row.buffer), *ALL_HEAD_NORMS)
-_NORMS: Final = (
+_ATTENTION_ROWS: Final = (*(row for row in QKVO if not row.buffer), *ALL_HEAD_NORMS)
+_NORM_ROWS: Final = (
     Row(f"{LAYER}.input_layernorm.weight", "hidden", when="!attention"),
     Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
     Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden", when="attention"),
@@ -79,10 +79,10 @@ OLMO_HYBRID: Final = Family(
     name="olmo_hybrid",
     rows=(
         *EMBEDDING,
-        *add_condition(_ATTENTION, "attention"),
+        *add_condition(_ATTENTION_ROWS, "attention"),
         *(row for row in GATED if not row.when),
-        *_NORMS,
-        *add_condition(_LINEAR, "!attention"),
+        *_NORM_ROWS,
+        *add_condition(_LINEAR_ATTENTION_ROWS, "!attention"),
         *LAST_NORM,
         *HEADS,
     ),
@@ -90,7 +90,12 @@ OLMO_HYBRID: Final = Family(
     classes={"OlmoHybridForCausalLM": ModelClass("model", "lm"), "OlmoHybridModel": ModelClass()},
     prefixes=("model",),
     legacy={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
-    fused=(FusedArray(f"{_MIXER}.conv1d.weight", tuple(f"{_MIXER}.{one}_conv1d.weight" for one in "qkv")),),
+    fused=(
+        FusedArray(
+            f"{_LINEAR_ATTENTION_PREFIX}.conv1d.weight",
+            tuple(f"{_LINEAR_ATTENTION_PREFIX}.{one}_conv1d.weight" for one in "qkv"),
+        ),
+    ),
     traits=LayerFeatures(
         activation=("hidden_act", "silu"),
         norm="rms32",

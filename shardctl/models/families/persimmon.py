@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_PERSIMMON: Final = (
+_PERSIMMON_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.query_key_value.weight", "qkv hidden"),
     Row(f"{LAYER}.self_attn.query_key_value.bias", "qkv"),
@@ -48,7 +48,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 PERSIMMON: Final = Family(
     name="persimmon",
-    rows=_PERSIMMON,
+    rows=_PERSIMMON_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Persimmon", question=None),
     prefixes=("model",),

@@ -32,7 +32,7 @@ BIASED_HEAD_NORMS: Final = tuple(
     for part in ("weight", "bias")
 )
 FINAL_NORM: Final = tuple(Row(f".final_layernorm.{part}", "hidden", on="last") for part in ("weight", "bias"))
-_PHI: Final = (
+_PHI_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
     Row(f"{LAYER}.self_attn.q_proj.bias", "q"),
@@ -55,7 +55,7 @@ _PHI: Final = (
     Row("score.weight", "labels hidden", when="score", on="last"),
     Row("score.bias", "labels", when="score_bias", on="last"),
 )
-_PHI3: Final = (
+_PHI3_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q"),
     Row(f"{LAYER}.self_attn.qkv_proj.weight", "q+kv+kv hidden"),
@@ -72,7 +72,7 @@ def _build_phi_facts(config: ModelConfig) -> ModelDims:
 
 PHI: Final = Family(
     name="phi",
-    rows=_PHI,
+    rows=_PHI_ROWS,
     facts=_build_phi_facts,
     classes=build_decoder_classes("Phi", question=None),
     prefixes=("model",),
@@ -86,7 +86,7 @@ PHI: Final = Family(
 )
 PHI3: Final = Family(
     name="phi3",
-    rows=_PHI3,
+    rows=_PHI3_ROWS,
     facts=build_decoder_facts,
     classes=build_decoder_classes("Phi3", question=None),
     prefixes=("model",),

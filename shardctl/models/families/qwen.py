@@ -26,8 +26,8 @@ def _build_qwen3_facts(config: ModelConfig) -> ModelDims:
     return build_decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-_WINDOW: Final = WindowRule(4096, "last", start=28, switched=True)
-_QWEN2_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW)
+_SLIDING_WINDOW_RULE: Final = WindowRule(4096, "last", start=28, switched=True)
+_QWEN2_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_SLIDING_WINDOW_RULE)
 QWEN2: Final = Family(
     name="qwen2",
     rows=DECODER,
@@ -56,7 +56,7 @@ QWEN3: Final = Family(
     classes=build_decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
     outer_classes=("MiniCPMO", "MiniCPMV"),
-    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
+    traits=LayerFeatures(activation=("hidden_act", "silu"), norm="rms", window=_SLIDING_WINDOW_RULE),
     assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
     inner_kinds={"qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000}},
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_LINEAR: Final = (
+_LINEAR_ATTENTION_ROWS: Final = (
     Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),
     Row(f"{LAYER}.linear_attn.A_log", "value_heads"),
     Row(f"{LAYER}.linear_attn.conv1d.weight", "keys+keys+values 1 window"),
@@ -42,15 +42,15 @@ _LINEAR: Final = (
     Row(f"{LAYER}.linear_attn.in_proj_b.weight", "value_heads hidden"),
     Row(f"{LAYER}.linear_attn.in_proj_a.weight", "value_heads hidden"),
 )
-_MLP: Final = tuple(row for row in GATED if not row.when)
-_MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms32", joined_queries=True)
+_MLP_ROWS: Final = tuple(row for row in GATED if not row.when)
+_MOE_ROWS: Final = (ROUTER, *build_expert_rows(), *SHARED)
+_LAYER_FEATURES: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms32", joined_queries=True)
 
 
 def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
     return (
         *EMBEDDING,
-        *add_condition(_LINEAR, "!attention"),
+        *add_condition(_LINEAR_ATTENTION_ROWS, "!attention"),
         *add_condition(GATED_ATTENTION, "attention"),
         *mlp,
         *NORMS,
@@ -74,7 +74,7 @@ def _build_moe_facts(config: ModelConfig) -> ModelDims:
 
 QWEN3_5_TEXT: Final = Family(
     name="qwen3_5_text",
-    rows=_build_rows(_MLP, ""),
+    rows=_build_rows(_MLP_ROWS, ""),
     facts=_build_facts,
     classes={
         "Qwen3_5ForCausalLM": ModelClass("model", "lm"),
@@ -82,17 +82,17 @@ QWEN3_5_TEXT: Final = Family(
         "Qwen3_5TextForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model", "model.language_model"),
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     assumed={**assume_sizes(248320, 4096, 12288, 32, 16), "num_key_value_heads": 4},
 )
 QWEN3_5_MOE_TEXT: Final = Family(
     name="qwen3_5_moe_text",
-    rows=_build_rows(_MOE, "moe shared"),
+    rows=_build_rows(_MOE_ROWS, "moe shared"),
     facts=_build_moe_facts,
     classes={"Qwen3_5MoeForCausalLM": ModelClass("model", "lm"), "Qwen3_5MoeTextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
     fused=(*build_fused_experts(), *build_fused_experts(layer=MTP_LAYER)),
-    traits=replace(_TRAITS, experts_per_token=8, narrow_experts=True),
+    traits=replace(_LAYER_FEATURES, experts_per_token=8, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={
         "vocab_size": 248320,
@@ -104,7 +104,7 @@ QWEN3_5_MOE_TEXT: Final = Family(
         "num_experts": 256,
     },
 )
-_VISION: Final = (ModelTower("vision_config", "visual", QWEN3_EYES, build_qwen3_vision_facts),)
+_VISION_TOWERS: Final = (ModelTower("vision_config", "visual", QWEN3_EYES, build_qwen3_vision_facts),)
 QWEN3_5: Final = build_tower_family(
     "qwen3_5",
     build_tower_classes(
@@ -113,6 +113,8 @@ QWEN3_5: Final = build_tower_family(
         Qwen3_5ForTokenClassification=ModelClass("model", "score score_bias"),
     ),
     QWEN3_5_TEXT,
-    _VISION,
+    _VISION_TOWERS,
 )
-QWEN3_5_MOE: Final = build_tower_family("qwen3_5_moe", build_tower_classes("Qwen3_5Moe"), QWEN3_5_MOE_TEXT, _VISION)
+QWEN3_5_MOE: Final = build_tower_family(
+    "qwen3_5_moe", build_tower_classes("Qwen3_5Moe"), QWEN3_5_MOE_TEXT, _VISION_TOWERS
+)

@@ -47,7 +47,7 @@ GATED_ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.k_norm.weight", "head"),
 )
 """Attention whose q heads each carry a gate."""
-_LINEAR: Final = (
+_LINEAR_ATTENTION_ROWS: Final = (
     Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),
     Row(f"{LAYER}.linear_attn.A_log", "value_heads"),
     Row(f"{LAYER}.linear_attn.conv1d.weight", "keys+keys+values 1 window"),
@@ -116,7 +116,7 @@ QWEN3_NEXT: Final = Family(
     name="qwen3_next",
     rows=(
         *EMBEDDING,
-        *add_condition(_LINEAR, "!attention"),
+        *add_condition(_LINEAR_ATTENTION_ROWS, "!attention"),
         *add_condition(GATED_ATTENTION, "attention"),
         *QWEN_MOE,
         *NORMS,

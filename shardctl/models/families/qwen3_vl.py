@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import ModelDims
 
 _GATE_UP, _DOWN = f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"
-_EXPERTS: Final = (
+_EXPERT_ROWS: Final = (
     Row(_GATE_UP, "expert hidden effn+effn", when="moe"),
     Row(_DOWN, "expert effn hidden", when="moe"),
 )
@@ -45,15 +45,15 @@ def _build_moe_facts(config: ModelConfig) -> ModelDims:
     return add_qwen_experts(facts, config, shared=None)
 
 
-_TRAITS: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
-_TEXT: Final = replace(QWEN3, name="qwen3_vl_text", traits=_TRAITS)
+_LAYER_FEATURES: Final = LayerFeatures(activation=("hidden_act", "silu"), norm="rms")
+_TEXT_FAMILY: Final = replace(QWEN3, name="qwen3_vl_text", traits=_LAYER_FEATURES)
 _MOE_TEXT: Final = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe_text",
-    rows=(*EMBEDDING, *QKVO, *HEAD_NORMS, *DENSE, *_EXPERTS, ROUTER, *NORMS, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *HEAD_NORMS, *DENSE, *_EXPERT_ROWS, ROUTER, *NORMS, *LAST_NORM, *HEADS),
     facts=_build_moe_facts,
     fused=tuple(FusedArray(name, (name,), transposed=True) for name in (_GATE_UP, _DOWN)),
-    traits=replace(_TRAITS, experts_per_token=4, narrow_experts=True),
+    traits=replace(_LAYER_FEATURES, experts_per_token=4, narrow_experts=True),
     aliases={"num_local_experts": "num_experts"},
     assumed={
         **assume_sizes(151936, 2048, 5632, 24, 16),
@@ -62,6 +62,6 @@ _MOE_TEXT: Final = replace(
         "num_experts": 60,
     },
 )
-_VISION: Final = (ModelTower("vision_config", "visual", DEEPSTACK_EYES, build_qwen3_vision_facts),)
-QWEN3_VL: Final = build_tower_family("qwen3_vl", build_tower_classes("Qwen3VL"), _TEXT, _VISION)
-QWEN3_VL_MOE: Final = build_tower_family("qwen3_vl_moe", build_tower_classes("Qwen3VLMoe"), _MOE_TEXT, _VISION)
+_VISION_TOWERS: Final = (ModelTower("vision_config", "visual", DEEPSTACK_EYES, build_qwen3_vision_facts),)
+QWEN3_VL: Final = build_tower_family("qwen3_vl", build_tower_classes("Qwen3VL"), _TEXT_FAMILY, _VISION_TOWERS)
+QWEN3_VL_MOE: Final = build_tower_family("qwen3_vl_moe", build_tower_classes("Qwen3VLMoe"), _MOE_TEXT, _VISION_TOWERS)

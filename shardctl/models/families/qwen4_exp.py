@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_LINEAR: Final = tuple(row for row in QWEN3_5_MOE_TEXT.rows if ".layers.{layer}.linear_attn." in row.name)
-_INDEXER: Final = (
+_LINEAR_ATTENTION_ROWS: Final = tuple(
+    row for row in QWEN3_5_MOE_TEXT.rows if ".layers.{layer}.linear_attn." in row.name
+)
+_INDEXER_ROWS: Final = (
     Row(f"{LAYER}.self_attn.indexer.index_qk_proj.weight", "index_q+index hidden", when="indexer"),
     Row(f"{LAYER}.self_attn.indexer.q_layernorm.weight", "index", when="indexer"),
     Row(f"{LAYER}.self_attn.indexer.k_layernorm.weight", "index", when="indexer"),
@@ -52,7 +54,7 @@ def _build_mixer_rows(module: str) -> tuple[Row, ...]:
     )
 
 
-_STREAMS: Final = tuple(
+_RESIDUAL_STREAM_ROWS: Final = tuple(
     row
     for half in ("attn", "mlp")
     for row in (
@@ -60,13 +62,13 @@ _STREAMS: Final = tuple(
         Row(f"{LAYER}.{half}_hyper_connection.block_inject_weight.weight", "count streams"),
     )
 )
-_TABLE: Final = f"{LAYER}.ple.ple_embedding"
-_PART: Final = f"{_TABLE}.ngram_embedding.shard_{{part}}.weight"
-_NGRAMS: Final = (
-    Row(f"{_TABLE}.layer_multipliers", "ngram", when="ple", dtype="I64"),
-    Row(f"{_TABLE}.ngram_heads_vocab_sizes", "ngram_heads", when="ple", dtype="I64"),
-    Row(f"{_TABLE}.ngram_heads_offsets", "ngram_heads", when="ple", dtype="I64"),
-    Row(_PART, "ngrams ngram_width", when="ple"),
+_NGRAM_TABLE_PREFIX: Final = f"{LAYER}.ple.ple_embedding"
+_NGRAM_SHARD_NAME: Final = f"{_NGRAM_TABLE_PREFIX}.ngram_embedding.shard_{{part}}.weight"
+_NGRAM_ROWS: Final = (
+    Row(f"{_NGRAM_TABLE_PREFIX}.layer_multipliers", "ngram", when="ple", dtype="I64"),
+    Row(f"{_NGRAM_TABLE_PREFIX}.ngram_heads_vocab_sizes", "ngram_heads", when="ple", dtype="I64"),
+    Row(f"{_NGRAM_TABLE_PREFIX}.ngram_heads_offsets", "ngram_heads", when="ple", dtype="I64"),
+    Row(_NGRAM_SHARD_NAME, "ngrams ngram_width", when="ple"),
     Row(f"{LAYER}.ple.key_proj.weight", "streams ngram_hidden", when="ple"),
     Row(f"{LAYER}.ple.value_proj.weight", "hidden ngram_hidden", when="ple"),
     Row(f"{LAYER}.ple.norm_key.weight", "streams", when="ple"),
@@ -76,7 +78,7 @@ _NGRAMS: Final = (
 )
 """A table in which hashes of the last tokens find what is added to the streams (per-layer embedding)."""
 _MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
-_PREDICTING: Final = (*add_condition((*GATED_ATTENTION, *_INDEXER), "attention"), *_MOE, *_STREAMS)
+_PREDICTING: Final = (*add_condition((*GATED_ATTENTION, *_INDEXER_ROWS), "attention"), *_MOE, *_RESIDUAL_STREAM_ROWS)
 _MTP: Final = (
     *build_predicting_rows(_PREDICTING, MTP_LAYER, "attention moe shared"),
     *(
@@ -207,11 +209,11 @@ QWEN4_EXP_TEXT: Final = Family(
     name="qwen4_exp_text",
     rows=(
         *EMBEDDING,
-        *_LINEAR,
-        *add_condition((*GATED_ATTENTION, *_INDEXER), "attention"),
+        *_LINEAR_ATTENTION_ROWS,
+        *add_condition((*GATED_ATTENTION, *_INDEXER_ROWS), "attention"),
         *_MOE,
-        *_NGRAMS,
-        *_STREAMS,
+        *_NGRAM_ROWS,
+        *_RESIDUAL_STREAM_ROWS,
         *(
             Row(row.name.replace(LAYER, ""), row.dims, on="last")
             for row in _build_mixer_rows(f"{LAYER}.hyper_connection_mixer")
@@ -223,7 +225,7 @@ QWEN4_EXP_TEXT: Final = Family(
     classes={"Qwen4ExpForCausalLM": ModelClass("model", "lm"), "Qwen4ExpTextModel": ModelClass()},
     prefixes=("model", "model.language_model"),
     fused=(
-        FusedArray(f"{_TABLE}.ngram_embedding.weight", (_PART,), joined=True),
+        FusedArray(f"{_NGRAM_TABLE_PREFIX}.ngram_embedding.weight", (_NGRAM_SHARD_NAME,), joined=True),
         *build_fused_experts(),
         *build_fused_experts(layer=MTP_LAYER),
     ),
