@@ -33,3 +33,4 @@ quick *options:
 tables:
     python docs/pairs.py
     python docs/models.py
+    python docs/reference.py

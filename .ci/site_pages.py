@@ -1,4 +1,4 @@
-"""Makes README and changelog pages of the documentation site, and leads links out of `docs` to the repository.
+"""Makes README and changelog pages of the documentation site, lists the errors, and leads links to the repository.
 
 mkdocs calls these functions, as `.mkdocs.yml` tells it.
 """
@@ -13,6 +13,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import errors
 from addresses import ROOT, build_address, find_repository, replace_links
 
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
@@ -34,7 +37,9 @@ def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
-    """Place the links of a page of `docs`."""
+    """Place the links of a page of `docs`, and list the errors in theirs."""
+    if page.file.src_uri == "errors.md":
+        markdown = markdown.replace(errors.MARK, errors.build_tables())
     if page.file.src_uri in PAGES.values():
         return markdown
     return place_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)

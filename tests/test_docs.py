@@ -1,5 +1,6 @@
 """The documentation is executed: every command of the guide, in order, on a real model."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -161,19 +162,91 @@ def masked(line):
     return line.strip()
 
 
-def test_the_transcripts_of_the_tutorial_are_what_the_program_says(minilm, tmp_path):
-    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm)
+def check_sessions(page, folder):
+    """Run each command of a page in a folder, and compare all that it prints with what the page says."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    sessions = "".join(blocks(ROOT / "docs/tutorial.md", "console")).split("$ ")[1:]
-    assert len(sessions) > 5
+    sessions = "".join(blocks(page, "console")).split("$ ")[1:]
     for session in sessions:
         command, *expected = session.rstrip("\n").split("\n")
         done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path},
+            ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
-        said = [line for line in done.stdout.splitlines() if not PROGRESS.match(line)]
-        assert [masked(line) for line in said] == [masked(line) for line in expected], command
+        printed = done.stdout.replace(f"{folder}/", "")  # errors have the whole path
+        said = [masked(line) for line in printed.splitlines() if not PROGRESS.match(line)]
+        if "fixtures/" in command:  # whose pages have the lines that matter
+            said = [line for line in said if line in map(masked, expected)]
+        assert said == [masked(line) for line in expected], command
+    return len(sessions)
+
+
+def test_the_transcripts_of_the_tutorial_are_what_the_program_says(minilm, tmp_path):
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm)
+    assert check_sessions(ROOT / "docs/tutorial.md", tmp_path) > 5
+
+
+def test_the_transcripts_of_troubleshooting_are_what_the_program_says(runs, tmp_path):
+    for each in runs.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
+    (tmp_path / "filled").mkdir()
+    (tmp_path / "filled/notes.txt").write_text("mine")
+    assert check_sessions(ROOT / "docs/troubleshooting.md", tmp_path) > 4
+
+
+def load_script(name):
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+OTHERS_SAY = {"requires a different Python", "shardctl: command not found"}
+"""What pip and the shell say."""
+
+
+def test_the_errors_of_troubleshooting_are_those_of_the_code():
+    said = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "shardctl").rglob("*.py"))
+    said += load_script("errors").build_tables().replace("\\", "")
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `(.*?)`.*\|$", text.replace("| error", "", 1), re.MULTILINE)
+    pieces = [
+        one.strip(" :.,()")
+        for row in rows
+        for one in re.split(r"NAME|FILE|cuda:0|ImportError: |this conversion|HTTP \d+|\d+ ?MiB|\S*json", row)
+    ]
+    wrong = [one for one in pieces if one.count(" ") > 1 and one not in said and one not in OTHERS_SAY]
+    assert len(pieces) > 20
+    assert wrong == []
+
+
+def test_every_error_has_its_hint():
+    script = load_script("errors")
+    found = script.list_errors()
+    assert set(found) == set("234567")
+    assert sum(map(len, found.values())) > 1000
+    assert (
+        found["4"]["<path> is a Git LFS pointer, not the weights themselves"] == "run `git lfs pull` in the repository"
+    )
+    page = script.build_tables()
+    assert page.count("Where the hint is empty: ") == len(found)
+    assert "<br>" not in page
+    assert script.MARK in (ROOT / "docs/errors.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["command-line.md", "json.md", "glossary.md"])
+def test_a_page_of_reference_is_that_of_the_code(name):
+    """If this fails, run `python docs/reference.py`."""
+    assert load_script("reference").PAGES[name]() == (ROOT / "docs" / name).read_text()
+
+
+def test_the_options_of_the_pages_exist():
+    """Of pages by hand; a value behind an option is checked where its command runs."""
+    known = set(re.findall(r"`(--[a-z0-9-]+)", (ROOT / "docs/command-line.md").read_text())) | {"--help", "--help-all"}
+    for name in ("glossary", "troubleshooting"):
+        text, _, _ = (ROOT / f"docs/{name}.md").read_text().partition("<!-- words")
+        assert set(re.findall(r"`(--[a-z0-9-]+)", text)) <= known
 
 
 def test_the_list_of_models_is_that_of_the_code():
@@ -183,11 +256,7 @@ def test_the_list_of_models_is_that_of_the_code():
 
 def test_which_format_goes_to_which_is_what_happens():
     """A hundred conversions, each with its digest compared; slow, and the only proof of the table."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import pairs
-    finally:
-        sys.path.pop(0)
+    pairs = load_script("pairs")
     assert pairs.page() == pairs.PAGE.read_text()
 
 
