@@ -217,7 +217,7 @@ def plan(
     beside: str | Path | Sequence[str | Path] = (),
     precision: Literal["mixed", "bf16", "fp32"] | None = None,
     zero: int | None = None,
-    profile: Literal["megatron", "hf", "fsdp2", "deepspeed"] | None = None,
+    profile: Literal["megatron", "hf", "fsdp2", "deepspeed", "torchtune", "ddp"] | None = None,
     recompute: Literal["none", "selective", "full"] | None = None,
     gradient_checkpointing: bool = False,
     recompute_modules: str | None = None,
@@ -237,6 +237,9 @@ def plan(
     no_dropout: bool = False,
     no_grad_accum_fusion: bool = False,
     fused_loss: bool = False,
+    chunked_loss: Literal["torchtune", "litgpt", "torchtitan", "liger", "unsloth"] | None = None,
+    offload_checkpoints: bool = False,
+    optimizer_in_backward: bool = False,
     cp_a2a: bool = False,
     compile: Literal["layers", "all"] | None = None,
     float8: Literal["tensorwise", "rowwise"] | None = None,
@@ -410,6 +413,13 @@ def plan(
         no_dropout: Train without dropout, which is the config's, or 0.1 with the profile megatron.
         no_grad_accum_fusion: Profile megatron: sum weight gradients outside of their kernels.
         fused_loss: Profile megatron: cross entropy in place of the logits (Transformer Engine's).
+        chunked_loss: Whose cross entropy computes the loss in chunks of tokens: torchtune's and litgpt's keep
+            logarithms of all probabilities, torchtitan's, liger's and unsloth's nothing as large. Default: all logits
+            at once.
+        offload_checkpoints: With recompute="full": keep the inputs of layers on the host (Unsloth's gradient
+            checkpointing, torchtune's activation offloading).
+        optimizer_in_backward: Update each parameter in the backward pass and free its gradient (torchtune's
+            optimizer_in_bwd).
         cp_a2a: Profile megatron: cp ranks exchange heads (cp_comm_type a2a), not keys and values in a ring.
         compile: Profile fsdp2: what torch.compile compiles, each layer, or the loss too (all). Default: nothing.
         float8: Profile fsdp2: products of layers in float8 (torchao), with one scale for each tensor or row.

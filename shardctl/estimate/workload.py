@@ -6,9 +6,10 @@ from typing import Final, Literal
 
 from shardctl.base.value import value_class
 
-Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
+Profile = Literal["megatron", "hf", "fsdp2", "deepspeed", "torchtune", "ddp"]
 """Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""
-PROFILES: Final[tuple[Profile, ...]] = ("megatron", "hf", "fsdp2", "deepspeed")
+PROFILES: Final[tuple[Profile, ...]] = ("megatron", "hf", "fsdp2", "deepspeed", "torchtune", "ddp")
+ChunkedLoss = Literal["torchtune", "litgpt", "torchtitan", "liger", "unsloth"]
 Recompute = Literal["none", "selective", "full"]
 RecomputedModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 Precision = Literal["mixed", "bf16", "fp32"]
@@ -110,6 +111,8 @@ class TrainingWorkload:
     """Whether Megatron-LM's kernels add weight gradients to their sums (gradient accumulation fusion)."""
     fused_loss: bool = False
     """Whether Megatron-LM's loss is computed in place of the logits (`--cross-entropy-fusion-impl te`)."""
+    chunked_loss: ChunkedLoss | None = None
+    """Whose cross entropy computes the logits or their fp32 copies in chunks; None for all at once."""
     exchanged_heads: bool = False
     """Whether Megatron-LM's cp ranks exchange heads (`--cp-comm-type a2a`) instead of keys and values in a ring."""
     adapter_dropout: bool = False
@@ -120,6 +123,11 @@ class TrainingWorkload:
     offload: Offload = "none"
     """Where the optimizer states go; with ZeRO-3 also the parameters, if `offload_parameters`."""
     offload_parameters: bool = False
+    offload_checkpoints: bool = False
+    """Whether the inputs of layers that are computed again are kept on the host (Unsloth's gradient checkpointing,
+    torchtune's activation offloading)."""
+    step_in_backward: bool = False
+    """Whether the optimizer updates each parameter as soon as its gradient is there, which is freed then."""
     compiled: CompiledPart = "none"
     """What `torch.compile` compiles: each layer by itself, or (`all`) the loss too."""
     float8: Float8Recipe = "none"

@@ -346,7 +346,7 @@ class PlanOptions:
         ),
     ] = None
     profile: Annotated[
-        Literal["megatron", "hf", "fsdp2", "deepspeed"] | None,
+        Literal["megatron", "hf", "fsdp2", "deepspeed", "torchtune", "ddp"] | None,
         CommandOption(HelpPanel.TRAINING, "Training runtime to estimate. Default: fsdp2."),
     ] = None
     recompute: Annotated[
@@ -459,6 +459,30 @@ class PlanOptions:
         bool,
         CommandOption(
             HelpPanel.TRAINING, "Profile megatron: cross entropy in place of the logits (Transformer Engine's)."
+        ),
+    ] = False
+    chunked_loss: Annotated[
+        Literal["torchtune", "litgpt", "torchtitan", "liger", "unsloth"] | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Whose cross entropy computes the loss in chunks of tokens: torchtune's and litgpt's keep logarithms of "
+            "all probabilities, torchtitan's, liger's and unsloth's nothing as large. Default: all logits at once.",
+        ),
+    ] = None
+    offload_checkpoints: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "With --recompute full: keep the inputs of layers on the host (Unsloth's gradient checkpointing, "
+            "torchtune's activation offloading).",
+        ),
+    ] = False
+    step_in_backward: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Update each parameter in the backward pass and free its gradient (torchtune's optimizer_in_bwd).",
+            flag="--optimizer-in-backward",
         ),
     ] = False
     exchanged_heads: Annotated[

@@ -120,7 +120,7 @@ def _list_sorts(work: Workload) -> Iterator[list[SettingChange]]:
 
 def _list_training_sorts(work: TrainingWorkload) -> Iterator[list[SettingChange]]:
     # With fsdp2, the meshes with fsdp ranks are those with ZeRO-3.
-    stages = {"megatron": (1,), "deepspeed": (1, 3), "hf": (1, 3), "fsdp2": ()}[work.profile]
+    stages = {"megatron": (1,), "deepspeed": (1, 3), "hf": (1, 3)}.get(work.profile, ())
     yield [
         SettingChange(f"--zero {zero}", f"share model states by ZeRO-{zero}", _MILD * zero, (("zero", zero),))
         for zero in stages

@@ -189,6 +189,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
                 hint="add --profile megatron, or leave it out",
             )
     _check_compiling(options, options.profile or usual.profile)
+    _check_loss(options, options.profile or usual.profile)
     stages = _choose_value(options.virtual_stages, usual.virtual_stages)
     schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
     if stages > 1 and schedule != "interleaved":
@@ -217,6 +218,9 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
         dropout=not options.no_dropout,
         fused_gradients=not options.no_gradient_fusion,
         fused_loss=options.fused_loss,
+        chunked_loss=options.chunked_loss,
+        offload_checkpoints=options.offload_checkpoints,
+        step_in_backward=options.step_in_backward,
         exchanged_heads=options.exchanged_heads,
         adapter_dropout=bool(options.lora_dropout),
         moment_dtypes=_choose_moment_dtypes(options),
@@ -255,15 +259,29 @@ def _choose_moment_dtypes(options: PlanOptions) -> tuple[str, str] | None:
 def _check_compiling(options: PlanOptions, profile: Profile) -> None:
     """Raise UsageError for compilation and float8 where nobody knows what they change."""
     for name in ("compiled", "float8", "float8_gathered"):
-        if getattr(options, name) and profile != "fsdp2":
+        if getattr(options, name) and profile not in {"fsdp2", "torchtune", "ddp"}:
             raise UsageError(
-                f"{find_flag(PlanOptions, name)} is known of torchtitan's models, and the profile is {profile}",
-                hint="leave --profile out, or give fsdp2",
+                f"{find_flag(PlanOptions, name)} is known of torch's own modules, and the profile is {profile}",
+                hint="leave --profile out, or give fsdp2, torchtune or ddp",
             )
     if options.float8_gathered and options.float8 != "tensorwise":
         raise UsageError(
             "--float8-gather needs a scale for each tensor: torchao gathers no rows with scales of their own",
             hint="add --float8 tensorwise, or leave it out",
+        )
+
+
+def _check_loss(options: PlanOptions, profile: Profile) -> None:
+    """Raise UsageError for a loss in chunks that the profile's runtime does not have, and offloading of nothing."""
+    if options.chunked_loss is not None and profile == "megatron":
+        raise UsageError(
+            "--chunked-loss names losses of torch's trainers, and the profile is megatron",
+            hint="use --fused-loss, or another --profile",
+        )
+    if options.offload_checkpoints and (options.recompute != "full" or profile == "megatron"):
+        raise UsageError(
+            "--offload-checkpoints keeps the inputs of recomputed layers on the host, and there are none",
+            hint="add --recompute full, with a profile other than megatron",
         )
 
 

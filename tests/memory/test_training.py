@@ -40,6 +40,8 @@ def ranks(name, mesh, work, stages):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_terms_of_every_profile(profile, zero, recompute):
     work = TrainingWorkload(64, profile=profile, zero=zero, recompute=recompute)
+    if profile == "ddp" and zero:
+        pytest.skip("DDP shares no states")
     piped = zero < 2 or profile in {"megatron", "fsdp2"}
     mesh = Mesh.of(dp=2, tp=2, pp=2 if piped else 1)
     stages = [1, 1] if piped else [2]

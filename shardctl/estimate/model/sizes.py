@@ -58,6 +58,8 @@ Size = Literal[
     "expert_matrix",
     "routed_steps",
     "idle_hidden",
+    "chunk_logits",
+    "head_matrix",
     "logits",
     "gathered_logits",
     "inner",
@@ -95,7 +97,8 @@ times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`,
 rank's experts get; `expert_routed`, `expert_hidden`, `expert_matrix`: of those that one of them gets, as many as of any
 other; of one of its matrices; `narrowed`: of their latents; `narrow_products`: of a token's products with the first
 matrices of adapters; `adapter_inputs`: of what those read; `idle_hidden`: of those that idle experts give back.
-`logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
+`logits`, `gathered_logits`: of this rank's part of the vocabulary; of all; `chunk_logits`: those of the tokens whose
+loss is computed at once; `head_matrix`: the head's weights.
 
 Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
 is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
@@ -176,8 +179,8 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
     return sizes
 
 
-def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> Mapping[Size, float]:
-    """Compute the elements of each size in the last norm and the head."""
+def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare, chunk: int = 0) -> Mapping[Size, float]:
+    """Compute the elements of each size in the last norm and the head; `chunk` are tokens of a chunk of the loss."""
     n = share.tokens
     return {
         "tokens": n,
@@ -188,6 +191,8 @@ def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> 
         "inputs": n * hidden,
         "logits": n * -(-vocabulary // share.tp),
         "gathered_logits": n * vocabulary,
+        "chunk_logits": chunk * -(-vocabulary // share.tp),
+        "head_matrix": hidden * -(-vocabulary // share.tp),
     }
 
 

@@ -13,9 +13,10 @@ from shardctl.estimate.model.inventory import FLOATING
 from shardctl.estimate.model.narrower_types import is_module_scale, is_scale
 from shardctl.estimate.model.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
 from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.training.chunked_losses import count_chunk_tokens, replace_loss
 from shardctl.estimate.training.compiled_layers import COMPILING_HINT, find_uncompiled_part, widen_for_compiler
 from shardctl.estimate.training.layer_flags import list_layer_flags, list_model_flags
-from shardctl.estimate.training.profiles import get_runtime
+from shardctl.estimate.training.profiles import choose_modules, get_runtime
 from shardctl.estimate.training.recomputed_modules import MODULES_HINT, find_unknown_module, list_checkpoints
 from shardctl.estimate.training.recurrent import PLAN_HINT, compute_recurrent_sizes
 from shardctl.estimate.training.saved_activations import GROUPS, SavedActivation
@@ -121,7 +122,8 @@ class RankActivations:
         self.mesh = mesh
         recurrent = any(layer.state is not None for layer in anatomy.layers)
         further = any(layer.further for layer in anatomy.layers)
-        self.runtime: RuntimeProfile = get_runtime(work.profile, recurrent=recurrent, further=further)
+        found = get_runtime(choose_modules(work), recurrent=recurrent, further=further)
+        self.runtime: RuntimeProfile = replace_loss(found, work)
         self.style = anatomy.style
         self.width = BY_NAME[work.dtype].bits // 8
         self.share = MicrobatchShare.of(mesh, work)
@@ -145,6 +147,8 @@ class RankActivations:
         self.ends = [p.kind for p in self.held if not p.kind.layers and ("last", 0) in p.kind.spec.where]
         if any(kind.matrix and not kind.trainable for kind in self.ends):
             self.flags |= {"frozen head"}
+        elif self.ends:
+            self.flags |= {"trained head"}
         coded = any(p.kind.layers and p.kind.matrix and p.kind.dtype.name not in FLOATING for p in self.held)
         if "autocast" in self.flags and coded:
             self.flags |= {"fp32 products"}
@@ -235,7 +239,12 @@ class RankActivations:
 
     def list_holes(self, moment: BackwardEvent) -> Iterator[MemoryTerm]:
         """List what the allocator cannot use in a moment, though it is free."""
-        if not moment.with_head or self.work.profile != "fsdp2" or "eager loss" not in self.flags:
+        if (
+            not moment.with_head
+            or self.work.profile != "fsdp2"
+            or "eager loss" not in self.flags
+            or self.work.chunked_loss
+        ):
             return
         yield self._build_hole(
             "hole that the logits leave",
@@ -351,6 +360,9 @@ class RankActivations:
             again = further + self._amount(shared, sizes, flags).without()
             for tensors in groups.values():
                 again += self._amount(tensors, sizes, flags)
+            if self.work.offload_checkpoints:  # one input is fetched, and the next is on its way
+                fetched = self._amount(some, sizes, flags)
+                return {name: ByteAmount()}, again + fetched.times(2)
             return {name: self._amount(some, sizes, flags)}, again
         selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
         kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
@@ -394,7 +406,10 @@ class RankActivations:
         return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
 
     def _compute_head_sizes(self) -> Mapping[Size, float]:
-        return compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+        hidden, vocabulary = self.anatomy.hidden, self.anatomy.vocabulary
+        batch, queries = self.share.batch, self.share.queries
+        chunk = count_chunk_tokens(self.work, batch=batch, queries=queries, hidden=hidden, vocabulary=vocabulary)
+        return compute_head_sizes(hidden, vocabulary, self.share, chunk)
 
     def _embedding(self) -> ByteAmount:
         sizes = compute_head_sizes(

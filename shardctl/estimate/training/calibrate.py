@@ -12,6 +12,7 @@ from shardctl.estimate.workload import (
     PROFILES,
     Allocator,
     AttentionKernel,
+    ChunkedLoss,
     CompiledPart,
     Float8Recipe,
     Offload,
@@ -39,6 +40,8 @@ _SWITCHES: Final = frozenset(
         "fused_gradients",
         "fused_loss",
         "exchanged_heads",
+        "offload_checkpoints",
+        "step_in_backward",
         "float8_gathered",
     }
 )
@@ -50,6 +53,7 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "offload": get_args(Offload),
     "compiled": get_args(CompiledPart),
     "float8": get_args(Float8Recipe),
+    "chunked_loss": get_args(ChunkedLoss),
     "optimizer_kernel": get_args(OptimizerKernel),
     "allocator": get_args(Allocator),
     "zero": (0, 1, 2, 3),

@@ -53,7 +53,8 @@ def list_model_flags(
     narrow = style.narrow_softmax and not cast
     named: Mapping[Flag, bool] = {
         "eager model": work.compiled == "none",
-        "shared loss": work.profile == "fsdp2" and mesh.degree("tp") > 1,
+        "compiled model": work.compiled != "none",
+        "shared loss": work.profile in {"fsdp2", "torchtune"} and mesh.degree("tp") > 1,
         "autocast": cast and not (narrow_base and style.norm == "rms"),
         # PEFT keeps adapters in fp32 and casts what each of them reads to that; autocast casts it back.
         "cast adapters": cast and narrow_base and style.norm == "rms",
@@ -114,7 +115,7 @@ def list_expert_remarks(work: object, inventory: TensorInventory) -> tuple[str, 
 
 def runs_under_autocast(work: TrainingWorkload) -> bool:
     """Return whether fp32 parameters are cast where matrices are multiplied, and norms and softmax compute in fp32."""
-    return work.profile == "hf" and work.precision == "mixed" and BY_NAME[work.dtype].bits < 8 * _WIDE
+    return work.profile in {"hf", "ddp"} and work.precision == "mixed" and BY_NAME[work.dtype].bits < 8 * _WIDE
 
 
 def list_layer_flags(

@@ -18,7 +18,7 @@ from shardctl.estimate.training.saved_activations import PeakEvent, RuntimeProfi
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.estimate.workload import Profile
+    from shardctl.estimate.workload import Profile, TrainingWorkload
 
 _ATTENTION: Final = (
     SavedActivation("queries", "queries"),
@@ -574,11 +574,47 @@ _FSDP2: Final = RuntimeProfile(
     recurrence=TRANSFORMERS,
 )
 
+_TORCHTUNE: Final = replace(
+    _FSDP2,
+    kept={
+        **_FSDP2.kept,
+        # torchtune 0.5, modules/rms_norm.py: norms compute in fp32, which only a compiler does not keep.
+        "norms": (
+            SavedActivation("inputs of the norms", "norms", None, ("compiled model",)),
+            SavedActivation("fp32 copies of what is normed", "norms", 4, ("eager model",)),
+            SavedActivation("normed, before the weight", "norms", None, ("eager model", "norms trained")),
+            SavedActivation("statistics of the norms", "norm_rows", 4),
+            SavedActivation("inputs of attention and MLP", "inputs"),
+        ),
+        # modules/attention.py: keys and values are repeated for each query head before their kernel.
+        "attention": (
+            *(saved for saved in _FSDP2.kept["attention"] if saved.size not in {"keys", "values"}),
+            SavedActivation("keys of each query head", "repeated_keys", None, ("fused",)),
+            SavedActivation("values of each query head", "repeated_values", None, ("fused",)),
+        ),
+    },
+    head=(
+        # modules/transformer.py, `unembed`: the whole logits are cast outside of the loss, compiled or not.
+        SavedActivation("fp32 logits, or logarithms of probabilities", "logits", 4),
+        SavedActivation("labels", "tokens", 16),
+    ),
+    loss=PeakEvent(
+        "backward pass of the loss",
+        (
+            SavedActivation("fp32 gradient of the logarithms of probabilities", "logits", 4, ("eager loss",)),
+            SavedActivation("fp32 gradient of the logits", "logits", 4),
+            SavedActivation("gradient of the logits", "logits", None, ("compiled loss",)),
+        ),
+    ),
+    source="modules of torchtune 0.6.1, whose norms compute in fp32 and whose keys are repeated",
+)
 _MODULES: Final = "transformers' modules"
 RUNTIMES: Final[Mapping[Profile, RuntimeProfile]] = {
     "megatron": _MEGATRON,
     "hf": _HF,
     "fsdp2": _FSDP2,
+    "torchtune": _TORCHTUNE,
+    "ddp": _FSDP2,
     "deepspeed": replace(
         _HF, spread=(0.85, 1.15), source=f"{_MODULES}, which DeepSpeed trains as they are: as profile hf"
     ),
@@ -593,8 +629,15 @@ _RECURRENT: Final[Mapping[Profile, RuntimeProfile]] = {
     "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
     "fsdp2": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are, {_KERNELS}: as profile hf"),
     "deepspeed": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
+    "torchtune": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
+    "ddp": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
 }
 """The same for models with recurrent layers, whose modules are transformers' whatever shards them, or Megatron-LM's."""
+
+
+def choose_modules(work: TrainingWorkload) -> Profile:
+    """Choose the profile whose modules a workload trains: under autocast, DDP's are taken as transformers' are."""
+    return "hf" if work.profile == "ddp" and work.precision == "mixed" else work.profile
 
 
 def get_runtime(profile: Profile, *, recurrent: bool, further: bool) -> RuntimeProfile:
@@ -602,6 +645,6 @@ def get_runtime(profile: Profile, *, recurrent: bool, further: bool) -> RuntimeP
 
     It may have recurrent layers, or such of which transformers keeps something further than of others.
     """
-    if further and profile == "fsdp2" and not recurrent:
+    if further and profile in {"fsdp2", "torchtune", "ddp"} and not recurrent:
         return replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are: as profile hf")
     return (_RECURRENT if recurrent else RUNTIMES)[profile]

@@ -79,6 +79,7 @@ Flag = Literal[
     "eager layer",
     "compiled layer",
     "eager model",
+    "compiled model",
     "wide products",
     "narrow products",
     "compiled loss",
@@ -105,6 +106,7 @@ Flag = Literal[
     "experts down trained",
     "router trained",
     "frozen head",
+    "trained head",
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);

@@ -54,6 +54,8 @@ class TrainingScheme:
     """Whether the optimizer computes with all parameters at once, which copies them."""
     said: bool
     """Whether somebody said so, or that it does not."""
+    steps_in_backward: bool
+    """Whether each gradient is freed as soon as its parameter is updated."""
     decoupled: bool
     """Whether the optimizer is Megatron-LM's precision-aware one, which reads gradients as they are kept, and keeps of
     fp32 copies of bf16 parameters only the 16 bits that these lack."""
@@ -124,6 +126,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
             hint="give --zero 1, or a mesh without pipeline stages",
         )
     _check_optimizer(runtime, known, work)
+    _check_step(runtime, mesh, work)
     return TrainingScheme(
         runtime=runtime,
         compute=compute,
@@ -134,6 +137,7 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         master=known.master and resident != F32,
         foreach=_has_foreach(runtime, known, work),
         said=work.optimizer_kernel is not None,
+        steps_in_backward=work.step_in_backward,
         decoupled=work.moment_dtypes is not None,
         zero=work.zero,
         sharers=mesh.degree("dp") * mesh.degree("cp"),
@@ -142,6 +146,24 @@ def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
         gradients=gradients,
         states=states,
     )
+
+
+def _check_step(runtime: Runtime, mesh: Mesh, work: TrainingWorkload) -> None:
+    """Raise UsageError for runtimes that cannot update a parameter in the backward pass, or that have no DDP."""
+    if work.profile == "ddp" and (mesh.degree("fsdp") > 1 or work.zero):
+        raise UsageError("DDP shares no states between ranks", hint="use --profile fsdp2, or a mesh with dp alone")
+    if not work.step_in_backward:
+        return
+    if runtime not in {"units", "autocast"}:
+        raise UsageError(
+            f"the {work.profile} profile has no optimizer step in the backward pass",
+            hint="use --profile torchtune, fsdp2, ddp or hf, or leave --optimizer-in-backward out",
+        )
+    if work.count_passes(mesh.degree("pp")) > 1:
+        raise UsageError(
+            "an optimizer step in the backward pass cannot add the gradients of microbatches",
+            hint="give --microbatches 1 and no pipeline stages",
+        )
 
 
 def _check_optimizer(runtime: Runtime, known: OptimizerSpec, work: TrainingWorkload) -> None:
@@ -181,7 +203,10 @@ def _choose_narrow_moments(known: OptimizerSpec, work: TrainingWorkload) -> Opti
 def _has_foreach(runtime: Runtime, known: OptimizerSpec, work: TrainingWorkload) -> bool:
     """Return whether torch computes with all parameters at once; raises UsageError for kernels that there are not."""
     if work.optimizer_kernel is None:
-        return runtime == "units"  # torch's own default; transformers' Trainer takes AdamW's fused one
+        return runtime == "units" or work.profile in {
+            "torchtune",
+            "ddp",
+        }  # torch's own default; transformers' Trainer takes AdamW's fused one
     if runtime not in {"units", "autocast"} or known.name not in {"adamw", "adamw-bf16"}:
         raise UsageError(
             "--optimizer-kernel says how torch's AdamW computes, which is known of the profiles fsdp2 and hf",
@@ -202,6 +227,8 @@ def _choose_runtime(mesh: Mesh, work: TrainingWorkload) -> Runtime:
         return "buffers"
     if work.profile == "deepspeed":
         return "partitions"
+    if work.profile == "ddp":
+        return "autocast"
     if work.profile == "fsdp2" or mesh.degree("fsdp") > 1:
         return "units"
     return "partitions" if work.zero else "autocast"

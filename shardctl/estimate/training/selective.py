@@ -47,7 +47,11 @@ def list_recomputation_remarks(
     work: ServingWorkload | TrainingWorkload | None, layers: Sequence[ModelLayer] = ()
 ) -> tuple[str, ...]:
     """List what to know of selective recomputation: what of it changes nothing, or nearly nothing, of `layers`."""
-    if not isinstance(work, TrainingWorkload) or work.recompute != "selective" or work.profile == "fsdp2":
+    if (
+        not isinstance(work, TrainingWorkload)
+        or work.recompute != "selective"
+        or work.profile in {"fsdp2", "torchtune"}
+    ):
         return ()
     idle = list_idle_modules(layers, work.recompute_modules)
     remarks = tuple(

@@ -70,7 +70,7 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
     transformers' Trainer takes AdamW with a fused kernel, which makes none, and its own Adafactor, which has two of the
     tensor that it updates; `largest` are the elements of the largest.
     """
-    if plan.offloaded:
+    if plan.offloaded or plan.steps_in_backward:
         return
     if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
         some = min(shared, _SUB_GROUP) if plan.zero == _PARAMETERS else shared
@@ -124,7 +124,8 @@ class CastTransients:
         layers: dict[int, int] = {}
         frozen: dict[int, int] = {}
         trained: dict[int, int] = {}
-        self.head = self.rest = self.head_trained = 0
+        self.head = self.rest = self.head_trained = self.tied = 0
+        self.largest: dict[int, int] = {}
         for part in holding.parts:
             learns = part.kind.trainable
             if not learns and part.kind.dtype != F32:
@@ -134,10 +135,13 @@ class CastTransients:
                 head = elements if part.kind.matrix and ("last", 0) in part.kind.spec.where else 0
                 self.rest += elements if learns else 0
                 self.head_trained += head if learns else 0
+                # The gradient of a tied head waits for the embedding's, which is added to it.
+                self.tied += head if learns and ("first", 0) in part.kind.spec.where else 0
                 self.head += head
                 continue
             number = next((n for n in numbers if n in holding.layers), numbers[0])
             trained[number] = trained.get(number, 0) + (elements if learns else 0)
+            self.largest[number] = max(self.largest.get(number, 0), part.gathered if learns else 0)
             some = layers if learns else frozen
             some[number] = some.get(number, 0) + (elements if part.kind.matrix else 0)
         self.numbers = sorted(trained)
@@ -174,11 +178,23 @@ class CastTransients:
     def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is there."""
         whole = self.rest + self.trained_before[-1]
-        if place.later or place.phase in {"end", "step"} or not whole:
+        if not whole:
+            return 1.0
+        if self.plan.steps_in_backward:
+            return self._count_waiting(place) / whole
+        if place.later or place.phase in {"end", "step"}:
             return 1.0
         if place.phase in {"forward", "loss", "head"}:
             return 0.0
         return (self.head_trained + self.trained_before[-1] - self.trained_before[self._count_layers(place)]) / whole
+
+    def _count_waiting(self, place: StepPosition) -> int:
+        """Count elements of gradients whose parameters are updated in this phase, or whose other gradients wait."""
+        if place.phase == "end":
+            return max(self.rest - self.head_trained, 2 * self.tied)
+        if place.phase in {"forward", "loss", "step"}:
+            return 0
+        return self.head_trained if place.phase == "head" else self.tied + self.largest[place.layer]
 
     def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the casts."""

@@ -44,6 +44,7 @@ class UnitTransients:
         self.head = _count_trained_elements(
             p for p in root if any(w == "last" for w, _ in p.kind.spec.where) and p.kind.matrix
         )
+        self.steps = plan.steps_in_backward
         self.stays = plan.zero in {1, 2} or waits
         self.waits = waits
         self.ahead = ranks > 1
@@ -83,6 +84,9 @@ class UnitTransients:
 
     def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is reduced by then."""
+        if self.steps and self.whole:  # those of one unit: as soon as they are reduced, they are used and freed
+            unit = self.trained[self._find(place)] if place.phase in {"layer", "reduce"} else 0
+            return (self.root_trained if place.phase == "end" else unit) / self.whole
         if place.phase == "step" or not self.whole or (place.later and not self.waits):
             return 1.0
         if place.phase in {"loss", "head"} or self.waits:
